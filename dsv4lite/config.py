@@ -148,11 +148,6 @@ class Drafting:
         return max([0 if self.own is None else self.own.k, *(speculator.k for speculator in self.speculators)])
 
 
-def adapts(drafters: Sequence[Drafter], own: MTP | DSpark | None) -> bool:
-    """Return whether the engine chooses the draft length of any of the drafters."""
-    return any(drafter.adaptive for drafter in (own, *drafters) if isinstance(drafter, MTP | DSpark | NGram))
-
-
 def named_drafters(speculative: Any) -> tuple[Drafter, ...]:
     """Return the drafters that ``EngineConfig.speculative`` names, the first one first; ``"auto"`` and ``None`` name none."""
     if speculative is None or speculative == "auto":

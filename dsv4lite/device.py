@@ -407,25 +407,23 @@ def _through_triton(error: BaseException) -> bool:
 
 def _versions() -> str:
     """Return the versions that have to fit together; never fails."""
+
+    def driver_version() -> str:
+        version = ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+        return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+    def device_name() -> str:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+
     found = [f"PyTorch {torch.__version__}", f"CUDA {torch.version.cuda}"]
-    for name, read in (("Triton", triton_version), ("driver's CUDA", _driver_version), ("device", _device_name)):
+    for name, read in (("Triton", triton_version), ("driver's CUDA", driver_version), ("device", device_name)):
         try:
             found.append(f"{name} {read()}")
         except (ImportError, OSError, RuntimeError, AssertionError) as error:
             found.append(f"{name} unknown ({_first_line(error)})")
     return ", ".join(found)
-
-
-def _driver_version() -> str:
-    version = ctypes.c_int()
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    major, minor = divmod(version.value, 1000)
-    return f"{major}.{minor // 10}"
-
-
-def _device_name() -> str:
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return f"{properties.name}, compute capability {properties.major}.{properties.minor}"
 
 
 def forget_frames(error: BaseException | None) -> None:

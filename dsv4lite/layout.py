@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from dsv4lite.errors import ConfigError
 
-AXES = ("tp", "ep", "dp", "pp")
+AXES = {"tp": "tensor_parallel_size", "ep": "expert_parallel_size", "dp": "data_parallel_size", "pp": "pipeline_parallel_size"}
+"""The axes, and the setting of ``EngineConfig`` that is the size of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ from dsv4lite.layout import AXES, Layout
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.family import FAMILIES
-from dsv4lite.models.share import Share
+from dsv4lite.models.shard import ModelShard
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.planning.memory import choose_numerics, weight_bytes
 from dsv4lite.planning.roofline import weights_read
@@ -109,10 +109,10 @@ def floor_bytes(model: V4Config, numerics: Numerics, layout: Layout, batches: Se
     totals = [0.0] * len(batches)
     for rank in range(0, layout.world, layout.stage):
         mesh = Mesh.outline(layout, rank)
-        share = Share.of(model, V4_TENSORS, mesh)
+        shard = ModelShard.of(model, V4_TENSORS, mesh)
         weights = weight_bytes(FAMILIES["deepseek_v4"], model, numerics, mesh, with_mtp=False)
         for i, batch in enumerate(batches):
-            totals[i] += weights_read(model, numerics, share, weights, batch / layout.dp)
+            totals[i] += weights_read(model, numerics, shard, weights, batch / layout.dp)
     return totals
 
 

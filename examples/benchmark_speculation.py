@@ -1,23 +1,23 @@
-"""Measure what guessing costs and brings: steps and tokens per second by guesses in a row, at a chance to be right of your choice.
+"""Measure what speculation costs and brings: step time and tokens per second by number of drafts, at an acceptance of your choice.
 
     python examples/benchmark_speculation.py --layers 8 --batch 1 8 64 --acceptance 0.8
-    python examples/benchmark_speculation.py --device cpu --layers 0 --batch 1 --guesses 0 1 2
+    python examples/benchmark_speculation.py --device cpu --layers 0 --batch 1 --drafts 0 1 2
     python examples/benchmark_speculation.py --layers 0 --context 64 --compare --tokens 256 --learn 512
     python examples/benchmark_speculation.py --layers 0 --context 64 --compare none "MTP(1)" "MTP(4)" "NGram(4)"
 
-Temperature is so high that the seed of a request alone says what comes, whatever the model thinks, and a first run without guesses
-writes it down: so a drafter can be right as often as it likes, about tokens that have nothing in common. With ``--mtp`` the model's
-MTP block drafts behind each step as well: its cost is in, its guesses are not heard. ``--layers 0`` is the checkpoint that ships
-with the package. Weights are those of ``benchmark.py``: V4-Flash's shapes, fewer layers, random numbers.
+The temperature is so high that the seed of a request alone decides its text. A first run without drafts records the texts. The
+measured drafter then proposes the recorded tokens, each with the given probability, so that acceptance is known and sequences have
+nothing in common. With ``--mtp`` the model's MTP block also drafts after each step: its cost counts, its drafts are not used.
+``--layers 0`` is the checkpoint that ships with the package. Other weights are those of ``benchmark.py``: V4-Flash's shapes, fewer
+layers, random numbers.
 
-``--compare`` asks what adaptive guessing loses to the better of no guess and one of the MTP block at every step, or compares what
-you name. All these engines are open at once. Each continues the same pieces of Python source with the same seeds, so that all say
-the same until roundings part them, which ``--deterministic`` forbids; one runs at a time, for a few tokens of each sequence, in an
-order that is drawn anew for each round. What counts is the median of the ratios within rounds, and the interval that has it in 95 %
-of the ways to draw as many rounds out of these. ``none again`` is one more engine without guesses: how far it seems to be from the
-first one says how far to trust the rest. On a CPU time is what the process took of processors, so that others on the machine count
-little; set OMP_NUM_THREADS=1. Milliseconds of a step, and the host's part of them (for which a device with nothing else to do would
-wait), are those of single steps, looked at in between: medians of all windows.
+``--compare`` compares adaptive drafting with none and with one draft of the MTP block at every step, or compares the engines that
+you name. All these engines are open at once. Each continues the same pieces of Python source with the same seeds, so that their
+texts are equal until roundings differ, which ``--deterministic`` prevents. One engine runs at a time, for a few tokens of each
+sequence, in an order that is drawn anew for each round. The result is the median of the ratios within rounds and its 95 % bootstrap
+interval. ``none again`` is one more engine without drafts: its ratio to ``none`` shows the error of the others. On a CPU time is
+the processor time of the process, so that other work on the machine counts little; set OMP_NUM_THREADS=1. Milliseconds of a step,
+and the host's part of them (for which an idle device would wait), are medians of single steps, sampled during all windows.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ DRAFTERS: Mapping[str, Any] = {
 COMPARED = ("none", "none again", "MTP(1)", "auto")
 
 
-class Sometimes:
-    """Guesses what a text that is known goes on with, each token with a given chance, else another token."""
+class Recorded:
+    """Drafts the tokens of a recorded text, each with a given probability, else another token."""
 
     def __init__(self, k: int, chance: float, texts: Sequence[Sequence[int]]) -> None:
         self.k = k
@@ -58,16 +58,16 @@ class Sometimes:
         self._texts = {tuple(text[:8]): text for text in texts}
 
     def propose(self, sequence_id: int, token_ids: Sequence[int], max_drafts: int) -> list[int]:
-        """Guess."""
-        coming = self._texts[tuple(token_ids[:8])][len(token_ids) : len(token_ids) + max_drafts]
-        return [token if self._rng.random() < self._chance else token ^ 1 for token in coming]
+        """Draft the next tokens."""
+        following = self._texts[tuple(token_ids[:8])][len(token_ids) : len(token_ids) + max_drafts]
+        return [token if self._rng.random() < self._chance else token ^ 1 for token in following]
 
     def forget(self, sequence_id: int) -> None:
         """Nothing is kept."""
 
 
-async def said(llm: AsyncLLM, seed: int, context: int, tokens: int) -> list[int]:
-    """Return a prompt and what comes behind it, both of which follow from the seed."""
+async def text_of(llm: AsyncLLM, seed: int, context: int, tokens: int) -> list[int]:
+    """Return a prompt and its continuation, which both depend on the seed alone."""
     rng = random.Random(seed)
     prompt = [rng.randrange(3, 4000) for _ in range(context)]
     params = SamplingParams(temperature=1e9, seed=seed, ignore_eos=True, detokenize=False, max_tokens=tokens)
@@ -75,12 +75,12 @@ async def said(llm: AsyncLLM, seed: int, context: int, tokens: int) -> list[int]
 
 
 async def rate(llm: AsyncLLM, batch: int, context: int, steps: int, tokens: int) -> dict[str, float]:
-    """Return seconds of a step in which ``batch`` sequences decode, and the tokens per second that come of it."""
-    running = [asyncio.create_task(said(llm, seed, context, tokens)) for seed in range(batch)]
+    """Return the seconds of a step in which ``batch`` sequences decode, and tokens per second."""
+    running = [asyncio.create_task(text_of(llm, seed, context, tokens)) for seed in range(batch)]
     begun = llm.stats().generated_tokens
     while llm.stats().num_running < batch or llm.stats().generated_tokens < begun + START * batch:
         await asyncio.wait(running, timeout=0.002, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.gather(*(task for task in running if task.done()))  # raises what went wrong, if anything did
+        await asyncio.gather(*(task for task in running if task.done()))  # raises the error of a request
     before, started = llm.stats(), time.perf_counter()
     while llm.stats().steps < before.steps + steps and not any(task.done() for task in running):
         await asyncio.sleep(0.002)
@@ -108,31 +108,31 @@ def engine(args: argparse.Namespace, speculative: Any, **settings: Any) -> Async
 
 
 async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure every number of guesses; print as it comes."""
+    """Measure every number of drafts; print each row at once."""
     found: list[dict[str, Any]] = []
-    tokens = (args.steps + 2 * START) * (1 + max(args.guesses))  # with every guess right
-    print(f"{'guesses':>8}{'batch':>7}{'step ms':>10}{'tokens a step':>15}{'tok/s':>9}", flush=True)
+    tokens = (args.steps + 2 * START) * (1 + max(args.drafts))  # enough if every draft is accepted
+    print(f"{'drafts':>8}{'batch':>7}{'step ms':>10}{'tokens a step':>15}{'tok/s':>9}", flush=True)
 
     async def measure(llm: AsyncLLM, k: int) -> None:
         for batch in args.batch:
-            row = {"guesses": k, "batch": batch, **await rate(llm, batch, args.context, args.steps, tokens)}
+            row = {"drafts": k, "batch": batch, **await rate(llm, batch, args.context, args.steps, tokens)}
             found.append(row)
             each = row["tokens_per_s"] * row["step_s"] / batch
             print(f"{k:>8}{batch:>7}{row['step_s'] * 1e3:>10.2f}{each:>15.2f}{row['tokens_per_s']:>9.0f}", flush=True)
 
     async with engine(args, None) as llm:
-        texts = await asyncio.gather(*(said(llm, seed, args.context, tokens) for seed in range(max(args.batch))))
-        if 0 in args.guesses:
+        texts = await asyncio.gather(*(text_of(llm, seed, args.context, tokens) for seed in range(max(args.batch))))
+        if 0 in args.drafts:
             await measure(llm, 0)
-    for k in filter(None, args.guesses):
+    for k in filter(None, args.drafts):
         own = (MTP(min(k, MTP.most), adaptive=False),) if args.mtp else ()
-        async with engine(args, (Sometimes(k, args.acceptance, texts), *own)) as llm:
+        async with engine(args, (Recorded(k, args.acceptance, texts), *own)) as llm:
             await measure(llm, k)
     return found
 
 
 async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure engines with and without guesses side by side; print as it comes."""
+    """Measure engines with and without drafts side by side; print each row at once."""
     found, rng = [], random.Random(0)
     async with AsyncExitStack() as stack:
         llms = {
@@ -232,8 +232,8 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="sequences that decode together (default 1 8 64)")
     parser.add_argument("--context", type=int, default=1024, help="prompt tokens of each (default 1024)")
-    parser.add_argument("--guesses", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="in a row (default 0 1 2 3 4)")
-    parser.add_argument("--acceptance", type=float, default=0.8, help="chance of a guess to be right (default 0.8)")
+    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="in a step (default 0 1 2 3 4)")
+    parser.add_argument("--acceptance", type=float, default=0.8, help="probability that a draft is accepted (default 0.8)")
     parser.add_argument("--mtp", action="store_true", help="let the MTP block draft, too")
     parser.add_argument("--steps", type=int, default=64, help="to measure for each figure (default 64)")
     parser.add_argument(

@@ -106,11 +106,8 @@ class FakeEngine:
         self._put(lambda: future.set_result(function()))
         return future
 
-    def pause(self) -> Future[None]:
-        return self.call(lambda: setattr(self, "paused", True))
-
-    def resume(self) -> Future[None]:
-        return self.call(lambda: setattr(self, "paused", False))
+    def set_paused(self, paused: bool) -> Future[None]:
+        return self.call(lambda: setattr(self, "paused", paused))
 
     def reset_prefix_cache(self) -> Future[None]:
         return self.call(lambda: setattr(self, "resets", self.resets + 1))

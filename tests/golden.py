@@ -4,6 +4,7 @@
 ``official``  five layers in the release's formats; the outputs of the official code on it are in ``data/v4-official-A.safetensors``
 
 Weights come from an integer hash and exactly rounded arithmetic: their bytes are the same on every machine.
+They depend on names and shapes, which come from the package; the digests here say what these are.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +22,13 @@ from torch import Tensor
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config, Yarn
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.deepseek_v4.tensors import official_shapes
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.weights.quant import Numerics
 
 OFFICIAL_OUTPUTS = Path(__file__).parent / "data" / "v4-official-A.safetensors"
+TINY_DIGEST = (276, 1116120, "100bad066c5eb862d2d2254014a4ad980341c47047557288ad03692801339dc3")
+TINY_DSPARK_DIGEST = (355, 1435896, "6c662fba6db97466e9999596aac3480dc1b2772646d4a8779c0a4bcdb2c7b0ce")
 OFFICIAL_DIGEST = (508, 50422744, "886a22888fc94d80bde5609e1239288709a5f6bc7deed8997228e74e81a2deaa")
 
 TINY = V4Config(
@@ -156,7 +160,7 @@ def tiny_ids(count: int, config: ModelConfig = TINY) -> list[int]:
 
 def tiny_checkpoint(config: V4Config = TINY) -> dict[str, Tensor]:
     """Return every tensor of the known-answer model, float32 (expert tables int64), by its official name."""
-    return {name: _tiny_tensor(name, shape, config) for name, shape in _shapes(config)}
+    return {name: _tiny_tensor(name, spec.shape, config) for name, spec in official_shapes(config).items()}
 
 
 def _tiny_tensor(name: str, shape: tuple[int, ...], config: V4Config) -> Tensor:
@@ -177,80 +181,6 @@ def _tiny_tensor(name: str, shape: tuple[int, ...], config: V4Config) -> Tensor:
         amplitude = (2.0 if "wgate" in name else 1.0) * shape[-1] ** -0.5
     unit = 2 * (_hash(name, math.prod(shape)).double() / 2**32) - 1
     return (unit * amplitude * math.sqrt(3) + offset).float().view(shape)
-
-
-def _shapes(c: V4Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name every tensor of an unquantized checkpoint with its drafter, with its shape."""
-    yield "embed.weight", (c.vocab_size, c.hidden_size)
-    yield "head.weight", (c.vocab_size, c.hidden_size)
-    yield "norm.weight", (c.hidden_size,)
-    yield from _hc_shapes("hc_head", c.streams, 1, c)
-    for layer in range(c.num_hidden_layers):
-        yield from _block_shapes(f"layers.{layer}.", layer, c)
-    if c.dspark is not None:
-        yield from _dspark_shapes(c, c.dspark)
-        return
-    yield from _block_shapes("mtp.0.", c.num_hidden_layers, c)
-    yield from _hc_shapes("mtp.0.hc_head", c.streams, 1, c)
-    for name in ("e_proj", "h_proj"):
-        yield f"mtp.0.{name}.weight", (c.hidden_size, c.hidden_size)
-    for name in ("enorm", "hnorm", "norm"):
-        yield f"mtp.0.{name}.weight", (c.hidden_size,)
-
-
-def _dspark_shapes(c: V4Config, dspark: DSparkConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for stage in range(dspark.stages):
-        yield from _block_shapes(f"mtp.{stage}.", c.num_hidden_layers + stage, c)
-    yield "mtp.0.main_proj.weight", (c.hidden_size, len(dspark.targets) * c.hidden_size)
-    yield "mtp.0.main_norm.weight", (c.hidden_size,)
-    last = f"mtp.{dspark.stages - 1}."
-    yield last + "norm.weight", (c.hidden_size,)
-    yield from _hc_shapes(last + "hc_head", c.streams, 1, c)
-    yield last + "markov_head.markov_w1.weight", (c.vocab_size, dspark.markov_rank)
-    yield last + "markov_head.markov_w2.weight", (c.vocab_size, dspark.markov_rank)
-    yield last + "confidence_head.proj.weight", (1, c.hidden_size + dspark.markov_rank)
-
-
-def _hc_shapes(prefix: str, rows: int, scales: int, c: V4Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield from ((prefix + "_fn", (rows, c.streams * c.hidden_size)), (prefix + "_base", (rows,)), (prefix + "_scale", (scales,)))
-
-
-def _compressor_shapes(prefix: str, ratio: int, width: int, c: V4Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    columns = width * (2 if ratio == 4 else 1)
-    yield prefix + "ape", (ratio, columns)
-    yield from ((f"{prefix}{name}.weight", (columns, c.hidden_size)) for name in ("wkv", "wgate"))
-    yield prefix + "norm.weight", (width,)
-
-
-def _block_shapes(prefix: str, layer: int, c: V4Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    attn, ffn, ratio = prefix + "attn.", prefix + "ffn.", c.ratios[layer]
-    channels = c.num_attention_heads * c.head_dim
-    for part in ("attn", "ffn"):
-        yield f"{prefix}{part}_norm.weight", (c.hidden_size,)
-        yield from _hc_shapes(f"{prefix}hc_{part}", c.streams * (c.streams + 2), 3, c)
-    yield attn + "attn_sink", (c.num_attention_heads,)
-    yield attn + "wq_a.weight", (c.q_lora_rank, c.hidden_size)
-    yield attn + "q_norm.weight", (c.q_lora_rank,)
-    yield attn + "wq_b.weight", (channels, c.q_lora_rank)
-    yield attn + "wkv.weight", (c.head_dim, c.hidden_size)
-    yield attn + "kv_norm.weight", (c.head_dim,)
-    yield attn + "wo_a.weight", (c.o_groups * c.o_lora_rank, channels // c.o_groups)
-    yield attn + "wo_b.weight", (c.hidden_size, c.o_groups * c.o_lora_rank)
-    if ratio:
-        yield from _compressor_shapes(attn + "compressor.", ratio, c.head_dim, c)
-    if ratio == 4:
-        yield attn + "indexer.wq_b.weight", (c.index_heads * c.index_dim, c.q_lora_rank)
-        yield attn + "indexer.weights_proj.weight", (c.index_heads, c.hidden_size)
-        yield from _compressor_shapes(attn + "indexer.compressor.", 4, c.index_dim, c)
-    yield ffn + "gate.weight", (c.num_experts, c.hidden_size)
-    if layer < c.num_hash_layers:
-        yield ffn + "gate.tid2eid", (c.vocab_size, c.experts_per_token)
-    else:
-        yield ffn + "gate.bias", (c.num_experts,)
-    for expert in (*(f"experts.{e}." for e in range(c.num_experts)), "shared_experts."):
-        yield f"{ffn}{expert}w1.weight", (c.expert_width, c.hidden_size)
-        yield f"{ffn}{expert}w2.weight", (c.hidden_size, c.expert_width)
-        yield f"{ffn}{expert}w3.weight", (c.expert_width, c.hidden_size)
 
 
 # The official model ---------------------------------------------------------------------
@@ -279,13 +209,15 @@ def official_ids(count: int) -> list[int]:
 def official_checkpoint(c: V4Config = OFFICIAL) -> dict[str, Tensor]:
     """Return every tensor in the release's formats, by its official name."""
     tensors: dict[str, Tensor] = {}
-    for name, shape in _shapes(c):
+    for name, spec in official_shapes(c).items():
         for ends, dtype, amplitude, offset in _PLAIN:
             if name.endswith(ends):
-                tensors[name] = _official_experts(c) if dtype == torch.int64 else _official(name, shape, dtype, amplitude, offset)
+                tensors[name] = (
+                    _official_experts(c) if dtype == torch.int64 else _official(name, spec.shape, dtype, amplitude, offset)
+                )
                 break
         else:
-            tensors |= _quantized(name.removesuffix(".weight"), *shape, fp4=".experts." in name)
+            tensors |= _quantized(name.removesuffix(".weight"), *spec.shape, fp4=".experts." in name)
     return tensors
 
 

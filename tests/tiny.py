@@ -65,6 +65,22 @@ _RELEASED: dict[str, Any] = {
     "index_n_heads": 64,
     "index_head_dim": 128,
 }
+
+
+def refreshed(
+    config: Mapping[str, Any], *, targets: list[int], rank: int, block: int = 5, noise: int = 128799
+) -> Mapping[str, Any]:
+    """Return a release's config with a block drafter instead of the MTP block."""
+    return {
+        **config,
+        "compress_ratios": [*config["compress_ratios"], 0, 0],
+        "dspark_block_size": block,
+        "dspark_noise_token_id": noise,
+        "dspark_target_layer_ids": targets,
+        "dspark_markov_rank": rank,
+    }
+
+
 FLASH: Mapping[str, Any] = {
     **_RELEASED,
     "hidden_size": 4096,
@@ -91,23 +107,8 @@ PRO: Mapping[str, Any] = {
     "index_topk": 1024,
     "compress_ratios": [128, 128] + [4, 128] * 29 + [4, 0],
 }
-# Refreshed releases: the same, with a block drafter instead of the MTP block.
-FLASH_REFRESHED: Mapping[str, Any] = {
-    **FLASH,
-    "compress_ratios": [*FLASH["compress_ratios"], 0, 0],
-    "dspark_block_size": 5,
-    "dspark_noise_token_id": 128799,
-    "dspark_target_layer_ids": [40, 41, 42],
-    "dspark_markov_rank": 256,
-}
-PRO_REFRESHED: Mapping[str, Any] = {
-    **PRO,
-    "compress_ratios": [*PRO["compress_ratios"], 0, 0],
-    "dspark_block_size": 5,
-    "dspark_noise_token_id": 128799,
-    "dspark_target_layer_ids": [58, 59, 60],
-    "dspark_markov_rank": 512,
-}
+FLASH_REFRESHED = refreshed(FLASH, targets=[40, 41, 42], rank=256)
+PRO_REFRESHED = refreshed(PRO, targets=[58, 59, 60], rank=512)
 # Every kind of layer, with sizes that are no multiple of a scale block.
 TINY: Mapping[str, Any] = {
     **_SHARED,
@@ -133,14 +134,7 @@ TINY: Mapping[str, Any] = {
     "compress_ratios": [0, 4, 128, 4, 128, 0],
 }
 TINY_QUANTIZED: Mapping[str, Any] = {**TINY, **_QUANTIZED}
-TINY_REFRESHED: Mapping[str, Any] = {
-    **TINY,
-    "compress_ratios": [*TINY["compress_ratios"], 0, 0],
-    "dspark_block_size": 5,
-    "dspark_noise_token_id": 59,
-    "dspark_target_layer_ids": [2, 3, 4],
-    "dspark_markov_rank": 8,
-}
+TINY_REFRESHED = refreshed(TINY, noise=59, targets=[2, 3, 4], rank=8)
 
 
 # transformers' config class has these under other names.

@@ -358,7 +358,6 @@ class Session:
             block: The pause ends with ``leave`` only; otherwise also with the next ``resume``.
         """
         require(mode in ("keep", "wait", "abort"), "mode", mode, "must be 'keep', 'wait' or 'abort'")
-        self.require_process("pause")
         with self._lock:
             self._serving("pause")
             if mode == "abort":
@@ -372,7 +371,6 @@ class Session:
 
     def resume(self) -> Future[None]:
         """End all pauses that are not blocks, complete or not; the engine resumes unless there are blocks."""
-        self.require_process("resume")
         with self._lock:
             self._serving("resume")
             self._give_up_pauses("resumed", blocks=False)
@@ -561,7 +559,7 @@ class Session:
         try:
             engine = self._serving("pause")
             if pause_now != (self._phase is Phase.PAUSED):
-                self._answer = engine.pause() if pause_now else engine.resume()
+                self._answer = engine.set_paused(pause_now)
                 self._phase = Phase.PAUSED if pause_now else Phase.READY
         except (EngineDeadError, EngineStateError) as error:  # it died or is being closed
             self._give_up_pauses("stopped", error=error)

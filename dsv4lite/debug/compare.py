@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dsv4lite.kernels.experts import Tiles, sum_experts
 from dsv4lite.kernels.indexer import PAGE_TOKENS
-from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import dequantize_fp8
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.weights.quant import ACTIVATION_GROUP
@@ -58,7 +57,9 @@ def outputs(op: str, result: Any, arguments: tuple[Any, ...]) -> dict[str, Tenso
     if op == "moe_decode_small":
         return {"chosen": tensors[0], "sums": sum_experts.reference(result)}
     if op == "choose_paged":
-        return {"chosen": _choices(tensors[0], *arguments[2:4])}
+        keys, paging = arguments[2:4]  # what is undefined, of tokens that see no more entries than are chosen, becomes -1
+        visible_T = (paging.positions_T + 1) * keys.rows_per_page // PAGE_TOKENS
+        return {"chosen": tensors[0].masked_fill((visible_T <= tensors[0].shape[1])[:, None], -1)}
     if op == "latent_norms":
         *query, fresh_TB = tensors
         fmt = next(a for a in arguments if isinstance(a, RowStore)).format
@@ -85,12 +86,6 @@ def _numbers(tensors: list[Tensor]) -> Iterator[Tensor]:
         yield dequantize_fp8(tensor, next(parts), ACTIVATION_GROUP) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
-def _choices(slots_TK: Tensor, keys: RowStore, paging: Paging) -> Tensor:
-    """Blank what ``choose_paged`` leaves undefined: tokens that see no more entries than are chosen."""
-    visible_T = (paging.positions_T + 1) * keys.rows_per_page // PAGE_TOKENS
-    return slots_TK.masked_fill((visible_T <= slots_TK.shape[1])[:, None], -1)
-
-
 def differences(op: str, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor] | None) -> tuple[Difference, ...]:
     """Measure an op's outputs against those of its reference, if there is one."""
     if wanted is None:
@@ -115,7 +110,7 @@ def _difference(op: str, name: str, got: Tensor, wanted: Tensor | None) -> Diffe
 
 
 def _bad_numbers(op: str, x: Tensor) -> int:
-    """Count numbers that are not finite, but for -inf, which empty accumulators hold."""
+    """Count numbers that are not finite, but for -inf, which empty compressor state holds."""
     good = x < math.inf if op in ("compress", "compress_step") else x.isfinite()
     return int((~good).sum())
 

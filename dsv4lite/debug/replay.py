@@ -20,7 +20,7 @@ from dsv4lite.config import MTP, DSpark, EngineConfig
 from dsv4lite.debug.watch import OpFailed, OpReport, OpWatch
 from dsv4lite.device import choose_device, own_thread
 from dsv4lite.engine.dump import REQUESTED, Places, StepDump, stores, versions
-from dsv4lite.engine.packing import empty_last_token, pack, step_batch, step_inputs
+from dsv4lite.engine.packing import pack, step_batch, step_inputs
 from dsv4lite.engine.step_graphs import GraphShape
 from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.spans import place_spans
@@ -85,7 +85,6 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
     While it runs, names in the modules of models stand for watched ops (``debug/watch.py``); so one thread at a time.
 
     Args:
-        path: The file.
         model: Folder or hub id of the checkpoint; default is the one that the step ran on.
         family: Of the model, where it is none of those that ship.
         device: Where; default is where the step ran if that is here, else the CPU, in the same arithmetic.
@@ -98,13 +97,15 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
     if not dump.plan.sequences:
         raise ConfigError(f"dump={str(path)!r} has no sequence: the state of each was larger than a file may be")
     settings = {**dump.settings, "family": family} | ({} if model is None else {"model": model})
-    where = choose_device(EngineConfig.from_dict({**settings, "device": device or _home(dump.numerics.device)}))
+    saved = dump.numerics.device
+    home = str(saved) if saved.type == "cpu" or (saved.index or 0) < torch.cuda.device_count() else "cpu"
+    where = choose_device(EngineConfig.from_dict({**settings, "device": device or home}))
     with own_thread(where, deterministic=dump.numerics.deterministic), torch.inference_mode():
         step = rebuild(dump, load_model(settings, replace(dump.numerics, device=where), drafter=dump.drafter))
         watch = OpWatch(step.model, step.cache, rows=len(step.batch.token_ids_T), tokens=dump.plan.num_tokens)
         with watch.watching(), suppress(OpFailed):  # the report's last line says which, and how
             drafts = dump.drafter and step.plan.max_drafts > 0  # else the drafter did not run
-            layers = step.cache.layers if drafts else step.cache.layers[: len(step.model.share.layers)]
+            layers = step.cache.layers if drafts else step.cache.layers[: len(step.model.shard.layers)]
             streams_TND = step.model(step.batch, layers)
             logits_TV = step.model.logits(streams_TND)
             if drafts:
@@ -142,7 +143,7 @@ def rebuild(dump: StepDump, model: Model) -> RebuiltStep:
     cache, plan = _state(dump, places, model), places.renumber(dump.plan)
     if dump.graph is not None and dump.graph.width == 1:
         return RebuiltStep(model=model, cache=cache, plan=plan, batch=_captured(plan, dump.graph, model, cache))
-    return RebuiltStep(model=model, cache=cache, plan=plan, batch=pack(plan, model, empty_last_token(cache)))
+    return RebuiltStep(model=model, cache=cache, plan=plan, batch=pack(plan, model, cache))
 
 
 def _draft(step: RebuiltStep, streams_TND: Tensor, logits_TV: Tensor) -> None:
@@ -157,20 +158,15 @@ def _draft(step: RebuiltStep, streams_TND: Tensor, logits_TV: Tensor) -> None:
     draft(drafter, plan, shape, step.batch, streams_TND, first_rows, ends, lambda logits_SV, _: logits_SV.argmax(-1))
 
 
-def _home(saved: torch.device) -> str:
-    """Return where a step ran if that is here, else the CPU."""
-    return str(saved) if saved.type == "cpu" or (saved.index or 0) < torch.cuda.device_count() else "cpu"
-
-
 def _captured(plan: StepPlan, graph: GraphShape, model: Model, cache: StateCache) -> Batch:
     """Return the batch of a captured step of width 1, padding included."""
-    last_token, device = empty_last_token(cache), cache.device
-    tables = torch.zeros(len(last_token), -(-graph.max_model_len // PAGE_TOKENS), dtype=torch.int32, device=device)
+    device = cache.device
+    tables = torch.zeros(cache.sizes.slots + 1, -(-graph.max_model_len // PAGE_TOKENS), dtype=torch.int32, device=device)
     for sequence in plan.sequences:
         tables[sequence.slot, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32, device=device)
     inputs = step_inputs(plan.sequences, graph.sequences, 1, window_pages(model.config.window), {}).to(device)
     resolved = (torch.zeros(3, 1, dtype=torch.int64, device=device), torch.zeros(0, 1, dtype=torch.int64, device=device))
-    return step_batch(inputs, place_spans(inputs, 1, last_token, *resolved), tables, model, graph.max_model_len)
+    return step_batch(inputs, place_spans(inputs, 1, cache.last_token, *resolved), tables, model, graph.max_model_len)
 
 
 def _state(dump: StepDump, places: Places, model: Model) -> StateCache:

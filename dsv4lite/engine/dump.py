@@ -31,7 +31,7 @@ from dsv4lite.state.store import StateCache
 from dsv4lite.weights.checkpoint import DTYPES
 from dsv4lite.weights.quant import Numerics
 
-VERSION = 3
+VERSION = 4
 REQUESTED = "it was requested"  # a reason
 _HEADER = "dsv4lite.step"
 _PLAIN = ("reason", "drafter", "copies", "left_out", "settings", "versions")  # fields that are JSON as they are

@@ -22,7 +22,7 @@ from dsv4lite.config import Drafting, EngineConfig
 from dsv4lite.device import advice_for, forget_frames, start_error
 from dsv4lite.engine.executor import InProcessExecutor, JointStep, MultiRankExecutor, make_executor
 from dsv4lite.engine.preparing import Preparing
-from dsv4lite.engine.rank import ProbeReport, drafting_of, grammar_compiler
+from dsv4lite.engine.rank import ProbeReport, grammar_compiler
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.routed_experts import RoutedExperts
 from dsv4lite.engine.runner import InFlightStep, Runner, StepResult
@@ -35,7 +35,7 @@ from dsv4lite.sampling.state import failed
 from dsv4lite.scheduling.pages import Pools
 from dsv4lite.scheduling.replicas import SEQ_IDS, Replicas
 from dsv4lite.scheduling.scheduler import Scheduler, SchedulerLimits
-from dsv4lite.speculation.speculator import DraftProposer, SpeculationStats
+from dsv4lite.speculation.speculator import DraftProposer, SpeculationStats, make_drafting
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.source import progress_of
 
@@ -134,6 +134,7 @@ class Engine:
         self._routed: dict[int, RoutedExperts] = {}
         self._proposer: DraftProposer | None = None
         self._seq_ids: dict[tuple[str, int], int] = {}
+        self._hosted: set[int] = set()  # sequences whose rules on the host follow their tokens
         self._scheduler: Scheduler | Replicas
         self._preparing: Preparing
         self._recorder: StepRecorder | None = None
@@ -192,13 +193,9 @@ class Engine:
         self._put(partial(self._call, function, future))
         return future
 
-    def pause(self) -> Future[None]:
-        """Stop stepping; sequences keep their state."""
-        return self.call(lambda engine: engine._set_paused(True))
-
-    def resume(self) -> Future[None]:
-        """Go on stepping."""
-        return self.call(lambda engine: engine._set_paused(False))
+    def set_paused(self, paused: bool) -> Future[None]:
+        """Stop stepping, or go on; sequences keep their state."""
+        return self.call(lambda engine: engine._set_paused(paused))
 
     def reset_prefix_cache(self) -> Future[None]:
         """Forget cached prefixes."""
@@ -207,10 +204,6 @@ class Engine:
     def dump_step(self, path: Path) -> Future[None]:
         """Save the next step; the future ends before that step."""
         return self.call(lambda engine: engine._dump_step(path))
-
-    def check(self) -> Future[None]:
-        """Verify that every page, slot and snapshot is accounted for; the future fails with AssertionError otherwise."""
-        return self.call(lambda engine: engine._scheduler.check())
 
     def stats(self) -> EngineStats:
         """Return the counters of the last step."""
@@ -325,18 +318,21 @@ class Engine:
         self._preparing = Preparing(
             grammars, problem, runner.prepare, lambda r: self._inbox.put(partial(self._add, r, prepared=True))
         )
-        if isinstance(runner, Runner):
-            self._recorder = StepRecorder(config, runner.model, runner.cache)
-        drafting = drafting_of(config, report)
+        alone = runner if isinstance(runner, Runner) else None  # the only rank, in this thread
+        if alone is not None:
+            self._recorder = alone.recorder = StepRecorder(config, alone.model, alone.cache)
+        drafting = make_drafting(config.speculative, report.own)
         on_cpu = not plan.per_device[0].device.startswith("cuda")
         self._overlaps = not on_cpu if self._overlap is None else self._overlap
         # A proposer on the host needs the tokens that it continues, and a pipeline does not have them in time.
         self._plans_ahead = self._overlaps and (config.layout.pp == 1 or not drafting.max_drafts)
-        self._drafts_ahead = self._plans_ahead and runner.runs_ahead and not drafting.speculators
+        # The leader of several ranks needs the accepted lengths before it plans the next step.
+        self._drafts_ahead = self._plans_ahead and alone is not None and alone.runs_ahead and not drafting.speculators
         if drafting.max_drafts:
             # On a CPU this thread does the work, and other processes do not count.
-            clock = time.thread_time if on_cpu and isinstance(runner, Runner) else time.perf_counter
-            self._proposer = DraftProposer(drafting, vocab_size=vocab_size, costs=runner.step_costs, clock=clock)
+            clock = time.thread_time if on_cpu and alone is not None else time.perf_counter
+            costs = None if alone is None else alone.step_costs
+            self._proposer = DraftProposer(drafting, vocab_size=vocab_size, costs=costs, clock=clock)
         self._scheduler = self._make_scheduler(plan, report.model.window, drafting)
 
     def _make_scheduler(self, plan: MemoryPlan, window: int, drafting: Drafting) -> Scheduler | Replicas:
@@ -356,7 +352,7 @@ class Engine:
         schedulers = [
             Scheduler(
                 limits,
-                Pools.sized(grow=sizes.grow_pages, window=sizes.window_pages, slots=sizes.slots, snapshots=sizes.snapshots),
+                Pools(grow=sizes.grow_pages, window=sizes.window_pages, slots=sizes.slots, snapshots=sizes.snapshots),
                 propose=propose,
                 first_seq_id=replica * SEQ_IDS,
             )
@@ -391,19 +387,19 @@ class Engine:
         """Launch the next step and wait for the results of the oldest one, where these are due."""
         if self._recorder is not None and self._recorder.active:
             self._finish_all()  # a step that may be saved runs alone
-            self._plain_step(self._recorder)
+            self._plain_step()
         elif self._overlaps:
             self._overlapped_step()
         else:
             self._plain_step()
 
-    def _plain_step(self, recorder: StepRecorder | None = None) -> None:
+    def _plain_step(self) -> None:
         """Launch a step, wait for results, deliver them. Only a pipeline has several steps in flight."""
         started = time.perf_counter()
-        launches = self._launch(self._draft_length(), recorder)
+        launches = self._launch(self._draft_length())
         launched = time.perf_counter()
         if len(self._in_flight) > (self.config.layout.pp - 1 if launches else 0):
-            self._finish(started, launched, recorder)
+            self._finish(started, launched)
         self._publish()
 
     def _overlapped_step(self) -> None:
@@ -427,30 +423,30 @@ class Engine:
         ahead = self._plans_ahead and (length == 0 or self._drafts_ahead) and self._scheduler.foresees(length)
         return self.config.layout.pp - 1 + ahead
 
-    def _launch(self, length: int, recorder: StepRecorder | None = None) -> bool:
+    def _launch(self, length: int) -> bool:
         """Plan and launch a step, if any sequence can run; return whether one could."""
-        plan: Any = self._scheduler.schedule(time.monotonic(), length)  # of replicas it is a joint one, which only ranks run
+        now = time.monotonic()
+        self._notify(self._scheduler.expire(now))
+        plan: Any = self._scheduler.schedule(now, length)  # of replicas it is a joint one, which only ranks run
         if self._proposer is not None and plan is not None and plan.prompts:
             self._proposer.interrupt()
-        self._notify(self._scheduler.pop_expired())
         if plan is not None:
-            self._in_flight.append(self._runner.launch(plan, recorder))
+            self._in_flight.append(self._runner.launch(plan))
         elif not self._in_flight and self._scheduler.has_work():
             time.sleep(_NO_PAGES_S)  # all sequences wait for pages, which only an abort or a deadline can free
         return plan is not None
 
-    def _finish(self, started: float, launched: float, recorder: StepRecorder | None = None) -> None:
+    def _finish(self, started: float, launched: float) -> None:
         """Wait for the results of the oldest step in flight and process them.
 
         Args:
             started, launched: When the host began to prepare what it launched last, and when that was done.
-            recorder: Has watched the step.
         """
         oldest = self._in_flight.popleft()
         result = oldest.wait()
         arrived = time.perf_counter()
-        if recorder is not None:
-            recorder.end()
+        if self._recorder is not None and self._recorder.active:
+            self._recorder.end()
         self._process(oldest.plan, result)
         ended = time.perf_counter()
         self._step_s, self._host_s = ended - started, launched - started + ended - arrived
@@ -475,7 +471,7 @@ class Engine:
         for seq_id, part in result.routed.items():
             if seq_id in self._routed:
                 self._routed[seq_id].parts.append(part)
-        for seq_id in self._runner.hosted.intersection(sampled):
+        for seq_id in self._hosted.intersection(sampled):
             for one in (sampled[seq_id], *sampled[seq_id].after):
                 if one.error is None:
                     self._runner.accept(seq_id, one.token_id)
@@ -491,6 +487,7 @@ class Engine:
     def _release(self, update: SequenceUpdate) -> SequenceUpdate:
         """Forget a sequence that ended; return its last update, with the experts of its tokens if it asked for them."""
         seq_id = self._seq_ids.pop((update.request_id, update.index))
+        self._hosted.discard(seq_id)
         self._runner.remove(seq_id)
         if self._proposer is not None:
             self._proposer.forget(seq_id)
@@ -511,7 +508,7 @@ class Engine:
             cached_tokens=counts.cached_tokens,
             preemptions=counts.preemptions,
             speculation=SpeculationStats() if self._proposer is None else self._proposer.stats(),
-            kv_usage=1 - (counts.grow.free + counts.grow.cached) / max(1, counts.grow.total),
+            kv_usage=1 - counts.available_pages / max(1, counts.num_pages),
         )
         self._flush()
 
@@ -548,6 +545,7 @@ class Engine:
         self._scheduler.add(request)
         sequences = self._scheduler.sequences_of(request.request_id)
         self._seq_ids.update({(request.request_id, s.index): s.seq_id for s in sequences})
+        self._hosted.update(s.seq_id for s in sequences if s.needs_host)
         try:
             for sequence in sequences:
                 self._runner.add(sequence.seq_id, request, sequence.index)

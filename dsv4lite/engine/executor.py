@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from dsv4lite.config import EngineConfig, LoadProgress, Progress
 from dsv4lite.device import choose_device, own_thread, sole_device
 from dsv4lite.engine.rank import Probe, ProbeReport, common_plan, device_of, require_devices, sendable, software
-from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.runner import Runner, StepResult
 from dsv4lite.engine.wire import PlanWriter
 from dsv4lite.engine.worker import Change, ChangeMethod, ExternalWorker, Start, Step
@@ -29,7 +28,6 @@ from dsv4lite.planning.memory import MemoryPlan, require_fit
 from dsv4lite.request import Request
 from dsv4lite.scheduling.replicas import SEQ_IDS, JointPlan
 from dsv4lite.scheduling.step_plan import StepPlan, StepShape
-from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
 
 log = logging.getLogger("dsv4lite.engine")
@@ -54,7 +52,7 @@ class InProcessExecutor:
 
     def load(self, plan: MemoryPlan, grammars: GrammarCompiler | None, progress: Progress | None) -> Runner:
         """Load everything; return what runs steps."""
-        return self._probe.build(plan, Mesh.single(), grammars, progress)
+        return self._probe.build(plan, Mesh(), grammars, progress)
 
 
 def make_executor(
@@ -110,11 +108,6 @@ class JointStep:
 class MultiRankExecutor:
     """The leader of an engine of several ranks. It has the methods of a ``Runner``, which every rank runs.
 
-    Attributes:
-        hosted: See ``Runner``.
-        runs_ahead: No step is planned on unresolved drafts: the leader needs the accepted lengths first.
-        step_costs: None are measured.
-
     Args:
         config: Settings; more than one rank, or ``executor="process"``.
         on_loss: Called in another thread when a rank is lost. That may be this rank, whose thread may never return from its step.
@@ -141,9 +134,6 @@ class MultiRankExecutor:
         self._changes: list[list[Change]] = [[] for _ in range(self._layout.dp)]
         self._writers = [PlanWriter() for _ in range(self._layout.dp)]
         self._shared = self._layout.ep > self._layout.tp  # replicas share experts, so that all take part in every step
-        self.hosted: set[int] = set()
-        self.runs_ahead = False
-        self.step_costs: StepCosts | None = None
         self._routed: set[int] = set()
 
     # ------------------------------------------------------------------------------------------------------------- the start
@@ -253,16 +243,12 @@ class MultiRankExecutor:
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Announce a sequence before its first step."""
-        params = request.params
-        if params.structured_outputs is not None or params.thinking_budget is not None or params.bad_words_ids:
-            self.hosted.add(seq_id)
-        if params.return_routed_experts:
+        if request.params.return_routed_experts:
             self._routed.add(seq_id)
         self._change(seq_id, "add", seq_id, request, index)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; it may already be forgotten."""
-        self.hosted.discard(seq_id)
         self._routed.discard(seq_id)
         self._change(seq_id, "remove", seq_id)
 
@@ -277,9 +263,9 @@ class MultiRankExecutor:
             getattr(self._local, method)(*arguments)
         self._changes[replica].append((method, arguments))
 
-    def launch(self, plan: StepPlan | JointPlan, recorder: StepRecorder | None = None) -> JointStep:
-        """Start a step on all ranks; only engines of one rank record steps."""
-        assert recorder is None and self._watch is not None
+    def launch(self, plan: StepPlan | JointPlan) -> JointStep:
+        """Start a step on all ranks."""
+        assert self._watch is not None
         plans = plan.plans if isinstance(plan, JointPlan) else (plan,)
         shape = StepShape.of(plans, self._routed) if self._shared else None
         changes, self._changes = self._changes, [[] for _ in range(self._layout.dp)]

@@ -16,10 +16,11 @@ from torch import Tensor
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.spans import FIELDS, PlacedSpans
 from dsv4lite.models.family import Batch, Model
-from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
+from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.sampling.state import send
-from dsv4lite.scheduling.step_plan import IN_FLIGHT, SequencePlan, StepPlan
-from dsv4lite.state.paging import SequenceInput, make_paging
+from dsv4lite.scheduling.sequence import NO_SLOT
+from dsv4lite.scheduling.step_plan import IN_FLIGHT, NO_PAGE, SequencePlan, StepPlan
+from dsv4lite.state.paging import make_paging
 from dsv4lite.state.store import StateCache
 
 
@@ -31,23 +32,17 @@ def prepare_state(plan: StepPlan, cache: StateCache, drafter: int) -> None:
     window. The layers of its state begin at ``drafter``.
     """
     device = cache.device
-    if plan.zero_rows:
-        lifetime, size = ("window", WINDOW_PAGE_TOKENS) if cache.spec.window_page_bytes else ("grow", PAGE_TOKENS)
-        addresses = [page * size + place for page, first, last in plan.zero_rows for place in range(first, last)]
-        for _, part, store in cache.stores(drafter):
-            if part.lifetime == lifetime:
-                store.clear(_ids(tuple(addresses), device))
     if plan.resets:
-        cache.reset(_ids(plan.resets, device))
-    if plan.restores:
-        cache.restore(*_pairs(plan.restores, device))
-    for pairs, copy in (
+        cache.reset(torch.tensor(plan.resets, dtype=torch.int64, device=device))
+    for pairs, change in (
+        (plan.zero_rows, partial(cache.zero_rows, drafter)),
+        (plan.restores, cache.restore),
         (plan.slot_copies, cache.copy_slots),
         (plan.grow_copies, partial(cache.copy_pages, "grow")),
         (plan.window_copies, partial(cache.copy_pages, "window")),
     ):
         if pairs:
-            copy(*_pairs(pairs, device))
+            change(*_pairs(pairs, device))
 
 
 def save_snapshots(plan: StepPlan, cache: StateCache) -> None:
@@ -56,18 +51,13 @@ def save_snapshots(plan: StepPlan, cache: StateCache) -> None:
         cache.save(*_pairs(plan.saves, cache.device))
 
 
-def empty_last_token(cache: StateCache) -> Tensor:
-    """Allocate the tokens sampled last in each slot, int64 [slots + 1]; the last one is for padding."""
-    return torch.zeros(cache.sizes.slots + 1, dtype=torch.int64, device=cache.device)
-
-
-def pack(plan: StepPlan, model: Model, last_token: Tensor, most_tokens: int | None = None) -> Batch:
+def pack(plan: StepPlan, model: Model, cache: StateCache, most_tokens: int | None = None) -> Batch:
     """Return the step's batch.
 
     Args:
         plan: What to run.
         model: Whose step it is.
-        last_token: int64 [slots + 1], the token sampled last in each slot, for sequences whose token id is still ``IN_FLIGHT``.
+        cache: Its ``last_token`` has the tokens of sequences whose token id is still ``IN_FLIGHT``.
         most_tokens: Tokens of the replica with the most, of those that share experts.
     """
     device = model.numerics.device
@@ -79,7 +69,7 @@ def pack(plan: StepPlan, model: Model, last_token: Tensor, most_tokens: int | No
             unknown.append((row, sequence.slot))
     if unknown:
         rows, slots = _pairs(tuple(unknown), device)
-        token_ids_T[rows] = last_token[slots]
+        token_ids_T[rows] = cache.last_token[slots]
     batch = model.batch(token_ids_T, paging, max_tokens=longest)
     batch.most_tokens = most_tokens
     return batch
@@ -90,8 +80,7 @@ def padding(tokens: int, model: Model) -> Batch:
 
     Ranks that share experts run it with the same number of tokens.
     """
-    ids = (0,) * tokens
-    nowhere = SequenceInput(token_ids=ids, start=0, slot=-1, pages=(0,), window_first=0, window_pages=(-1,))
+    nowhere = SequencePlan(-1, NO_SLOT, 0, (0,) * tokens, (0,), 0, (NO_PAGE,), sample=False)
     token_ids_T, paging, longest = make_paging([nowhere], model.numerics.device)
     batch = model.batch(token_ids_T, paging, max_tokens=longest)
     paging.positions_T.fill_(-1)
@@ -202,10 +191,6 @@ def step_batch(inputs: Tensor, placed: PlacedSpans, tables: Tensor, model: Model
 def _pages_row(width: int) -> int:
     """Return the row of ``step_inputs`` where window pages begin: a multiple of 4, so that they are aligned to 16 bytes."""
     return -(-(FIELDS + width) // 4) * 4
-
-
-def _ids(values: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def _pairs(pairs: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from dsv4lite.config import (
     EngineConfig,
     NGram,
     Progress,
-    adapts,
     default_cache_dir,
     local_rank,
     named_drafters,
@@ -40,7 +39,6 @@ from dsv4lite.planning.workspace import SMALL_BLOCKS
 from dsv4lite.request import SamplingParams, check_token_ids
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.speculation.drafters import make_drafter
-from dsv4lite.speculation.speculator import make_speculators
 from dsv4lite.state.store import StateCache
 from dsv4lite.text.structured import GrammarCompiler
 from dsv4lite.text.tokenizer import Tokenizer
@@ -134,7 +132,7 @@ class Probe:
             if samples:
                 rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + drafting.max_drafts))
                 sampler = Sampler(vocab_size, device, config.seed, grammars, slots=plan.sizes.slots, rows=rows)
-            drafter = None if own is None or not model.share.last else make_drafter(own, model, cache)
+            drafter = None if own is None or not model.shard.last else make_drafter(own, model, cache)
             graphs: StepGraphs | None = None
             if device.type == "cuda":
                 # Verify steps are captured from ids to logits.
@@ -212,30 +210,11 @@ def grammar_compiler(tokenizer: Tokenizer, vocab_size: int) -> tuple[GrammarComp
         return None, str(error)  # the frames of the error or its cause would keep the model
 
 
-def drafting_of(config: EngineConfig, report: ProbeReport) -> Drafting:
-    """Return how an engine drafts: the model's own drafter and the speculators of this process."""
-    drafters = named_drafters(config.speculative)
-    return Drafting(own=report.own, speculators=make_speculators(drafters), adaptive=adapts(drafters, report.own))
-
-
-@dataclass(slots=True)
-class RemoteSpeculator:
-    """Stands for a speculator in the leader's process; other ranks only need its number of draft tokens, ``k``."""
-
-    k: int
-
-    def propose(self, sequence_id: int, token_ids: Sequence[int], max_drafts: int) -> Sequence[int]:
-        """Propose no drafts."""
-        return ()
-
-    def forget(self, sequence_id: int) -> None:
-        """Do nothing: no state is kept."""
-
-
 def sendable(config: EngineConfig) -> EngineConfig:
     """Return settings that can be sent to another process: without the host's own objects."""
+    # Speculators run in the leader's process; other ranks only need the number of draft tokens.
     drafters: tuple[Drafter, ...] = tuple(
-        drafter if isinstance(drafter, MTP | DSpark | NGram) else RemoteSpeculator(drafter.k)
+        drafter if isinstance(drafter, MTP | DSpark | NGram) else NGram(drafter.k, adaptive=False)
         for drafter in named_drafters(config.speculative)
     )
     speculative = drafters or config.speculative

@@ -72,7 +72,7 @@ class StepRecorder:
             "hf_overrides": dict(config.hf_overrides),
         }
         self._numerics, self._cache = model.numerics, cache
-        self._drafter = len(cache.layers) > len(model.share.layers)
+        self._drafter = len(cache.layers) > len(model.shard.layers)
         self._versions = versions(cache.device)  # now: not of a device that has failed
         self._wanted: list[Path] = []
         self._step: _Step | None = None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.balancer import Balancer
-from dsv4lite.engine.packing import empty_last_token, pack, padding, prepare_state, save_snapshots
+from dsv4lite.engine.packing import pack, padding, prepare_state, save_snapshots
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.engine.step_graphs import GraphShape, StepGraphs, StepOutput
@@ -28,10 +28,9 @@ from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.sampling.samples import Arrival, Samples
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape, sampled_of
-from dsv4lite.speculation.accepted_lengths import AcceptedLengths
 from dsv4lite.speculation.controller import StepCosts
-from dsv4lite.speculation.draft_state import DraftState
-from dsv4lite.speculation.drafters import DeviceDrafter, broadcast_accepted, chooser, draft
+from dsv4lite.speculation.draft_state import AcceptedLengths, DraftState
+from dsv4lite.speculation.drafters import DeviceDrafter, draft
 from dsv4lite.state.store import StateCache
 from dsv4lite.text.structured import StructuredOutputs
 
@@ -105,8 +104,8 @@ class Runner:
     """Model, state and sampler of one rank.
 
     Attributes:
-        hosted: Sequences whose rules on the host need their tokens, see ``accept``.
         runs_ahead: Whether steps may be planned with unresolved drafts, before the host knows what the step before accepted.
+        recorder: Saves steps, where the engine has one rank.
         warmed: What ``warm_up`` did, and in what time, as text.
         step_costs: Times of steps with and without draft tokens that ``warm_up`` measured, where the controller has a choice.
 
@@ -127,18 +126,17 @@ class Runner:
         mesh: Mesh | None = None,
         balancer: Balancer | None = None,
     ) -> None:
-        mesh = mesh or Mesh.single()
+        mesh = mesh or Mesh()
         self.model, self.cache, self.sampler = model, cache, sampler
         self._graphs = graphs
         self._drafter = drafter
         self._balancer = balancer
-        self._last_token = graphs.last_token if graphs is not None else empty_last_token(cache)
-        self._link, self._tokens = StageLink(mesh.pp), TokenBroadcast(mesh, self._last_token)
+        self._link, self._tokens = StageLink(mesh.pp), TokenBroadcast(mesh, cache.last_token)
         self._accepted: AcceptedLengths | None = None  # of the last step that drafted
         self.runs_ahead = drafter is not None and mesh.layout.world == 1
         self._requests: dict[int, Request] = {}
         self._routing: set[int] = set()
-        self.hosted: set[int] = set()
+        self.recorder: StepRecorder | None = None
         self.warmed = ""
         self.step_costs: StepCosts | None = None
 
@@ -154,13 +152,10 @@ class Runner:
             self._routing.add(seq_id)
         if self.sampler is not None:
             self.sampler.add(seq_id, request, index)
-            if self.sampler.has_host_rules(seq_id):
-                self.hosted.add(seq_id)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; unknown ones are ignored."""
         self._routing.discard(seq_id)
-        self.hosted.discard(seq_id)
         if self._requests.pop(seq_id, None) is not None and self.sampler is not None:
             self.sampler.remove(seq_id)
 
@@ -203,13 +198,13 @@ class Runner:
         for done, capture in enumerate(captures):
             capture()
             report("shapes", len(lengths) + done + 1, total)
-        padding_place = len(self._last_token) - 1
+        padding_place = self.cache.sizes.slots
         self._tokens.begin([padding_place])  # connects the ranks
         self._tokens.await_tokens({padding_place})
         captured = time.monotonic()
-        if graphs is not None and self.model.share.mesh.layout.world == 1:  # several ranks would have to measure together
+        if graphs is not None and self.model.shard.mesh.layout.world == 1:  # several ranks would have to measure together
             self.step_costs = measure_steps(graphs, self.cache, self.model.config.vocab_size)
-        layers = self.model.share.layers
+        layers = self.model.shard.layers
         self.warmed = (
             f"warm-up of layers {layers.start} to {layers.stop - 1}: {found - started:.1f} s to find {len(wanted)} kernels, "
             f"{prepared - found:.1f} s to compile or load them, {ran - prepared:.1f} s to run them, "
@@ -230,14 +225,14 @@ class Runner:
 
     def _warm_up_lengths(self, max_tokens: int) -> list[int]:
         """Return numbers of tokens that launch all kernels between them."""
-        share, config = self.model.share, self.model.config
+        shard, config = self.model.shard, self.model.config
         # With rows of other ranks, experts get those of several ranks, or one for each expert of a token.
-        each = {1, share.gathered, config.experts_per_token if share.gathered > 1 else 1}
-        experts = {config.num_experts, config.num_experts // share.mesh.ep.size}
+        each = {1, shard.gathered, config.experts_per_token if shard.gathered > 1 else 1}
+        experts = {config.num_experts, config.num_experts // shard.mesh.ep.size}
         pairs = [*_WARM_UP_PAIRS, *(most * count for most in _WARM_UP_PAIRS_EACH for count in experts)]
         tokens = [*_WARM_UP_TOKENS, *(most // max(1, config.experts_per_token) for most in pairs)]
         wanted = {-(-most // rows) for rows in each for most in tokens}
-        wanted |= {most * share.mesh.layout.copies for most in _WARM_UP_TOKENS}  # each takes a part of the shared expert's
+        wanted |= {most * shard.mesh.layout.copies for most in _WARM_UP_TOKENS}  # each takes a part of the shared expert's
         return sorted({max_tokens, *(length for length in wanted if 0 < length < max_tokens)})
 
     def _run_padding(self, tokens: int, longest: int) -> None:
@@ -245,7 +240,7 @@ class Runner:
         batch = padding(tokens, self.model)
         batch.max_tokens = longest
         streams_TND = self._forward(batch, drafts=True)
-        if self.model.share.last:
+        if self.model.shard.last:
             logits = self.model.logits(streams_TND[:1])
             if self.sampler is not None and self._graphs is None:  # graphs capture their own sampling
                 self.sampler.warm_up(logits)
@@ -262,16 +257,16 @@ class Runner:
         if model.passes_taps and drafts:
             batch.taps_TK = model.empty_taps(len(batch.token_ids_T))
         rest = [x for x in (routed_TLK, batch.taps_TK) if x is not None]
-        if not model.share.first:
+        if not model.shard.first:
             shape = (len(batch.token_ids_T), *model.hidden_shape)
             before_TND = torch.empty(shape, dtype=model.numerics.dtype, device=model.numerics.device)
             self._link.receive((before_TND, *rest))
         if routed_TLK is not None:
-            batch.routed_TLK = routed_TLK[:, model.share.layers.start : model.share.layers.stop]
-        layers = self.cache.layers if drafts else self.cache.layers[: len(model.share.layers)]
+            batch.routed_TLK = routed_TLK[:, model.shard.layers.start : model.shard.layers.stop]
+        layers = self.cache.layers if drafts else self.cache.layers[: len(model.shard.layers)]
         streams_TND: Tensor = model(batch, layers, before_TND)
         batch.routed_TLK = routed_TLK
-        if not model.share.last:
+        if not model.shard.last:
             self._link.send((streams_TND, *rest))
         return streams_TND
 
@@ -291,18 +286,19 @@ class Runner:
         if self._drafter is not None:
             self._drafter.take_part(shape)
 
-    def launch(self, plan: StepPlan, recorder: StepRecorder | None = None, *, shape: StepShape | None = None) -> InFlightStep:
+    def launch(self, plan: StepPlan, shape: StepShape | None = None) -> InFlightStep:
         """Start a step; on a GPU this returns before the step ends. ``shape`` is that of all replicas, where they share experts."""
         if self._balancer is not None:
             self._balancer.step()
         if self._tokens.pending:
             self._tokens.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
-        prepare_state(plan, self.cache, len(self.model.share.layers))
+        prepare_state(plan, self.cache, len(self.model.shard.layers))
         shape = shape or StepShape.of((plan,), self._routing)
         graph = self._graph_for(shape)
         if shape.unresolved and (graph is None or self._graphs is None or self._graphs.accepted is not self._accepted):
             plan, shape = self._resolve(plan)
             graph = self._graph_for(shape)
+        recorder = self.recorder if self.recorder is not None and self.recorder.active else None
         if recorder is not None:
             recorder.begin(plan, graph)
         done = self._run_eagerly(plan, shape) if graph is None else self._replay(plan, graph)
@@ -332,7 +328,7 @@ class Runner:
     def _run_eagerly(self, plan: StepPlan, shape: StepShape) -> _Pass:
         """Run the model on a batch made for the plan."""
         config, numerics = self.model.config, self.model.numerics
-        batch = pack(plan, self.model, self._last_token, shape.tokens)
+        batch = pack(plan, self.model, self.cache, shape.tokens)
         if self._routing and any(s.seq_id in self._routing for s in plan.sequences):
             size = (len(batch.token_ids_T), config.num_hidden_layers, config.experts_per_token)
             batch.routed_TLK = torch.empty(size, dtype=torch.int16, device=numerics.device)
@@ -343,7 +339,7 @@ class Runner:
     def _replay(self, plan: StepPlan, graph: GraphShape) -> _Pass:
         """Run the captured step of a shape."""
         assert self._graphs is not None
-        if not self.model.share.first:
+        if not self.model.shard.first:
             self._link.receive((self._graphs.streams_before(graph),))
         output = self._graphs.replay(plan.sequences, graph)
         first_rows = range(0, graph.width * len(plan.sequences), graph.width)
@@ -364,14 +360,17 @@ class Runner:
             out = self._graphs.sample(asked.needs, masks) if asked.needs else captured.out
             placed = Arrival(captured.placed.spans_XS[:, : len(sequences)]) if shape.unresolved else None
             return sampler.finish(out, captured.logits, captured.best, asked, sequences, first_rows, failures, placed)
-        if done.streams_TND is None or not self.model.share.last:
+        if done.streams_TND is None or not self.model.shard.last:
             return None
         each = [(s, row + s.end - 1 - s.drafts - s.start) for s, row in zip(plan.sequences, first_rows, strict=True) if s.sample]
         if not each:
             return None
         rows = [row + place for s, row in each for place in range(1 + s.drafts)]
-        logits = self.model.logits(_take(done.streams_TND, rows))  # a collective call
-        return None if sampler is None else sampler.sample(logits, [s for s, _ in each], self._last_token)
+        streams = done.streams_TND
+        if len(rows) < len(streams):
+            streams = streams[send(torch.tensor(rows, dtype=torch.int64, device="cpu"), streams.device)]
+        logits = self.model.logits(streams)  # a collective call
+        return None if sampler is None else sampler.sample(logits, [s for s, _ in each], self.cache.last_token)
 
     def _draft(self, plan: StepPlan, shape: StepShape, done: _Pass, samples: Samples | None) -> Arrival | None:
         """Draft what follows with the model's own drafter, if the step wants it."""
@@ -384,12 +383,20 @@ class Runner:
             self._accepted = self._graphs.accepted
         else:
             assert done.batch is not None and done.streams_TND is not None
-            axis, device = self.model.share.peers, self.cache.device
-            empty = torch.empty(2, len(sequences), dtype=torch.int64, device=device)
-            accepted = broadcast_accepted(axis, samples, empty) if sequences else None
-            choose = chooser(
-                axis, self.sampler, send(torch.tensor([s.slot for s in sequences], dtype=torch.int32, device="cpu"), device)
-            )
+            # The ranks that work on the same tokens all run the drafter; the first one samples.
+            axis, device, sampler = self.model.shard.mesh.peers, self.cache.device, self.sampler
+            accepted: tuple[Tensor, Tensor] | None = None
+            if sequences:
+                none = torch.empty(2, len(sequences), dtype=torch.int64, device=device)
+                counts_S, tokens_S = axis.broadcast(none if samples is None else torch.stack(samples.accepted()), 0)
+                accepted = counts_S, tokens_S
+            slots_S = send(torch.tensor([s.slot for s in sequences], dtype=torch.int32, device="cpu"), device)
+
+            def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
+                if sampler is None:
+                    return axis.broadcast(torch.empty_like(slots_S, dtype=torch.int64), 0)
+                return axis.broadcast(sampler.draft(logits_SV, slots_S, positions_S), 0)
+
             where = done.batch, done.streams_TND, done.first_rows
             drafts_SK = draft(self._drafter, plan, shape, *where, accepted, choose)
             if self.runs_ahead and shape.decodes and accepted is not None and drafts_SK is not None:
@@ -400,7 +407,7 @@ class Runner:
         """Score the prompt tokens that follow positions ``score`` of each sequence; all ranks run the head."""
         found: dict[int, Logprobs] = {}
         streams_TND = done.streams_TND
-        if streams_TND is None or not self.model.share.last:
+        if streams_TND is None or not self.model.shard.last:
             return found
         for s, first_row in zip(plan.sequences, done.first_rows, strict=True):
             if s.score is None:
@@ -431,15 +438,10 @@ class Runner:
 
     def _routed(self, plan: StepPlan, done: _Pass) -> dict[int, tuple[int, Tensor]]:
         """Return the experts of the sequences that want them, with the position of the first token."""
-        if done.batch is None or done.batch.routed_TLK is None or not self.model.share.last:
+        if done.batch is None or done.batch.routed_TLK is None or not self.model.shard.last:
             return {}
         return {
             s.seq_id: (s.start, done.batch.routed_TLK[row : row + len(s.token_ids)].cpu())
             for s, row in zip(plan.sequences, done.first_rows, strict=True)
             if s.seq_id in self._routing
         }
-
-
-def _take(x: Tensor, rows: list[int]) -> Tensor:
-    """Return some rows, in ascending order."""
-    return x if len(rows) == len(x) else x[send(torch.tensor(rows, dtype=torch.int64, device="cpu"), x.device)]

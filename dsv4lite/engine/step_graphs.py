@@ -26,7 +26,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dsv4lite.engine.packing import PageTables, empty_last_token, step_batch, step_inputs
+from dsv4lite.engine.packing import PageTables, step_batch, step_inputs
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs, RowMasks
 from dsv4lite.kernels.spans import PlacedSpans, place_spans
@@ -34,8 +34,7 @@ from dsv4lite.models.family import Batch, Model
 from dsv4lite.paging import window_pages
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
-from dsv4lite.speculation.accepted_lengths import AcceptedLengths
-from dsv4lite.speculation.draft_state import DraftState
+from dsv4lite.speculation.draft_state import AcceptedLengths, DraftState
 from dsv4lite.speculation.drafters import DeviceDrafter
 from dsv4lite.state.store import StateCache
 
@@ -117,7 +116,6 @@ class StepGraphs:
 
     Attributes:
         shapes: Ascending; a step runs in the first one that it fits in.
-        last_token: int64 [slots + 1], the token sampled last in each slot.
         accepted: Accepted lengths of the last step that drafted. A plan may leave it to the device to start from these.
     """
 
@@ -135,9 +133,8 @@ class StepGraphs:
         adaptive: bool = False,
     ) -> None:
         self.sampling, self.drafter = sampling, drafter
-        self.last_token = empty_last_token(cache)
         self._model, self._cache = model, cache
-        self._peers = model.share.peers
+        self._peers = model.shard.mesh.peers
         self._max_model_len = max_model_len
         self._tables = PageTables(cache, max_model_len)
         self._pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
@@ -160,13 +157,13 @@ class StepGraphs:
 
     def _allocate(self, max_num_seqs: int) -> None:
         """Allocate the results that later graphs read, at addresses that all shapes share."""
-        share, config, device, dtype = self._model.share, self._model.config, self._cache.device, self._model.numerics.dtype
+        shard, config, device, dtype = self._model.shard, self._model.config, self._cache.device, self._model.numerics.dtype
         rows, streams = max((s.sequences * s.width for s in self.shapes), default=0), self._model.hidden_shape
-        self._before = None if share.first else torch.zeros(rows, *streams, dtype=dtype, device=device)
+        self._before = None if shard.first else torch.zeros(rows, *streams, dtype=dtype, device=device)
         self._streams = None
-        if not share.last or self.drafter is not None:
+        if not shard.last or self.drafter is not None:
             self._streams = torch.empty(rows, *streams, dtype=dtype, device=device)
-        if share.last:
+        if shard.last:
             self._logits = torch.empty(rows, config.vocab_size, dtype=torch.float32, device=device)
         num_drafts = 0
         if self.drafter is not None:
@@ -295,22 +292,22 @@ class StepGraphs:
 
     def _forward(self, inputs: Tensor, shape: GraphShape, *, held_back: bool = False) -> StepOutput | Tensor:
         """Run one step; if kernels are ``held_back``, indices come from a reference, since no kernel has written them."""
-        model, read = self._model, (inputs, shape.width, self.last_token, self._next, self._drafts)
+        model, read = self._model, (inputs, shape.width, self._cache.last_token, self._next, self._drafts)
         placed = place_spans(*read)
         if held_back:
             placed = place_spans.reference(*read)
         batch, rows = step_batch(inputs, placed, self._tables.tensor, model, shape.max_model_len), shape.sequences * shape.width
-        layers = self._cache.layers if shape.drafts else self._cache.layers[: len(model.share.layers)]
+        layers = self._cache.layers if shape.drafts else self._cache.layers[: len(model.shard.layers)]
         streams: Tensor = model(batch, layers, None if self._before is None else self._before[:rows])
-        if self._streams is not None and (shape.drafts or not model.share.last):
+        if self._streams is not None and (shape.drafts or not model.shard.last):
             streams = self._streams[:rows].copy_(streams)
-        if not model.share.last:
+        if not model.shard.last:
             return streams
         logits = model.logits(streams, out=self._logits[:rows])
         best = argmax_finite(logits)
         _, token_ids, finite = best
         if shape.width == 1:  # a wider step leaves its last tokens in the draft state, or to the host
-            self.last_token.index_copy_(0, placed.places_S, token_ids)
+            self._cache.last_token.index_copy_(0, placed.places_S, token_ids)
         usable = finite.int()
         out = torch.stack([token_ids.int(), usable, usable])
         left = StepOutput(placed=placed, logits=logits, best=best, out=out)
@@ -324,7 +321,8 @@ class StepGraphs:
             slots_T = torch.where(positions_T.view(-1, width) < 0, -1, slots_T[:, None]).flatten()
             place_T = torch.arange(width, dtype=torch.int32, device=inputs.device).repeat(size)
             run = (output.placed.tokens_T.int(), place_T)
-        return sampling.run(output.logits, output.best, slots_T, positions_T, self.last_token, needs, run, masks)
+        last_token = self._cache.last_token
+        return sampling.run(output.logits, output.best, slots_T, positions_T, last_token, needs, run, masks)
 
     def _start_drafts(self, output: StepOutput) -> None:
         """Give the drafter its rows of a step whose sampled tokens are in ``_tokens``, and write where drafting starts."""

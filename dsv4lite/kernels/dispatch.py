@@ -12,6 +12,7 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Choice = TypeVar("Choice")
 
 GPU_TYPE = "cuda"  # of the devices that run kernels; tests on a machine without a GPU pretend that others do
 
@@ -58,6 +59,16 @@ def op(launcher: str, suits: Callable[..., bool] | None = None) -> Callable[[Cal
     return lambda reference: Op(reference, f"dsv4lite.kernels.{launcher}", suits)
 
 
+def by_most(table: Iterable[tuple[float | None, Choice]], count: float | None) -> Choice:
+    """Return the first choice of a table that is for ``count`` things.
+
+    Args:
+        table: Choices by the most that each is for, ascending; the last one's is ``None``, for any number.
+        count: ``None`` if it is not known: then the last choice.
+    """
+    return next(choice for most, choice in table if most is None or (count is not None and count <= most))
+
+
 def on_gpu(device: torch.device) -> bool:
     """Return whether kernels on ``device`` are compiled for a GPU; else they are interpreted."""
     return device.type == GPU_TYPE
@@ -68,16 +79,16 @@ def use_triton(*arguments: object) -> bool:
 
     It does if the first tensor, also of tuples, is on a GPU and needs no gradient, and nothing in them is ``ReferenceOnly``.
     """
-    first = first_tensor(arguments)
+    first = _first_tensor(arguments)
     if first is None or not on_gpu(first.device) or first.requires_grad:
         return False
     return not _holds_reference_only(arguments)
 
 
-def first_tensor(arguments: Iterable[Any]) -> Tensor | None:
+def _first_tensor(arguments: Iterable[Any]) -> Tensor | None:
     """Return the first tensor among arguments, those in tuples included. Every op asks: recursion costs less than a generator."""
     for argument in arguments:
-        found = first_tensor(argument) if isinstance(argument, tuple) else argument
+        found = _first_tensor(argument) if isinstance(argument, tuple) else argument
         if isinstance(found, Tensor):
             return found
     return None

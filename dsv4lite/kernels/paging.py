@@ -53,6 +53,7 @@ class Paging:
         window_SP: Pages of 64 positions each; -1 where neither read nor written.
         window_first_S: Which 64 positions ``window_SP[:, 0]`` holds.
         singles: Every sequence has one token: S = T and rows_S = 0, 1, 2, …
+        splits: Programs that share a token's rows in attention; part of what the bits of its result depend on.
         derived: What references have derived from the tensors, which must not change afterwards (``once``).
     """
 
@@ -68,6 +69,7 @@ class Paging:
     window_SP: Tensor
     window_first_S: Tensor
     singles: bool
+    splits: int = 1
     derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Hashable, make: Callable[[], Derived]) -> Derived:

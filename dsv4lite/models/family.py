@@ -28,7 +28,7 @@ from dsv4lite.models.deepseek_v4.names import V4_NAMES
 from dsv4lite.models.deepseek_v4.state import row_reads, state_spec
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.deepseek_v4.workspace import workspace
-from dsv4lite.models.share import Share
+from dsv4lite.models.shard import ModelShard
 from dsv4lite.state.spec import StateSpec
 from dsv4lite.state.store import LayerCache
 from dsv4lite.weights.names import NameTables
@@ -67,7 +67,7 @@ class Model(Protocol):
     @property
     def numerics(self) -> Numerics: ...
     @property
-    def share(self) -> Share: ...
+    def shard(self) -> ModelShard: ...
     @property
     def state_spec(self) -> StateSpec:
         """What this rank keeps of its sequences: its hidden layers, then its drafter's."""
@@ -171,10 +171,10 @@ class Family:
         tensors: Names, shapes and kinds of the checkpoint's tensors, and how ranks share them.
         names: Returns other names of these tensors, from a ``config.json`` that is not checked yet.
         state: Returns what a rank's layers, and with ``drafter`` its drafter's, keep of a sequence; takes config, ``Numerics``,
-            ``Share`` and ``drafter``.
+            ``ModelShard`` and ``drafter``.
         build: Makes a rank's ``Model`` without filling it; the arguments are those of ``ModelSource.build``.
         workspace: Returns what a pass of up to ``tokens`` tokens, of sequences of up to ``longest``, allocates on a rank; takes
-            config, ``Numerics``, ``Share``, and these.
+            config, ``Numerics``, ``ModelShard``, and these.
         free_rows: KV rows may be FP8 or unquantized, whatever the weights are, and are unquantized unless settings say otherwise;
             else they are FP8 in quantized models and unquantized in others.
         row_reads: Least bytes of one layer's state that a decode step reads of a sequence: for the roofline.

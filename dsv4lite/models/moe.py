@@ -12,17 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dsv4lite.kernels.dispatch import by_most
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, can_tile, experts_forward, experts_outputs
-from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, moe_decode_small, suits_decode_small
+from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, moe_decode_small, most_decode_small
+from dsv4lite.kernels.hc import Output
 from dsv4lite.kernels.peer_memory import TokenRows
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Copies, Router, route, take_copies
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
 from dsv4lite.models.config import ModelConfig
-from dsv4lite.models.partial_sums import exchanges_near, gather_rows, total, total_of_experts, total_of_own
-from dsv4lite.models.share import Share
+from dsv4lite.models.partial_sums import gather_rows, most_near, total, total_of_experts, total_of_own
+from dsv4lite.models.shard import ModelShard
 from dsv4lite.parallel.eplb import Placement, balance
-from dsv4lite.parallel.experts import AllGather, Dispatcher, Local, Rows
+from dsv4lite.parallel.experts import AllGather, Local, Rows
 from dsv4lite.parallel.mesh import Axis
 from dsv4lite.weights.quant import (
     ACTIVATION_GROUP,
@@ -54,6 +56,7 @@ class Tokens(NamedTuple):
         rounded: ``x`` in FP8, if it exists already.
         positions_T: Negative for padding, which gets no routed experts.
         most_tokens: Tokens of the rank with the most, of those that share the experts; ``None`` if it is not known.
+        own: Which of the tokens are this rank's; ``routed_TK`` has these.
     """
 
     x_TD: Tensor
@@ -62,6 +65,12 @@ class Tokens(NamedTuple):
     rounded: Rounded | None = None
     positions_T: Tensor | None = None
     most_tokens: int | None = None
+    own: slice = slice(None)
+
+    def keep(self, chosen_TK: Tensor) -> None:
+        """Write the experts chosen to ``routed_TK``, if that is wanted."""
+        if self.routed_TK is not None:
+            self.routed_TK.copy_(chosen_TK[self.own])
 
 
 class Experts(nn.Module):
@@ -79,18 +88,23 @@ class Experts(nn.Module):
         self.w13 = stack(count, 2 * width, hidden, numerics=numerics)
         self.w2 = stack(count, hidden, width, numerics=numerics)
 
+    def rounded(self, x_TD: Tensor, rounded: Rounded | None) -> Rounded | None:
+        """Return ``x`` in FP8 if these experts read that, else what is known of it."""
+        return rounded or quantize_fp8(x_TD, ACTIVATION_GROUP) if self.tiled else rounded
+
+    def rows(self, tokens: Tokens) -> Rows:
+        """Return what these experts read of tokens."""
+        return tokens.rounded if self.tiled and tokens.rounded is not None else (tokens.x_TD,)
+
     def given(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor) -> ExpertInputs:
-        """Return what the ops compute from: ``rows`` are inputs, in tiles' case in FP8."""
+        """Return what the ops compute from."""
         w13, w2, scales = self.w13, self.w2, rows[1] if self.tiled else None
         weights = (w13.stored, w2.stored, self.limit, self.partial, w13.row_tile, w13.rounds_input)
         return ExpertInputs(rows[0], scales, slots_TK, weight_TK, *weights)
 
-    def forward(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, shared_TD: Tensor | None = None) -> Tensor:
-        """Sum the chosen experts in float32, in the order of k; with ``shared_TD``, add that and round to its dtype, [T, D].
-
-        A slot that does not exist adds nothing.
-        """
-        return experts_forward(self.given(rows, slots_TK, weight_TK), shared_TD)
+    def forward(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """Sum the chosen experts in float32 [T, D], in the order of k; a slot that does not exist adds nothing."""
+        return experts_forward(self.given(rows, slots_TK, weight_TK))
 
     def places(self, slot: int) -> dict[str, MatrixSlot | TileSlot]:
         """Return where the matrices of the expert in a slot go."""
@@ -153,132 +167,141 @@ class ExpertMap(nn.Module):
 
 
 class MoE(nn.Module):
-    """Hash- or score-routed experts plus one shared expert (specification 3.8)."""
+    """Hash- or score-routed experts plus one shared expert (specification 3.8).
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, share: Share, *, hashed: bool) -> None:
+    Attributes:
+        dispatch: Brings rows to the ranks of their experts; ``None`` if this rank has all of every expert.
+        gathers: Few tokens go to all ranks of ep, which know how many each of them has.
+        regimes: How experts are computed, by the most tokens that each way is for.
+        held: Which experts this rank has.
+    """
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, shard: ModelShard, *, hashed: bool) -> None:
         super().__init__()
         c = self.config = config
-        self.share, self.dtype = share, numerics.dtype
+        self.shard, self.dtype, ep = shard, numerics.dtype, shard.mesh.ep
         self.gate = Matrix(c.num_experts, c.hidden_size, numerics=numerics)
-        self.placement = share.first_placement(c)
+        self.placement = shard.first_placement(c)
         self.map: ExpertMap | None = None
-        if share.redundant_experts is not None:
-            self.map = ExpertMap(c.num_experts, 1 + share.redundant_experts, numerics.device)
+        if shard.redundant_experts is not None:
+            self.map = ExpertMap(c.num_experts, 1 + shard.redundant_experts, numerics.device)
             if numerics.device.type != "meta":
                 self.map.set(self.placement)
-        self.experts = Experts(c, numerics, self.placement.slots_per_rank, share.expert_part(c.expert_width))
-        self.shared = SharedExpert(c, numerics, share.part(c.num_shared_experts * c.expert_width))
-        dispatch = self.dispatch = share.make_dispatcher(self.placement.slots_per_rank, numerics)
-        # Weights that stay quantized have ops of few launches and transfers of their own. A host's dispatcher gets every call.
-        resident = self.experts.tiled and self.shared.w2.scale is not None
-        self.stays = resident and (dispatch is None or type(dispatch) is Local)
-        self.gathers = resident and type(dispatch) is AllGather and share.peers.size == 1
+        self.experts = Experts(c, numerics, self.placement.slots_per_rank, shard.expert_part(c.expert_width))
+        self.shared = SharedExpert(c, numerics, shard.part(c.num_shared_experts * c.expert_width))
         self.bias = None if hashed or not c.biased else parameter(c.num_experts, numerics=numerics)
         table = torch.empty(c.vocab_size, c.experts_per_token, dtype=torch.int64, device=numerics.device) if hashed else None
         self.register_buffer("tid2eid", table)
         self.tid2eid: Tensor | None
+        dispatch = self.dispatch = shard.make_dispatcher(self.placement.slots_per_rank, numerics)
+        # Weights that stay quantized have ops of few launches and transfers of their own. A host's dispatcher gets every call.
+        resident = self.experts.tiled and self.shared.w2.scale is not None
+        self.gathers = resident and type(dispatch) is AllGather and shard.mesh.peers.size == 1
+        few = most_decode_small(c.experts_per_token) if resident and c.scoring == "sqrtsoftplus" else 0
+        many: Way = MoE._alone if dispatch is None else MoE._dispatched
+        regimes: list[tuple[int | None, Way]] = [(0, many)]
+        if self.gathers:
+            regimes += [(few // ep.size, partial(MoE._gathered, run=MoE._few))]
+            regimes += [(most_near(ep, c.hidden_size), partial(MoE._gathered, run=MoE._many))]
+        elif dispatch is None or type(dispatch) is Local:
+            regimes += [(few, MoE._few if dispatch is None else MoE._together)]
+        self.regimes = (*regimes, (None, many))
+        self.held = Held(
+            partial=self.experts.partial,
+            shared_partial=shard.partial_dtype(numerics.dtype) != numerics.dtype,
+            first=None if dispatch is None else ep.rank * self.placement.slots_per_rank,
+            copies=None if self.map is None else self.map.copies(counted=not self.gathers or ep.rank == 0),
+        )
 
-    def forward(self, tokens: Tokens) -> Tensor | ExpertSum:
+    def forward(self, tokens: Tokens) -> Output:
         """Return [T, D], or, of few tokens on a single rank, what it is the sum of."""
-        x_TD, most, ep = tokens.x_TD, tokens.most_tokens, self.share.mesh.ep
-        rows: Rows = (x_TD,)
-        if self.experts.tiled:
-            rows = rounded = tokens.rounded or quantize_fp8(x_TD, ACTIVATION_GROUP)
-            tokens = tokens._replace(rounded=rounded)
-        if self.stays and self._small(len(x_TD)):
-            parts = self._parts(tokens, slice(None))
-            return parts if self.dispatch is None else total_of_experts(self.share.peers, parts, x_TD.dtype)
-        near = self.gathers and most is not None and exchanges_near(ep, most, x_TD.shape[1]) is not None
-        if self.gathers and most is not None and (near or self._small(ep.size * most)):
-            return self._gathered(tokens, most)
-        if self.dispatch is not None:
-            return self._dispatched(self.dispatch, rows, tokens)
-        h_TI, gate = pair(x_TD, self.shared.w13, self.gate, rounded=tokens.rounded)
-        logits_TE = gate()
-        shared_TD = self.shared(h_TI, x_TD.dtype)
+        tokens = tokens._replace(rounded=self.experts.rounded(tokens.x_TD, tokens.rounded))
+        count = tokens.most_tokens if self.gathers else len(tokens.x_TD)
+        return by_most(self.regimes, count)(self, tokens)
+
+    def _alone(self, tokens: Tokens) -> Tensor:
+        return experts_forward(*self._given(tokens))
+
+    def _together(self, tokens: Tokens) -> Tensor:
+        """Add up what ranks with the same few tokens have of their experts."""
+        return total_of_experts(self.shard.mesh.peers, self._few(tokens), tokens.x_TD.dtype)
+
+    def _gathered(self, tokens: Tokens, run: Callable[[MoE, Tokens], ExpertSum]) -> Tensor:
+        """Run this rank's experts on all ranks' tokens, ``most_tokens`` of each."""
+        x_TD, ids_T, _, rounded, positions_T, most, _ = tokens
+        ep = self.shard.mesh.ep
+        assert rounded is not None and most is not None
+        if positions_T is None:
+            positions_T = torch.zeros_like(ids_T)
+        every = gather_rows(ep, TokenRows(x_TD, *rounded, ids_T, positions_T), most)
+        own = slice(ep.rank * most, ep.rank * most + len(x_TD))
+        of_all = Tokens(every.x_TD, every.token_ids_T, tokens.routed_TK, (every.codes, every.scales), every.positions_T, own=own)
+        return total_of_own(ep, run(self, of_all), len(x_TD), x_TD.dtype)
+
+    def _few(self, tokens: Tokens) -> ExpertSum:
+        """Run this rank's experts, in tiles, on few tokens."""
+        shared, w13, w2, rounded = self.shared.w2, self.experts.w13.stored, self.experts.w2.stored, tokens.rounded
+        assert rounded is not None and shared.scale is not None and isinstance(w13, Tiles) and isinstance(w2, Tiles)
+        (h_TI, logits_TE), router = self._projected(tokens), self._router(tokens)
+        down = (shared.weight, shared.scale)
+        given = MoeInputs(logits_TE, router, *rounded, h_TI, *down, w13, w2, self.config.swiglu_limit, self.held, shared.row_tile)
+        parts = moe_decode_small(given)
+        if tokens.routed_TK is not None:  # slots of this rank are no experts, unless it has all
+            tokens.keep(parts.slots_TK if self.dispatch is None else route(logits_TE, router)[0])
+        return parts
+
+    def _many(self, tokens: Tokens) -> ExpertSum:
+        """Run this rank's experts on any number of tokens."""
+        given, shared_TD = self._given(tokens)
+        return ExpertSum(given.slots_TK, experts_outputs(given), shared_TD, self.experts.count)
+
+    def _given(self, tokens: Tokens) -> tuple[ExpertInputs, Tensor | None]:
+        """Return what this rank's experts compute from, and the shared expert's result, if this rank adds that."""
+        h_TI, logits_TE = self._projected(tokens)
+        shared_TD = None if h_TI is None else self.shared(h_TI, self.shard.partial_dtype(tokens.x_TD.dtype))
         del h_TI
-        chosen_TK, weight_TK = route(logits_TE, self._router(tokens))
-        if tokens.routed_TK is not None:
-            tokens.routed_TK.copy_(chosen_TK)
-        return self.experts.forward(rows, chosen_TK, weight_TK, shared_TD)
+        chosen_TK, weight_TK = self._routed(tokens, logits_TE)
+        slots_TK = self.held.own_slots(chosen_TK, self.experts.count)
+        return self.experts.given(self.experts.rows(tokens), slots_TK, weight_TK), shared_TD
 
-    def _small(self, tokens: int) -> bool:
-        return self.config.scoring == "sqrtsoftplus" and suits_decode_small(tokens, self.config.experts_per_token)
-
-    def _router(self, tokens: Tokens) -> Router:
-        c = self.config
-        rules = (c.scoring, c.expert_groups, c.top_groups, c.renormalize)
-        return Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, tokens.token_ids_T, tokens.positions_T, *rules)
-
-    def _dispatched(self, dispatch: Dispatcher, rows: Rows, tokens: Tokens) -> Tensor:
-        """Do what ``forward`` does with other ranks: the shared expert's products run while rows travel there, and back."""
-        x_TD, rounded = tokens.x_TD, tokens.rounded
-        chosen_TK, weight_TK = route(linear(x_TD, self.gate, torch.float32), self._router(tokens))
-        if tokens.routed_TK is not None:
-            tokens.routed_TK.copy_(chosen_TK)
+    def _dispatched(self, tokens: Tokens) -> Tensor:
+        """Send rows to their experts on other ranks: the shared expert's products run while rows travel there, and back."""
+        x_TD, rounded, dispatch = tokens.x_TD, tokens.rounded, self.dispatch
+        assert dispatch is not None
+        chosen_TK, weight_TK = self._routed(tokens, linear(x_TD, self.gate, torch.float32))
         slots_TK = chosen_TK if self.map is None else take_copies(chosen_TK, self.map.copies())
-        run_experts = dispatch.start(rows, slots_TK, weight_TK, tokens.most_tokens)
-        own = self.share.shared_tokens(len(x_TD))
+        run_experts = dispatch.start(self.experts.rows(tokens), slots_TK, weight_TK, tokens.most_tokens)
+        own = self.shard.shared_tokens(len(x_TD))
         h_TI = shared_TD = None
         if own.stop > own.start:
             codes = None if rounded is None else (rounded[0][own], rounded[1][own])
             h_TI = linear(x_TD[own], self.shared.w13, rounded=codes)
         wait_for_sums = run_experts(self.experts.forward)
         if h_TI is not None:
-            shared_TD = self.shared(h_TI, self.share.partial_dtype(x_TD.dtype))
+            shared_TD = self.shared(h_TI, self.shard.partial_dtype(x_TD.dtype))
         sums_TD = wait_for_sums()
         if shared_TD is not None and len(shared_TD) < len(x_TD):
             sums_TD[own] += shared_TD
             shared_TD = None
-        return total(self.share.peers, sums_TD, x_TD.dtype, shared_TD)
+        return total(self.shard.mesh.peers, sums_TD, x_TD.dtype, shared_TD)
 
-    def _gathered(self, tokens: Tokens, most_tokens: int) -> Tensor:
-        """Run this rank's experts on all ranks' tokens, ``most_tokens`` of each."""
-        x_TD, rounded, positions_T, ep = tokens.x_TD, tokens.rounded, tokens.positions_T, self.share.mesh.ep
-        assert rounded is not None
-        if positions_T is None:
-            positions_T = torch.zeros_like(tokens.token_ids_T)
-        every = gather_rows(ep, TokenRows(x_TD, *rounded, tokens.token_ids_T, positions_T), most_tokens)
-        of_all = Tokens(every.x_TD, every.token_ids_T, tokens.routed_TK, (every.codes, every.scales), every.positions_T)
-        first = ep.rank * most_tokens
-        return total_of_own(ep, self._parts(of_all, slice(first, first + len(x_TD))), len(x_TD), x_TD.dtype)
+    def _projected(self, tokens: Tokens) -> tuple[Tensor | None, Tensor]:
+        """Return the shared expert's gate and up [T, 2 I], if this rank adds that expert, and the router's logits [T, E]."""
+        if not self.shard.leads:  # another copy of this rank adds the shared expert
+            return None, linear(tokens.x_TD, self.gate, torch.float32)
+        h_TI, gate = pair(tokens.x_TD, self.shared.w13, self.gate, rounded=tokens.rounded)
+        return h_TI, gate()
 
-    def _parts(self, tokens: Tokens, own: slice) -> ExpertSum:
-        """Run this rank's experts, in tiles; ``routed_TK`` is for ``own`` tokens."""
-        c, shared, experts, share = self.config, self.shared, self.experts, self.share
-        x_TD, rounded = tokens.x_TD, tokens.rounded
-        assert rounded is not None and shared.w2.scale is not None
-        dtype = share.partial_dtype(x_TD.dtype)
-        held = Held(
-            partial=experts.partial,
-            shared_partial=dtype != x_TD.dtype,
-            first=share.mesh.ep.rank * self.placement.slots_per_rank,
-            copies=None if self.map is None else self.map.copies(counted=own == slice(None) or share.mesh.ep.rank == 0),
-        )
-        router = self._router(tokens)
-        h_TI: Tensor | None = None
-        if share.leads:
-            h_TI, gate = pair(x_TD, shared.w13, self.gate, rounded=rounded)
-            logits_TE = gate()
-        else:  # another copy of this rank adds the shared expert
-            logits_TE = linear(x_TD, self.gate, torch.float32)
-        if self._small(len(x_TD)):
-            down, w13, w2 = (shared.w2.weight, shared.w2.scale), experts.w13.stored, experts.w2.stored
-            assert isinstance(w13, Tiles) and isinstance(w2, Tiles)
-            given = MoeInputs(logits_TE, router, *rounded, h_TI, *down, w13, w2, c.swiglu_limit, held, shared.w2.row_tile)
-            parts = moe_decode_small(given)
-            chosen_TK = parts.slots_TK
-            if tokens.routed_TK is not None and self.dispatch is not None:  # slots of this rank are no experts
-                chosen_TK, _ = route(logits_TE, router)
-        else:
-            shared_TD = None if h_TI is None else shared(h_TI, dtype)
-            chosen_TK, weight_TK = route(logits_TE, router)
-            slots_TK = held.own_slots(chosen_TK, experts.count)
-            outputs_TKD = experts_outputs(experts.given(rounded, slots_TK, weight_TK))
-            parts = ExpertSum(slots_TK, outputs_TKD, shared_TD, experts.count)
-        if tokens.routed_TK is not None:
-            tokens.routed_TK.copy_(chosen_TK[own])
-        return parts
+    def _routed(self, tokens: Tokens, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts chosen and their weights [T, K]."""
+        chosen_TK, weight_TK = route(logits_TE, self._router(tokens))
+        tokens.keep(chosen_TK)
+        return chosen_TK, weight_TK
+
+    def _router(self, tokens: Tokens) -> Router:
+        c = self.config
+        rules = (c.scoring, c.expert_groups, c.top_groups, c.renormalize)
+        return Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, tokens.token_ids_T, tokens.positions_T, *rules)
 
     def take_part(self, most_tokens: int | None) -> None:
         """Run this rank's experts on other ranks' tokens; its own token is a single one of padding."""
@@ -306,18 +329,22 @@ class MoE(nn.Module):
         assert self.map is not None, "experts stay where they are unless redundant_experts is given"
         before, self.placement = self.placement, placement.keeping_slots(self.placement)
         self.map.set(self.placement)
-        rank = self.share.mesh.ep.rank
+        rank = self.shard.mesh.ep.rank
         pairs = zip(before.held_by(rank), self.placement.held_by(rank), strict=True)
         yield from self._expert_slots(prefix, [slot for slot, (old, new) in enumerate(pairs) if old != new])
 
     def _expert_slots(self, prefix: str, slots: Iterable[int]) -> NamedSlots:
-        held = self.placement.held_by(self.share.mesh.ep.rank)
+        held = self.placement.held_by(self.shard.mesh.ep.rank)
         places: dict[str, list[MatrixSlot | TileSlot]] = {}
         for slot in slots:
             for name, place in self.experts.places(slot).items():
                 places.setdefault(f"{prefix}experts.{held[slot]}.{name}.weight", []).append(place)
         for name, found in places.items():
             yield name, found[0] if len(found) == 1 else CopiedSlot(tuple(found))
+
+
+Way = Callable[[MoE, Tokens], Output]
+"""From a layer and a step's tokens to what the layer adds to the streams."""
 
 
 def rebalance_experts(ep: Axis, layers: Mapping[str, MoE]) -> tuple[dict[str, Slot], list[tuple[float, float]]]:

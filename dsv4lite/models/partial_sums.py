@@ -14,8 +14,8 @@ from dsv4lite.kernels.peer_memory import (
     TokenRows,
     all_gather,
     all_reduce,
-    fits,
     lengthened,
+    most_rows,
     part_of_experts,
     reduce_scatter,
 )
@@ -26,7 +26,6 @@ def total(axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = No
     """Return the sum of the ranks' parts, rounded once.
 
     Args:
-        axis: The ranks.
         part: float32; may be overwritten.
         dtype: Of the result.
         also: Another part of this rank, of the same shape.
@@ -45,7 +44,6 @@ def embedding(axis: Axis, table_VD: Tensor, vocab: range, token_ids_T: Tensor) -
     """Return rows [T, D] of a table that ranks share: each comes from the rank that has it, and zeros from the others.
 
     Args:
-        axis: The ranks.
         table_VD: This rank's rows.
         vocab: Which token ids they are of.
         token_ids_T: int64.
@@ -61,7 +59,6 @@ def side_by_side(axis: Axis, product: Callable[[Tensor | None], Tensor], out: Te
     """Return the columns that the ranks compute, in the order of the ranks.
 
     Args:
-        axis: The ranks.
         product: Returns this rank's columns [T, V / ranks], in the given tensor unless that is ``None``.
         out: Receives the result [T, V], unless it is ``None``.
     """
@@ -80,17 +77,15 @@ def total_of_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype) -> Tensor
     return total(axis, part_of_experts(parts), dtype)
 
 
-def exchanges_near(axis: Axis, count: int, hidden: int) -> Inbox | None:
-    """Return the memory that ranks have opened to each other, if rows and sums of so many tokens of each fit in it."""
-    inbox = _inbox(axis, 1)
-    return inbox if inbox is not None and fits(inbox, count, hidden) else None
+def most_near(axis: Axis, hidden: int) -> int:
+    """Return of how many tokens of each rank the rows and sums fit in memory that the ranks have opened to each other."""
+    return 0 if axis.memory is None else most_rows(axis.memory.inbox, hidden)
 
 
 def gather_rows(axis: Axis, rows: TokenRows, count: int) -> TokenRows:
     """Return the rows of all ranks' tokens, ``count`` of each, the same on all ranks: a missing one has a negative position."""
-    inbox = exchanges_near(axis, count, rows.x_TD.shape[1])
-    if inbox is not None:
-        return all_gather(rows, inbox, count)
+    if axis.memory is not None and 0 < count <= most_near(axis, rows.x_TD.shape[1]):
+        return all_gather(rows, axis.memory.inbox, count)
     return TokenRows(*axis.begin_all_gather(*lengthened(rows, count)).wait())
 
 
@@ -98,15 +93,13 @@ def total_of_own(axis: Axis, parts: ExpertSum, tokens: int, dtype: torch.dtype) 
     """Return the sum of the ranks' parts of experts of this rank's tokens [T, D], and its shared expert's results, rounded once.
 
     Args:
-        axis: The ranks.
         parts: Of the tokens that ``gather_rows`` returned.
         tokens: How many of them are this rank's.
         dtype: Of the result.
     """
     count = len(parts.slots_TK) // axis.size
-    inbox = exchanges_near(axis, count, parts.outputs_TKD.shape[2])
-    if inbox is not None:
-        return reduce_scatter(parts, inbox, tokens, dtype)
+    if axis.memory is not None and 0 < count <= most_near(axis, parts.outputs_TKD.shape[2]):
+        return reduce_scatter(parts, axis.memory.inbox, tokens, dtype)
     sums_TD = axis.reduce_scatter(part_of_experts(parts._replace(shared_TD=None)))[:tokens]
     begin = axis.rank * count
     return rounded_sum(sums_TD, None if parts.shared_TD is None else parts.shared_TD[begin : begin + tokens], dtype)

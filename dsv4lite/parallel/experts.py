@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from dsv4lite.errors import ConfigError
+from dsv4lite.kernels.peer_memory import padded
+from dsv4lite.kernels.routing import own_slots
 from dsv4lite.parallel.mesh import Axis
 
 Rows = tuple[Tensor, ...]
@@ -88,15 +90,13 @@ class ExpertRanks:
 
     def own_tokens(self, tokens: int) -> slice:
         """Return which of the peers' common tokens this rank sends."""
-        return equal_share(tokens, self.peers.rank, self.peers.size)
+        return equal_part(tokens, self.peers.rank, self.peers.size)
 
     def own_slots(self, slots_TK: Tensor) -> Tensor:
         """Return slots numbered from this rank's first; those of other ranks become ``slots_per_rank``."""
         if self.ep.size == 1:
             return slots_TK
-        count, slots = self.slots_per_rank, self.ep.size * self.slots_per_rank
-        # Slots before this rank's first, and "no expert", wrap around to numbers after its last.
-        return ((slots_TK - self.ep.rank * count) % (slots + 1)).clamp_(max=count)
+        return own_slots(slots_TK, self.ep.rank * self.slots_per_rank, self.slots_per_rank)
 
 
 class Local:
@@ -139,7 +139,7 @@ class AllGather:
         count = -(-most_tokens // ranks.peers.size)
         parts = (slots_TK[own], weight_TK[own], *(row[own] for row in rows))
         held, none = len(parts[0]), ranks.ep.size * ranks.slots_per_rank
-        longer = (_pad(parts[0], count, none), *(_pad(part, count, 0) for part in parts[1:]))
+        longer = (padded(parts[0], count, none), *(padded(part, count, 0) for part in parts[1:]))
         gathered = ranks.ep.begin_all_gather(*longer)
 
         def run(experts: LocalExperts) -> Sums:
@@ -194,7 +194,6 @@ def make_dispatcher(choice: str | DispatcherFactory, ranks: ExpertRanks) -> Disp
     Args:
         choice: A name in ``DISPATCHERS``, or a factory. ``auto`` is ``local`` where that suffices, else ``all_gather``
             where steps are captured, else ``all_to_all``.
-        ranks: Ranks and sizes.
 
     Raises:
         ConfigError: There is no such dispatcher, or it does not suit the layout.
@@ -217,10 +216,10 @@ def _whole(ranks: ExpertRanks) -> ExpertRanks:
     return ranks
 
 
-def equal_share(count: int, rank: int, size: int) -> slice:
+def equal_part(count: int, rank: int, size: int) -> slice:
     """Return a rank's part of ``count`` rows; the parts of the last ranks may be smaller, or empty."""
-    share = -(-count // size)
-    return slice(min(rank * share, count), min((rank + 1) * share, count))
+    part = -(-count // size)
+    return slice(min(rank * part, count), min((rank + 1) * part, count))
 
 
 def _in_order(results: Tensor, order: Tensor, tokens: int, per_token: int) -> Tensor:
@@ -240,16 +239,6 @@ def _spread(sums: Tensor, own: slice, tokens: int) -> Tensor:
     whole = sums.new_zeros(tokens, sums.shape[1])
     whole[own] = sums
     return whole
-
-
-def _pad(part: Tensor, rows: int, value: int) -> Tensor:
-    """Return a tensor padded to ``rows`` rows with ``value``."""
-    if len(part) == rows:
-        return part
-    longer = torch.empty(rows, *part.shape[1:], dtype=part.dtype, device=part.device)
-    longer[: len(part)] = part
-    longer[len(part) :] = value
-    return longer
 
 
 def _pack(parts: Rows) -> Tensor:

@@ -82,7 +82,8 @@ class RankProcess:
         except subprocess.TimeoutExpired:
             return "closed its connection"
         if status < 0:
-            return f"was killed by {_signal_name(-status)}"
+            names = {number.value: number.name for number in signal.Signals}
+            return f"was killed by {names.get(-status, f'signal {-status}')}"
         return f"ended with exit status {status}; its messages are on standard error"
 
     def kill(self, error: DSV4LiteError) -> None:
@@ -102,13 +103,6 @@ class RankProcess:
             log.warning("rank %d (process %d) did not end by itself and is killed", self.rank, self.pid)
             self._process.kill()
             self._process.wait()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 class Heartbeat:

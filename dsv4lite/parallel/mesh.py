@@ -171,7 +171,7 @@ def _plain(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mesh:
-    """The axes of one rank, and its place among all ranks.
+    """The axes of one rank, and its place among all ranks; by default that of a model on one device.
 
     Attributes:
         replica: All ranks that have the same requests, of every stage and copy; ``None`` where the host has no such group.
@@ -196,11 +196,6 @@ class Mesh:
                 )
 
     @classmethod
-    def single(cls) -> Mesh:
-        """Return the mesh of a model on one device."""
-        return cls()
-
-    @classmethod
     def outline(cls, layout: Layout, rank: int) -> Mesh:
         """Return the mesh of one rank without its groups: for sizes of shards, not for collectives."""
         place = layout.place(rank)
@@ -215,9 +210,7 @@ class Mesh:
 
         Args:
             store: Where the ranks find each other; the keys of another mesh must not be in it.
-            layout: Of the mesh.
             rank: Of this process in the layout.
-            device: Of this rank's tensors.
             host: Name under which ranks reach the store; with ``LOOPBACK`` gloo listens there alone, else at this machine's name.
             timeout_s: Seconds after which a collective gives up.
         """
@@ -256,11 +249,6 @@ class Mesh:
         """The ranks that work on the same tokens; see ``Layout``."""
         axis: Axis = getattr(self, self.layout.peers)
         return axis
-
-    @property
-    def positions(self) -> dict[str, tuple[int, int]]:
-        """Rank and size along every axis, as ``Shards`` wants them."""
-        return {name: (getattr(self, name).rank, getattr(self, name).size) for name in AXES}
 
     def groups(self) -> tuple[Group, ...]:
         """Return the process groups of all axes, each once."""

@@ -28,7 +28,6 @@ from dsv4lite.parallel.mesh import LOOPBACK
 
 log = logging.getLogger("dsv4lite.parallel")
 
-_SETTINGS = {"tp": "tensor", "ep": "expert", "dp": "data", "pp": "pipeline"}
 _TOKEN_BYTES = 32
 _HELLO_S = 5.0  # for a new connection to send its token and rank
 
@@ -150,7 +149,7 @@ def _read_mesh(config: EngineConfig, mesh: Any) -> tuple[EngineConfig, int]:
         )
     sizes = {}
     for dimension, name in enumerate(names):
-        setting, size = f"{_SETTINGS[name]}_parallel_size", mesh.size(dimension)
+        setting, size = AXES[name], mesh.size(dimension)
         if getattr(config, setting) not in (1, size):
             raise ConfigError(f"{setting}={getattr(config, setting)}, but the dimension {name} of device_mesh has {size} ranks")
         sizes[setting] = size

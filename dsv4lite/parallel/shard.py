@@ -81,7 +81,10 @@ class Shards:
             return False
         if self.axes.get("pp", (0, 1))[1] > 1:
             return True
-        return isinstance(rule, Experts) and self.axes.get(rule.axis, (0, 1))[1] > 1 and _expert_of(name) < self.num_experts
+        if not isinstance(rule, Experts) or self.axes.get(rule.axis, (0, 1))[1] == 1:
+            return False
+        parts = name.split(".")
+        return int(parts[parts.index("experts") + 1]) < self.num_experts
 
 
 def pattern_of(name: str) -> str:
@@ -98,12 +101,10 @@ def slice_for(rule: Rule, shape: Sequence[int], rank: int, size: int, *, block: 
     ``Experts`` cuts the first dimension, that of experts stacked in one tensor.
 
     Args:
-        rule: How to cut.
         shape: Shape in elements.
         rank: Position along the rule's axis.
         size: Ranks along the rule's axis.
         block: Elements per scale along each dimension; default is no scales.
-        name: Named in errors.
 
     Raises:
         ConfigError: The parts would be unequal, or a cut would go through a scale block.
@@ -132,8 +133,3 @@ def blocks_of(cut: Cut, block: Sequence[int]) -> Cut:
     (slice(0, 4096, None), slice(8, 16, None))
     """
     return tuple(slice(part.start // size, -(-part.stop // size)) for part, size in zip(cut, block, strict=True))
-
-
-def _expert_of(name: str) -> int:
-    parts = name.split(".")
-    return int(parts[parts.index("experts") + 1])

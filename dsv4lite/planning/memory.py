@@ -5,23 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from dsv4lite.config import MTP, Drafting, DSpark, EngineConfig, adapts, named_drafters
+from dsv4lite.config import MTP, Drafting, DSpark, EngineConfig, named_drafters
 from dsv4lite.device import CHIPS, Chip, available_memory, choose_device, find_chip, host_memory
 from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
-from dsv4lite.layout import Layout
+from dsv4lite.layout import AXES, Layout
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.models.family import Family
-from dsv4lite.models.share import Share, layouts_for
+from dsv4lite.models.shard import ModelShard, layouts_for
 from dsv4lite.paging import PAGE_TOKENS, window_pages
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.peer_memory import opened_bytes
 from dsv4lite.planning.roofline import stage_roofline
 from dsv4lite.planning.workspace import drafting_bytes, exchange_bytes, graph_bytes, step_bytes
-from dsv4lite.speculation.speculator import make_speculators
+from dsv4lite.speculation.speculator import make_drafting
 from dsv4lite.state.spec import StateSizes, StateSpec
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
@@ -30,7 +31,6 @@ log = logging.getLogger("dsv4lite.planning.memory")
 
 GIB = 1 << 30
 CPU_STATE_BYTES = GIB
-_AXIS_SETTINGS = (("tensor", "tp"), ("expert", "ep"), ("data", "dp"), ("pipeline", "pp"))
 _FLOAT16 = {
     torch.float32: "exact, but twice the memory; dtype='bfloat16' takes half of that and rounds the weights",
     torch.bfloat16: "its weights are rounded to 8 significant bits; dtype='float32' keeps them",
@@ -207,26 +207,26 @@ def weight_bytes(
 
 
 def _working(
-    config: EngineConfig, source: ModelSource, numerics: Numerics, longest: int, share: Share, drafting: Drafting
+    config: EngineConfig, source: ModelSource, numerics: Numerics, longest: int, shard: ModelShard, drafting: Drafting
 ) -> tuple[int, int]:
     """Return the bytes of a rank's workspace and of graphs, where a sequence samples from one row and from one for each draft."""
     model, family, layout = source.model, source.family, config.layout
     tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
     sampled = min(tokens, (1 + drafting.max_drafts) * sequences)
-    step = family.workspace(model, numerics, share, tokens=tokens, longest=longest)
+    step = family.workspace(model, numerics, shard, tokens=tokens, longest=longest)
     workspace = step_bytes(step, numerics, model.vocab_size, tokens=tokens, sequences=sampled, listed=config.max_logprobs)
     graphs, captured = 0, 0 if numerics.device.type == "cpu" else sampled
     if captured:
-        decode = family.workspace(model, numerics, share, tokens=captured, longest=longest)
+        decode = family.workspace(model, numerics, shard, tokens=captured, longest=longest)
         graphs = graph_bytes(decode, model.vocab_size, sequences=captured)
         if drafting.own is not None:
             graphs += drafting_bytes(model, step.hidden, sequences=sequences, rows=captured)
     if layout.world > 1:
         by_expert, experts = config.dispatcher not in ("auto", "local", "all_gather"), step.experts
         if by_expert and model.num_experts:
-            experts = family.workspace(replace(model, experts_per_token=1), numerics, share, tokens=1, longest=longest).experts
-        workspace += exchange_bytes(model, numerics, share, tokens, experts, by_expert=by_expert)
-        graphs += exchange_bytes(model, numerics, share, captured, experts, by_expert=by_expert)
+            experts = family.workspace(replace(model, experts_per_token=1), numerics, shard, tokens=1, longest=longest).experts
+        workspace += exchange_bytes(model, numerics, shard, tokens, experts, by_expert=by_expert)
+        graphs += exchange_bytes(model, numerics, shard, captured, experts, by_expert=by_expert)
         if numerics.device.type == "cuda":
             workspace += opened_bytes(len(layout.group(layout.exchanging, 0)))
     if layout.pp > 1:  # hidden states as they came, and those of the step before, on their way to the next stage
@@ -274,11 +274,10 @@ def choose_drafting(config: EngineConfig, source: ModelSource) -> Drafting:
         ConfigError: More draft tokens are wanted than its drafter makes.
         CheckpointError: Its config describes another drafter than its tensors.
     """
-    drafters = named_drafters(config.speculative)
-    own = next((drafter for drafter in drafters if isinstance(drafter, MTP | DSpark)), None)
+    own = next((drafter for drafter in named_drafters(config.speculative) if isinstance(drafter, MTP | DSpark)), None)
     if own is not None or config.speculative == "auto":
         own = _own_drafter(own, source)
-    return Drafting(own=own, speculators=make_speculators(drafters), adaptive=adapts(drafters, own))
+    return make_drafting(config.speculative, own)
 
 
 def _own_drafter(wanted: MTP | DSpark | None, source: ModelSource) -> MTP | DSpark | None:
@@ -297,20 +296,6 @@ def _own_drafter(wanted: MTP | DSpark | None, source: ModelSource) -> MTP | DSpa
     return wanted
 
 
-def _longest(config: EngineConfig, model: ModelConfig) -> int | None:
-    """Return the tokens that a sequence is to have room for; ``None`` means what fits.
-
-    Raises:
-        ConfigError: The model has fewer positions.
-    """
-    longest, limit = config.max_model_len, model.max_positions
-    if longest is not None and longest > limit:
-        raise ConfigError(
-            f"max_model_len={longest} is more than the model's max_position_embeddings={limit}; lower it, or leave it out"
-        )
-    return longest
-
-
 def make_plan(
     config: EngineConfig,
     source: ModelSource,
@@ -324,18 +309,18 @@ def make_plan(
     """Plan one rank of an engine, on a device of its own.
 
     Args:
-        config: Settings.
-        source: The model.
-        numerics: Arithmetic and device.
         drafting: The drafters of the engine; default is none.
-        rank: Which rank.
         total: Bytes of the device; default is what this machine has.
         target: The device in words; default is this machine's.
 
     Raises:
         ConfigError: The model cannot be shared in the layout of the settings, or has fewer positions than they want.
     """
-    model, family, longest = source.model, source.family, _longest(config, source.model)
+    model, family, longest, limit = source.model, source.family, config.max_model_len, source.model.max_positions
+    if longest is not None and longest > limit:
+        raise ConfigError(
+            f"max_model_len={longest} is more than the model's max_position_embeddings={limit}; lower it, or leave it out"
+        )
     on_cpu = numerics.device.type == "cpu"
     if total is None and not on_cpu:
         available, total = available_memory(numerics.device)
@@ -343,12 +328,12 @@ def make_plan(
         available = total = host_memory() if total is None else total
     drafting = drafting or Drafting()
     mesh = Mesh.outline(config.layout, rank)
-    share, extra = Share.of(model, family.tensors, mesh), config.redundant_experts
-    drafts = drafting.own is not None and share.last
-    spec = replace(family.state(model, numerics, share, drafter=drafts), copies=1 + drafting.max_drafts)
+    shard, extra = ModelShard.of(model, family.tensors, mesh), config.redundant_experts
+    drafts = drafting.own is not None and shard.last
+    spec = replace(family.state(model, numerics, shard, drafter=drafts), copies=1 + drafting.max_drafts)
     named = config.dispatcher if isinstance(config.dispatcher, str) else "auto"
     weights = weight_bytes(family, model, numerics, mesh, with_mtp=drafts, dispatcher=named, redundant_experts=extra)
-    workspace, graphs = _working(config, source, numerics, longest or model.max_positions, share, drafting)
+    workspace, graphs = _working(config, source, numerics, longest or limit, shard, drafting)
     usable = int(total * (1.0 if on_cpu else config.gpu_memory_utilization))
     room = usable - weights - workspace - graphs
     budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
@@ -418,9 +403,9 @@ def _taken(config: EngineConfig, used: int, available: int, total: int, *, least
         if config.kv_cache_memory_bytes is not None:
             ways.append(f"lower kv_cache_memory_bytes={config.kv_cache_memory_bytes:,} by {used - available:,}")
         elif int(100 * available / total):
-            share = int(100 * available / total) / 100
+            fraction = int(100 * available / total) / 100
             ways.append(
-                f"set gpu_memory_utilization={share} (now {config.gpu_memory_utilization}) to do with fewer tokens of state"
+                f"set gpu_memory_utilization={fraction} (now {config.gpu_memory_utilization}) to do with fewer tokens of state"
             )
     return f"{_gib(used)} are wanted, but of the device's {_gib(total)} only {_gib(available)} are free: {', or '.join(ways)}"
 
@@ -457,12 +442,10 @@ def plan_memory(
     numerics = choose_numerics(config, source, device)
     drafting = choose_drafting(config, source)
 
-    def plan_rank(config: EngineConfig, rank: int) -> MemoryPlan:
-        return make_plan(config, source, numerics, drafting=drafting, rank=rank, total=total, target=target)
-
+    plan_rank = partial(make_plan, source=source, numerics=numerics, drafting=drafting, total=total, target=target)
     if devices is not None:
         return _best_plan(config, source, numerics, devices, chip, plan_rank)
-    return merge_plans([plan_rank(config, rank) for rank in range(config.layout.world)])
+    return merge_plans([plan_rank(config, rank=rank) for rank in range(config.layout.world)])
 
 
 def _target(config: EngineConfig, chip: Chip | None, memory_bytes: int | None) -> tuple[torch.device, int | None, str]:
@@ -500,7 +483,7 @@ def _best_plan(
     numerics: Numerics,
     devices: int,
     chip: Chip | None,
-    plan_rank: Callable[[EngineConfig, int], MemoryPlan],
+    plan_rank: Callable[..., MemoryPlan],
 ) -> MemoryPlan:
     """Return the plan of the best layout of some devices, with all layouts; one of them is replicas that share nothing.
 
@@ -513,15 +496,15 @@ def _best_plan(
     rates = chip or CHIPS["h200"]  # orders the layouts; the plan has times only for a named chip
     found: list[tuple[float, LayoutPlan, MemoryPlan]] = []
     for layout in layouts_for(model, tensors, devices):
-        sizes = {f"{name}_parallel_size": getattr(layout, axis) for name, axis in _AXIS_SETTINGS}
+        sizes = {setting: getattr(layout, axis) for axis, setting in AXES.items()}
         # The ranks of a stage hold equally much, and take equally long.
         firsts = range(0, layout.world, layout.stage)
-        plans = [plan_rank(replace(config, **sizes), rank) for rank in firsts]
+        plans = [plan_rank(replace(config, **sizes), rank=rank) for rank in firsts]
         plan = merge_plans([plan for plan in plans for _ in range(layout.stage)])
-        shares = [Share.of(model, tensors, Mesh.outline(layout, rank)) for rank in firsts]
+        shards = [ModelShard.of(model, tensors, Mesh.outline(layout, rank)) for rank in firsts]
         held = [part.per_device[0].weights for part in plans]
         alone, full = (
-            [stage_roofline(model, numerics, *one, count, rates, reads) for one in zip(shares, held, strict=True)]
+            [stage_roofline(model, numerics, *one, count, rates, reads) for one in zip(shards, held, strict=True)]
             for count in (1, -(-config.max_num_seqs // layout.pp))
         )
         kv_tokens, full_s = plan.kv_tokens * layout.dp, layout.pp * max(full)  # groups take turns in the slowest stage

@@ -14,7 +14,7 @@ from math import pow
 
 from dsv4lite.device import Chip
 from dsv4lite.models.config import ModelConfig
-from dsv4lite.models.share import Share
+from dsv4lite.models.shard import ModelShard
 from dsv4lite.weights.quant import Numerics
 
 HOP_S = 10e-6
@@ -23,40 +23,40 @@ _EXPERT_ITEM = {"fp4": 0.5 + 1 / 32, "fp8": 1.0}
 
 
 def stage_roofline(
-    model: ModelConfig, numerics: Numerics, share: Share, weights: int, sequences: int, chip: Chip, row_reads: int
+    model: ModelConfig, numerics: Numerics, shard: ModelShard, weights: int, sequences: int, chip: Chip, row_reads: int
 ) -> float:
     """Return the seconds that one rank needs at least for its layers, where each of its replica's sequences has one token.
 
     ``weights`` are the bytes of its weights, and ``row_reads`` those of one layer's state that a sequence reads.
     """
-    layers = len(share.layers)
-    read = weights_read(model, numerics, share, weights, sequences) + sequences * layers * row_reads
-    return read / chip.memory_bytes_s + layers * _collectives(model, share, sequences, chip)
+    layers = len(shard.layers)
+    read = weights_read(model, numerics, shard, weights, sequences) + sequences * layers * row_reads
+    return read / chip.memory_bytes_s + layers * _collectives(model, shard, sequences, chip)
 
 
-def weights_read(model: ModelConfig, numerics: Numerics, share: Share, weights: int, sequences: float) -> float:
+def weights_read(model: ModelConfig, numerics: Numerics, shard: ModelShard, weights: int, sequences: float) -> float:
     """Return the bytes of its weights that a rank needs where every sequence has one token, and experts are chosen evenly.
 
     Arguments are those of ``stage_roofline``; ``sequences`` may be an average over replicas.
     """
-    experts, slots = max(1, model.num_experts), model.num_experts // share.mesh.ep.size
+    experts, slots = max(1, model.num_experts), model.num_experts // shard.mesh.ep.size
     item = _EXPERT_ITEM.get(numerics.resident_experts, numerics.matrix_dtype.itemsize)
-    expert = 3 * model.hidden_size * share.expert_part(model.expert_width) * item
-    tokens = sequences * share.gathered
+    expert = 3 * model.hidden_size * shard.expert_part(model.expert_width) * item
+    tokens = sequences * shard.gathered
     used = slots * (1 - pow(1 - model.experts_per_token / experts, tokens))
-    idle = len(share.layers) * (slots - used) * expert
-    if share.first:  # of the embedding only the tokens' rows are read
-        idle += len(share.vocab) * model.hidden_size * numerics.dtype.itemsize
+    idle = len(shard.layers) * (slots - used) * expert
+    if shard.first:  # of the embedding only the tokens' rows are read
+        idle += len(shard.vocab) * model.hidden_size * numerics.dtype.itemsize
     return weights - idle
 
 
-def _collectives(model: ModelConfig, share: Share, sequences: int, chip: Chip) -> float:
+def _collectives(model: ModelConfig, shard: ModelShard, sequences: int, chip: Chip) -> float:
     """Return the seconds that one layer's collectives take."""
-    sums, row, size = _FLOAT * sequences * model.hidden_size, sequences * model.hidden_size, share.mesh.ep.size
+    sums, row, size = _FLOAT * sequences * model.hidden_size, sequences * model.hidden_size, shard.mesh.ep.size
     seconds = 0.0
-    for axis in (share.mesh.tp, share.peers):
+    for axis in (shard.mesh.tp, shard.mesh.peers):
         if axis.size > 1:
             seconds += HOP_S + 2 * sums * (axis.size - 1) / axis.size / chip.link_bytes_s
-    if share.gathered > 1:
-        seconds += 2 * HOP_S + (row * (share.gathered - 1) + sums * share.gathered * (size - 1) / size) / chip.link_bytes_s
+    if shard.gathered > 1:
+        seconds += 2 * HOP_S + (row * (shard.gathered - 1) + sums * shard.gathered * (size - 1) / size) / chip.link_bytes_s
     return seconds

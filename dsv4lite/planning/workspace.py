@@ -6,7 +6,7 @@ import torch
 
 from dsv4lite.kernels.sampling.rows import row_bytes
 from dsv4lite.models.config import ModelConfig, PassBytes
-from dsv4lite.models.share import Share
+from dsv4lite.models.shard import ModelShard
 from dsv4lite.weights.quant import Numerics
 
 MIB = 1 << 20
@@ -58,7 +58,6 @@ def drafting_bytes(model: ModelConfig, hidden: int, *, sequences: int, rows: int
     """Return what graphs keep besides where the model's own drafter drafts: an MTP block a row at a time, DSpark a block of rows.
 
     Args:
-        model: Sizes.
         hidden: Bytes of one token's residual.
         sequences: Most sequences of a step.
         rows: Most rows of a verify step.
@@ -68,21 +67,18 @@ def drafting_bytes(model: ModelConfig, hidden: int, *, sequences: int, rows: int
 
 
 def exchange_bytes(
-    model: ModelConfig, numerics: Numerics, share: Share, tokens: int, experts: int, *, by_expert: bool = False
+    model: ModelConfig, numerics: Numerics, shard: ModelShard, tokens: int, experts: int, *, by_expert: bool = False
 ) -> int:
     """Return what sharing a layer with other ranks takes besides: partial sums, other ranks' rows, and their results.
 
     Args:
-        model: Sizes.
-        numerics: Arithmetic.
-        share: The rank's part.
         tokens: Most tokens of a step.
         experts: Bytes of one token's row while routed experts work; with ``by_expert``, for one of its experts.
         by_expert: A row travels once for each of its experts, at worst all to the same rank.
     """
-    width, gathered = model.expert_width, share.gathered
+    width, gathered = model.expert_width, shard.gathered
     sums = 2 * _FLOAT * model.hidden_size  # of the routed experts, and of the shared one
-    if max(share.expert_part(width), share.part(width)) < width:  # each expert's result is float32
+    if max(shard.expert_part(width), shard.part(width)) < width:  # each expert's result is float32
         sums += (_FLOAT - numerics.dtype.itemsize) * model.experts_per_token * model.hidden_size
     if gathered == 1:
         return tokens * sums

@@ -14,8 +14,8 @@ runs the same stages for tokens that are given.
 A line of the table is written when its sequence takes a slot; ``sample_rows`` reads it, captured in a graph or not. Counts of
 tokens live beside it and follow the sampled ids without the host, so that a step can run before the host knows the previous token.
 Grammars, bad words of several tokens and thinking budgets need the token on the host (``accept``): in each step they become a mask,
-or the only token that may come, for the rows of their sequences (``rules``). ``needs_host`` names the sequences whose next step
-has to wait for the token.
+or the only token that may come, for the rows of their sequences (``rules``). The scheduler plans the next step of such a sequence
+when its token is there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from dsv4lite.kernels.sampling.rows import (
 )
 from dsv4lite.request import Request, SamplingParams
 from dsv4lite.sampling.samples import Arrival, Samples
-from dsv4lite.sampling.state import SequenceState, failed, send, state_of
+from dsv4lite.sampling.state import Line, SequenceState, failed, send, state_of
 from dsv4lite.scheduling.step_plan import UNKNOWN, SequencePlan
 
 if TYPE_CHECKING:
@@ -96,27 +96,6 @@ class RowNeeds:
         return bool(self.ruled or self.long)
 
 
-@dataclass(slots=True, eq=False)
-class _Line:
-    """One sequence's line of the table, made when it first takes a slot, and the tensors that its addresses lead to."""
-
-    settings: list[float]
-    drafting: list[float]
-    held: tuple[Tensor, ...]
-    occurrences: Tensor | None
-
-
-@dataclass(slots=True, eq=False)
-class _Settings:
-    """What one sequence asked for; ``num_logprobs`` is -1 without log-probabilities, else the number of best tokens to list."""
-
-    state: SequenceState
-    needs: Needs
-    num_logprobs: int
-    line: _Line | None = None
-    slot: int | None = None
-
-
 def dry_run(request: Request, vocab_size: int) -> None:
     """Turn a request's settings into tensors as its steps will, on the CPU.
 
@@ -126,7 +105,7 @@ def dry_run(request: Request, vocab_size: int) -> None:
         IndexError: A token id is too large. On a GPU it would end the process.
     """
     state = state_of(request, 0, 0)
-    _line_of(state, -1, vocab_size, torch.device("cpu"))
+    _line_of(state, vocab_size, torch.device("cpu"))
     if state.holds_back:
         torch.empty(vocab_size, dtype=torch.bool, device="cpu")[list(state.stop_ids)]
 
@@ -167,7 +146,7 @@ class Sampler:
         self._default_seed = default_seed
         self._grammars = grammars
         self._prepared: deque[Future[LLMatcher]] = deque(maxlen=PREPARED_GRAMMARS)
-        self._sequences: dict[int, _Settings] = {}
+        self._sequences: dict[int, SequenceState] = {}
         self._seated: dict[int, int] = {}  # sequence by slot
         self._last: RowNeeds | None = None
         self.settings = torch.tensor(_neutral(), dtype=torch.float64, device=self._device).repeat(slots + 1, 1)
@@ -203,54 +182,44 @@ class Sampler:
         except Exception as error:  # the leader has checked it before; what fails on this rank only must not end the rank
             state = state_of(replace(request, params=SamplingParams()), index, self._default_seed)
             state.failure = failed(error)
-        wanted = state.params.logprobs
-        num_logprobs = -1 if wanted is None else min(wanted, self._vocab_size)
-        self._sequences[seq_id] = _Settings(state, _needs_of(state, num_logprobs, self._vocab_size), num_logprobs)
+        if state.params.logprobs is not None:
+            state.num_logprobs = min(state.params.logprobs, self._vocab_size)
+        state.needs = _needs_of(state, self._vocab_size)
+        self._sequences[seq_id] = state
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence and everything kept for it; unknown ones are ignored."""
-        sequence = self._sequences.pop(seq_id, None)
-        if sequence is not None and sequence.slot is not None and self._seated.get(sequence.slot) == seq_id:
-            del self._seated[sequence.slot]
+        state = self._sequences.pop(seq_id, None)
+        if state is not None and state.slot is not None and self._seated.get(state.slot) == seq_id:
+            del self._seated[state.slot]
         if self._last is not None and seq_id in self._last.seq_ids:
             self._last = None
-
-    def has_host_rules(self, seq_id: int) -> bool:
-        """Whether the host has to know each token of a sequence; see ``accept``."""
-        return self._sequences[seq_id].state.host_rules
-
-    def needs_host(self, seq_id: int) -> bool:
-        """Whether the sequence's next step has to wait until ``accept`` was called with the token now in flight."""
-        state = self._sequences[seq_id].state
-        if state.compiled is not None or state.bad_words:
-            return True
-        return state.thinking is not None and state.thinking.may_exhaust_next
 
     def accept(self, seq_id: int, token_id: int) -> None:
         """Tell a sequence the token that was sampled for it, in order, when the host knows it.
 
         A sequence that ended while its last step was still in flight is unknown by then, and ignored.
         """
-        sequence = self._sequences.get(seq_id)
-        if sequence is not None and sequence.state.host_rules:
-            sequence.state.accept(token_id)
+        state = self._sequences.get(seq_id)
+        if state is not None and state.host_rules:
+            state.accept(token_id)
 
     def prepare(self, sequences: Sequence[SequencePlan]) -> RowNeeds:
         """Bring the table up to date for the sequences that sample in a step, and return what they ask for."""
         seq_ids, slots = tuple([s.seq_id for s in sequences]), tuple([s.slot for s in sequences])
         if self._last is None or self._last.seq_ids != seq_ids or self._last.slots != slots:
             self._seat(sequences)
-            settings = [self._sequences[seq_id] for seq_id in seq_ids]
+            states = [self._sequences[seq_id] for seq_id in seq_ids]
             needs = NOTHING
-            for each in settings:
+            for each in states:
                 needs |= each.needs
             self._last = RowNeeds(
                 seq_ids=seq_ids,
                 slots=slots,
                 needs=needs,
-                wanted=tuple((i, each.num_logprobs) for i, each in enumerate(settings) if each.num_logprobs >= 0),
-                ruled=tuple(i for i, each in enumerate(settings) if each.state.host_rules),
-                long=tuple(i for i, each in enumerate(settings) if each.num_logprobs > BEST),
+                wanted=tuple((i, each.num_logprobs) for i, each in enumerate(states) if each.num_logprobs >= 0),
+                ruled=tuple(i for i, each in enumerate(states) if each.host_rules),
+                long=tuple(i for i, each in enumerate(states) if each.num_logprobs > BEST),
             )
         return self._last
 
@@ -267,7 +236,7 @@ class Sampler:
         found: list[tuple[int, Tensor, int]] = []
         failures: dict[int, RequestFailedError] = {}
         for i in asked.ruled:
-            s, state = sequences[i], self._sequences[sequences[i].seq_id].state
+            s, state = sequences[i], self._sequences[sequences[i].seq_id]
             drafts = s.token_ids[len(s.token_ids) - s.drafts :]
             self._constrain(state, s.end - s.drafts, drafts, first_rows[i], found, failures)
         return self._masks(found), failures
@@ -387,19 +356,24 @@ class Sampler:
             return tuple(torch.cat(column) for column in zip(*parts, strict=True))
         self._last = None  # the line of the slot is written here
         self._seat([sequence])
-        settings, best, rows = self._sequences[sequence.seq_id], argmax_finite(logits), range(len(token_ids))
-        masks = self._masks_of_given(settings.state, position, token_ids)
+        state, best, rows = self._sequences[sequence.seq_id], argmax_finite(logits), range(len(token_ids))
+        found: list[tuple[int, Tensor, int]] = []
+        if state.host_rules:  # where a rule cannot follow the given tokens, nothing is forbidden
+            self._constrain(state, position, token_ids[:-1], 0, found, {})
+            for token_id in token_ids:
+                state.accept(token_id)
+        masks = self._masks(found)
         before = [position - 1 + i for i in rows]
         columns = [sequence.slot for _ in rows], before, [0, *token_ids[:-1]], list(rows), list(token_ids)
         slots, positions, seen, places, given = self._columns(*columns)
         nowhere = torch.empty(0, dtype=torch.int64, device=self._device)
-        needs = settings.needs & ~(Needs.DRAWS | Needs.NUCLEI)
+        needs = state.needs & ~(Needs.DRAWS | Needs.NUCLEI)
         where = slots, positions, self.settings, nowhere, self.space
         out = sample_rows(SampleInputs(logits, best, *where, needs, (seen, places), given, masks))
-        assert settings.line is not None
-        if settings.line.occurrences is not None:
-            settings.line.occurrences.index_add_(0, given, torch.ones_like(given))
-        k = settings.num_logprobs
+        assert state.line is not None
+        if state.line.occurrences is not None:
+            state.line.occurrences.index_add_(0, given, torch.ones_like(given))
+        k = state.num_logprobs
         if k > BEST:
             lists = self._long_lists(out, logits, best[0], rows, columns[0], before, k)
         else:
@@ -413,11 +387,10 @@ class Sampler:
             return
         lines = []
         for slot, seq_id in new:
-            sequence = self._sequences[seq_id]
-            if sequence.line is None:
-                sequence.line = _line_of(sequence.state, sequence.num_logprobs, self._vocab_size, self._device)
-            sequence.slot, self._seated[slot] = slot, seq_id
-            lines.append((slot, *sequence.line.settings, *sequence.line.drafting))
+            state = self._sequences[seq_id]
+            state.line = state.line or _line_of(state, self._vocab_size, self._device)
+            state.slot, self._seated[slot] = slot, seq_id
+            lines.append((slot, *state.line.settings, *state.line.drafting))
         table = send(torch.tensor(lines, dtype=torch.float64, device="cpu"), self._device)
         slots, settings, drafting = table.split([1, NUM_COLUMNS, NUM_COLUMNS], dim=1)
         self.settings[slots[:, 0].long()] = settings
@@ -443,16 +416,6 @@ class Sampler:
         values = scored_values(logits, top, self.settings[slots_L.long()], positions_L, self.space, rows_L)
         _, _, ids, listed = token_logprobs(values, out[0, rows_L].long(), k)
         return torch.stack((ids, listed.view(torch.int32)))
-
-    def _masks_of_given(self, state: SequenceState, position: int, token_ids: Sequence[int]) -> RowMasks | None:
-        """Return what the host forbids along given tokens, which it accepts; where it cannot follow them, nothing is forbidden."""
-        if not state.host_rules:
-            return None
-        found: list[tuple[int, Tensor, int]] = []
-        self._constrain(state, position, token_ids[:-1], 0, found, {})
-        for token_id in token_ids:
-            state.accept(token_id)
-        return self._masks(found)
 
     def _constrain(
         self,
@@ -515,8 +478,8 @@ def _position(sequence: SequencePlan) -> int:
     return sequence.end - 1 - sequence.drafts
 
 
-def _needs_of(state: SequenceState, num_logprobs: int, vocab_size: int) -> Needs:
-    params = state.params
+def _needs_of(state: SequenceState, vocab_size: int) -> Needs:
+    params, num_logprobs = state.params, state.num_logprobs
     drawn, ranked = not params.greedy_sampling, 0 < params.top_k < vocab_size
     processed = num_logprobs >= 0 and params.logprobs_mode == "processed"
     wanted = {
@@ -545,7 +508,7 @@ def _neutral() -> list[float]:
     return line
 
 
-def _line_of(state: SequenceState, num_logprobs: int, vocab_size: int, device: torch.device) -> _Line:
+def _line_of(state: SequenceState, vocab_size: int, device: torch.device) -> Line:
     """Return a sequence's line of the table."""
     params, line, held = state.params, _neutral(), list[Tensor]()
 
@@ -565,7 +528,7 @@ def _line_of(state: SequenceState, num_logprobs: int, vocab_size: int, device: t
     if not params.greedy_sampling:
         line[Column.TOP_K] = params.top_k if 0 < params.top_k < vocab_size else 0
         line[Column.TOP_P] = params.top_p
-    line[Column.NUM_LOGPROBS] = num_logprobs if num_logprobs <= BEST else 0
+    line[Column.NUM_LOGPROBS] = state.num_logprobs if state.num_logprobs <= BEST else 0
     line[Column.PROCESSED] = params.logprobs_mode == "processed"
     occurrences = None
     if state.penalised:
@@ -578,7 +541,7 @@ def _line_of(state: SequenceState, num_logprobs: int, vocab_size: int, device: t
         line[Column.STOPS] = hold(send(torch.tensor(state.stop_ids, dtype=torch.int32, device="cpu"), device))
         line[Column.NUM_STOPS], line[Column.STOPS_FROM] = len(state.stop_ids), state.stops_from
     # What is no number of a float64 fails here, where only the request is concerned.
-    return _Line([float(x) for x in line], [float(x) for x in drafting], tuple(held), occurrences)
+    return Line([float(x) for x in line], [float(x) for x in drafting], tuple(held), occurrences)
 
 
 def _edits(state: SequenceState, vocab_size: int, device: torch.device) -> Tensor:

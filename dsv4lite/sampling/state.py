@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.errors import RequestFailedError
+from dsv4lite.kernels.sampling.rows import NOTHING, Needs
 from dsv4lite.request import Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -70,10 +71,15 @@ class Thinking:
     def exhausted(self) -> bool:
         return self.budget is not None and self.spent >= self.budget
 
-    @property
-    def may_exhaust_next(self) -> bool:
-        """Whether the next token can be the last of the budget."""
-        return self.inside and self.budget is not None and self.spent + 1 >= self.budget
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """One sequence's line of the sampler's table, and the tensors that its addresses lead to."""
+
+    settings: list[float]
+    drafting: list[float]
+    held: tuple[Tensor, ...]
+    occurrences: Tensor | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -90,6 +96,10 @@ class SequenceState:
         compiled: Its grammar, perhaps still being compiled.
         matcher: Where it stands in its grammar, from its first token on.
         failure: Why nothing can be sampled for it.
+        num_logprobs: -1 without log-probabilities, else the number of best tokens to list.
+        needs: What it asks of a step.
+        line: Made when it first takes a slot.
+        slot: The one that it took last.
     """
 
     params: SamplingParams
@@ -104,6 +114,10 @@ class SequenceState:
     compiled: Future[LLMatcher] | None = None
     matcher: GrammarMatcher | None = None
     failure: RequestFailedError | None = None
+    num_logprobs: int = -1
+    needs: Needs = NOTHING
+    line: Line | None = None
+    slot: int | None = None
 
     @property
     def host_rules(self) -> bool:

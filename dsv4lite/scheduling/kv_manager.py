@@ -5,28 +5,15 @@ The scheduler decides which sequence gets pages, and which one is preempted for 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from typing import Any
 
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.pages import Pools, first_window_page, pages_for
 from dsv4lite.scheduling.prefix_cache import CachedPrefix, PrefixCache
 from dsv4lite.scheduling.sequence import ALL_TOKENS, NO_SLOT, Sequence
 from dsv4lite.scheduling.step_plan import NO_PAGE
-
-
-@dataclass(slots=True, eq=False)
-class StateMoves:
-    """What a step does to state besides running its sequences; see ``StepPlan``."""
-
-    resets: list[int] = field(default_factory=list)
-    restores: list[tuple[int, int]] = field(default_factory=list)
-    grow_copies: list[tuple[int, int]] = field(default_factory=list)
-    window_copies: list[tuple[int, int]] = field(default_factory=list)
-    slot_copies: list[tuple[int, int]] = field(default_factory=list)
-    saves: list[tuple[int, int]] = field(default_factory=list)
-    zero_rows: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class KVManager:
@@ -46,7 +33,7 @@ class KVManager:
         self._pools = pools
         self._window = window
         self._drafter_runs = False  # the model's own drafter computes its KV in the step
-        self._moves = StateMoves()  # of the next plan
+        self._moves: dict[str, list[Any]] = defaultdict(list)  # of the next plan, by its fields
 
     # ------------------------------------------------------------------------------------------------------- start and end
 
@@ -71,8 +58,7 @@ class KVManager:
         assert prefix.num_tokens % WINDOW_PAGE_TOKENS == 0
         seq.num_computed = seq.cached_until = prefix.num_tokens
         seq.drafter_computed = prefix.drafter_computed
-        seq.pages = list(prefix.grow)
-        seq.window = list(prefix.window)
+        seq.pages, seq.window = prefix.grow, prefix.window
         seq.window_first = first_window_page(prefix.num_tokens, self._window)
         self._pools.grow.share(seq.pages)
         self._pools.window.share(seq.window)
@@ -81,9 +67,9 @@ class KVManager:
     def start(self, seq: Sequence, prefix: CachedPrefix | None) -> None:
         """Let the step being planned initialize the state of a sequence that starts."""
         if prefix is None or not prefix.snapshot:
-            self._moves.resets.append(seq.slot)
+            self._moves["resets"].append(seq.slot)
         else:
-            self._moves.restores.append((prefix.snapshot[0], seq.slot))
+            self._moves["restores"].append((prefix.snapshot[0], seq.slot))
         if self._drafter_runs:
             self._zero_missed(seq)
 
@@ -110,10 +96,10 @@ class KVManager:
             self.release(child)
             return False
         if partial_page:
-            self._moves.grow_copies.append((leader.pages[full_pages], child.pages[full_pages]))
+            self._moves["grow_copies"].append((leader.pages[full_pages], child.pages[full_pages]))
         if partial_window and self._window:
-            self._moves.window_copies.append((leader.window[full_window], child.window[full_window]))
-        self._moves.slot_copies.append((leader.slot, child.slot))
+            self._moves["window_copies"].append((leader.window[full_window], child.window[full_window]))
+        self._moves["slot_copies"].append((leader.slot, child.slot))
         child.chain = leader.chain.fork(child.tokens)
         child.cached_until = leader.prompt_pages_end
         return True
@@ -125,22 +111,22 @@ class KVManager:
         if seq.slot != NO_SLOT:
             self._pools.slots.release((seq.slot,))
         seq.slot = NO_SLOT
-        seq.pages, seq.page_tuple = [], None
-        seq.window, seq.window_tuple, seq.window_first = [], None, 0
+        seq.pages = seq.window = ()
+        seq.window_first = 0
         seq.num_computed = seq.cached_until = seq.steady_until = seq.drafter_computed = 0
         seq.state_copy, seq.drafts = 0, ()
         seq.rolling = None
 
-    def take_moves(self) -> StateMoves:
-        """Return what the step that was planned does to state. A preempted sequence's rows to zero-fill may be among it."""
-        moves, self._moves = self._moves, StateMoves()
+    def take_moves(self) -> dict[str, tuple[Any, ...]]:
+        """Return what the step being planned does to state besides running its sequences, by the fields of ``StepPlan``.
+
+        A preempted sequence's rows to zero-fill may be among it.
+        """
+        moves = {name: tuple(ids) for name, ids in self._moves.items()}
+        self._moves.clear()
         return moves
 
     # ---------------------------------------------------------------------------------------------------------------- pages
-
-    def can_reserve(self, seq: Sequence, num_tokens: int, *, spare: int) -> bool:
-        """Return whether grow pages for ``num_tokens`` tokens are available with ``spare`` pages left over."""
-        return self._pools.grow.num_available - (pages_for(num_tokens) - len(seq.pages)) >= spare
 
     def extend(self, seq: Sequence, end: int, *, reserve: int = 0) -> bool:
         """Allocate the pages of the span ``[num_computed, end)``, and grow pages for ``reserve`` tokens.
@@ -153,8 +139,7 @@ class KVManager:
             pages = self.cache.allocate(self._pools.grow, missing)
             if pages is None:
                 return False
-            seq.pages += pages
-            seq.page_tuple = None
+            seq.pages += tuple(pages)
         if not self._window:
             return True
         known_end = seq.window_first + len(seq.window)
@@ -167,9 +152,8 @@ class KVManager:
             if not seq.window:
                 seq.window_first = first
             else:
-                seq.window += [NO_PAGE] * (first - known_end)
-            seq.window += pages
-            seq.window_tuple = None
+                seq.window += (NO_PAGE,) * (first - known_end)
+            seq.window += tuple(pages)
         return True
 
     def slides_at(self, seq: Sequence) -> int:
@@ -186,10 +170,8 @@ class KVManager:
     def slide(self, seq: Sequence) -> None:
         """Release the window pages that the next token does not attend to."""
         first = first_window_page(min(seq.num_computed, len(seq.tokens)), self._window)
-        passed = seq.window[: first - seq.window_first]
-        del seq.window[: first - seq.window_first]
-        seq.window_first = first
-        seq.window_tuple, seq.steady_until = None, 0
+        passed, seq.window = seq.window[: first - seq.window_first], seq.window[first - seq.window_first :]
+        seq.window_first, seq.steady_until = first, 0
         self._pools.window.release(page for page in passed if page != NO_PAGE)
 
     def rewind(self, seq: Sequence, length: int) -> None:
@@ -200,8 +182,7 @@ class KVManager:
         kept = (length - 1) // WINDOW_PAGE_TOKENS + 1 - seq.window_first
         if kept < len(seq.window):
             self._pools.window.release(seq.window[kept:])
-            del seq.window[kept:]
-            seq.window_tuple, seq.steady_until = None, 0
+            seq.window, seq.steady_until = seq.window[:kept], 0
 
     # ------------------------------------------------------------------------------------------------------ the drafter's KV
 
@@ -221,15 +202,12 @@ class KVManager:
 
         Rows of a cached prefix may be among them: they are zero for every sequence that has it.
         """
-        end, size, pages = seq.num_computed, WINDOW_PAGE_TOKENS, seq.window
-        position, before = max(seq.drafter_computed, end + 1 - self._window, 0), seq.window_first
+        size, pages, before, first = WINDOW_PAGE_TOKENS, seq.window, seq.window_first, seq.num_computed + 1 - self._window
         if not self._window:
-            position, size, pages, before = seq.drafter_computed, PAGE_TOKENS, seq.pages, 0
-        while position < end:
-            number, first = divmod(position, size)
-            last = min(first + end - position, size)
-            self._moves.zero_rows.append((pages[number - before], first, last))
-            position += last - first
+            size, pages, before, first = PAGE_TOKENS, seq.pages, 0, 0
+        for position in range(max(seq.drafter_computed, first, 0), seq.num_computed):
+            number, row = divmod(position, size)
+            self._moves["zero_rows"].append((pages[number - before], row))
         seq.drafter_computed = ALL_TOKENS
 
     # ------------------------------------------------------------------------------------------------------ cached prefixes
@@ -259,7 +237,7 @@ class KVManager:
                 drafter_computed=min(seq.drafter_computed, length),
             )
             if prefix is not None:
-                self._moves.saves += [(seq.slot, snapshot) for snapshot in prefix.snapshot]
+                self._moves["saves"] += [(seq.slot, snapshot) for snapshot in prefix.snapshot]
                 seq.pending = (prefix, lasting)
                 captured.append(seq)
         # Inserting only now keeps a snapshot of this step from being evicted, and saved to twice, within it.
@@ -280,11 +258,6 @@ class KVManager:
         if seq.pending is not None:
             self.cache.drop(seq.pending[0])
             seq.pending = None
-
-    def forget_prefixes(self, seq: Sequence) -> None:
-        """Remove every cached prefix of a sequence whose state turned out to be damaged."""
-        if seq.chain is not None:
-            self.cache.forget(seq.chain)
 
     # ------------------------------------------------------------------------------------------------------------- integrity
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 
@@ -32,15 +31,6 @@ def first_window_page(position: int, window: int) -> int:
         window: Tokens that sliding-window attention sees; 0 if no layer has a window, and so no pages.
     """
     return max(0, position - window + 1) // WINDOW_PAGE_TOKENS if window else 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolStats:
-    """Ids of a pool: ``total``, ``free`` ones, and ``cached`` ones that only the prefix cache holds."""
-
-    total: int
-    free: int
-    cached: int
 
 
 class IdPool:
@@ -70,10 +60,6 @@ class IdPool:
     def num_available(self) -> int:
         """Ids that are free or held by the prefix cache alone."""
         return len(self._free) + self._reclaimable
-
-    def stats(self) -> PoolStats:
-        """Return the present counts."""
-        return PoolStats(total=self.total, free=len(self._free), cached=self._reclaimable)
 
     def allocate(self, count: int) -> list[int] | None:
         """Return ``count`` free ids with one reference each, or ``None`` when there are not as many."""
@@ -142,21 +128,11 @@ class IdPool:
         assert cached == self._reclaimable, f"{self.name}: {cached} ids are cached, {self._reclaimable} counted"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
-    """The four pools of one engine."""
+    """The four pools of one engine, of the given numbers of ids."""
 
-    grow: IdPool
-    window: IdPool
-    slots: IdPool
-    snapshots: IdPool
-
-    @classmethod
-    def sized(cls, *, grow: int, window: int, slots: int, snapshots: int) -> Pools:
-        """Return full pools of the given numbers of ids."""
-        return cls(
-            grow=IdPool("grow page", grow),
-            window=IdPool("window page", window),
-            slots=IdPool("slot", slots),
-            snapshots=IdPool("snapshot", snapshots),
-        )
+    def __init__(self, *, grow: int, window: int, slots: int, snapshots: int) -> None:
+        self.grow = IdPool("grow page", grow)
+        self.window = IdPool("window page", window)
+        self.slots = IdPool("slot", slots)
+        self.snapshots = IdPool("snapshot", snapshots)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dsv4lite.config import ReplicaPlacement
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
-from dsv4lite.scheduling.pages import PoolStats
 from dsv4lite.scheduling.scheduler import Scheduler, SchedulerStats
 from dsv4lite.scheduling.sequence import Sequence as Completion
 from dsv4lite.scheduling.step_plan import Sampled, SequencePlan, StepPlan
@@ -92,10 +91,6 @@ class Replicas:
         """End the requests whose deadline has passed."""
         return self._forgetting([update for scheduler in self._schedulers for update in scheduler.expire(now)])
 
-    def pop_expired(self) -> list[SequenceUpdate]:
-        """Return the ends of sequences whose deadlines ``schedule`` found passed, once."""
-        return self._forgetting([update for scheduler in self._schedulers for update in scheduler.pop_expired()])
-
     def foresees(self, max_drafts: int) -> bool:
         """Whether the next step can be planned before the results of the last."""
         return all(scheduler.foresees(max_drafts) for scheduler in self._schedulers)
@@ -144,14 +139,7 @@ class Replicas:
     def stats(self) -> SchedulerStats:
         """Return the present counts of all together."""
         every = [scheduler.stats() for scheduler in self._schedulers]
-        summed: dict[str, Any] = {}
-        for name in (field.name for field in fields(SchedulerStats)):
-            values = [getattr(one, name) for one in every]
-            if isinstance(values[0], PoolStats):
-                summed[name] = PoolStats(**{f.name: sum(getattr(v, f.name) for v in values) for f in fields(PoolStats)})
-            else:
-                summed[name] = sum(values)
-        return SchedulerStats(**summed)
+        return SchedulerStats(**{f.name: sum(getattr(one, f.name) for one in every) for f in fields(SchedulerStats)})
 
     def check(self) -> None:
         """Assert that every id and every sequence is accounted for."""

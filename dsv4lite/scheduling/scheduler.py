@@ -21,8 +21,8 @@ from dsv4lite.errors import CapacityError, DSV4LiteError, InvalidRequestError
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.request import FinishReason, Request, SequenceUpdate, TokenLogprob
 from dsv4lite.scheduling.kv_manager import KVManager
-from dsv4lite.scheduling.pages import Pools, PoolStats, pages_for
-from dsv4lite.scheduling.sequence import Sequence, State, WaitingQueue, make_sequences, needs_host
+from dsv4lite.scheduling.pages import Pools, pages_for
+from dsv4lite.scheduling.sequence import Sequence, State, WaitingQueue, make_sequences
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ class SchedulerStats:
         prompt_tokens: Tokens of sequences that started, so far; a sequence starts again after it was preempted.
         cached_tokens: How many of them came from the prefix cache.
         checkpoints: Cached prefixes, unreachable ones of older epochs included.
+        num_pages: Grow pages.
+        available_pages: Those that are free or held by the prefix cache alone.
     """
 
     num_running: int
@@ -85,10 +87,8 @@ class SchedulerStats:
     prompt_tokens: int
     cached_tokens: int
     checkpoints: int
-    grow: PoolStats
-    window: PoolStats
-    slots: PoolStats
-    snapshots: PoolStats
+    num_pages: int
+    available_pages: int
 
 
 @dataclass(slots=True, eq=False)
@@ -133,8 +133,6 @@ class Scheduler:
     Args:
         limits: Settings.
         pools: Ids of pages and slots; the scheduler is their only user.
-        needs_host: Asked for a sequence with a token in flight: whether it must arrive before the next step is planned. The default
-            goes by the request's settings alone.
         propose: Asked for at most so many draft tokens for a sequence, all tokens of which are known. With it, a plan is made only
             when the results of the last one are there, unless the scheduler ``foresees`` the next.
         first_seq_id: Ids of sequences count from here.
@@ -148,7 +146,6 @@ class Scheduler:
         limits: SchedulerLimits,
         pools: Pools,
         *,
-        needs_host: Callable[[Sequence], bool] | None = None,
         propose: Propose | None = None,
         first_seq_id: int = 0,
     ) -> None:
@@ -161,7 +158,6 @@ class Scheduler:
                 )
         self._limits = limits
         self._pools = pools
-        self._needs_host = needs_host
         self._propose = propose
         self._kv = KVManager(pools, window=limits.window, snapshots=limits.snapshots)
         self._cache = self._kv.cache
@@ -172,7 +168,6 @@ class Scheduler:
         self._retiring: list[Sequence] = []  # their last step is planned
         self._sliding: dict[Sequence, None] = {}  # their last step passed a window page
         self._next_deadline = inf  # no request ends before it
-        self._expired: list[SequenceUpdate] = []
         self._outstanding: deque[StepPlan] = deque()
         self._num_unforked = 0
         self._next_seq_id = first_seq_id
@@ -198,8 +193,6 @@ class Scheduler:
             )
         sequences = make_sequences(request, first_id=self._next_seq_id, max_model_len=self._limits.max_model_len)
         self._next_seq_id += len(sequences)
-        for seq in sequences:
-            seq.may_wait = self._needs_host is not None or needs_host(seq)
         self._live.update((seq.seq_id, seq) for seq in sequences)
         deadline = inf if request.deadline is None else request.deadline
         self._groups[request.request_id] = _Group(sequences, len(sequences), deadline)
@@ -229,17 +222,12 @@ class Scheduler:
         return [] if seq.state is State.ENDED else [self._end(seq, reason)]
 
     def expire(self, now: float) -> list[SequenceUpdate]:
-        """End the requests whose deadline is not later than ``now``; ``schedule`` does so too."""
+        """End the requests whose deadline is not later than ``now``."""
         if now < self._next_deadline:
             return []
         groups = list(self._groups.values())
         self._next_deadline = min((group.deadline for group in groups if group.deadline > now), default=inf)
         return [update for group in groups if group.deadline <= now for update in self._end_group(group, "deadline")]
-
-    def pop_expired(self) -> list[SequenceUpdate]:
-        """Return the ends of sequences whose deadlines ``schedule`` found passed, once."""
-        expired, self._expired = self._expired, []
-        return expired
 
     def reset_prefix_cache(self) -> None:
         """Make cached prefixes unreachable. Running sequences continue; what they computed so far is not cached any more."""
@@ -280,7 +268,7 @@ class Scheduler:
         last = drafting[-1]
         if last.max_drafts != max_drafts or not last.decodes:
             return False
-        return not [seq for seq in self._running if seq.may_wait or seq.num_computed < len(seq.tokens) - 1]
+        return not [seq for seq in self._running if seq.needs_host or seq.num_computed < len(seq.tokens) - 1]
 
     @property
     def num_live(self) -> int:
@@ -299,7 +287,6 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the present counts."""
-        pools = self._pools
         return SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
@@ -307,10 +294,8 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             checkpoints=len(self._cache),
-            grow=pools.grow.stats(),
-            window=pools.window.stats(),
-            slots=pools.slots.stats(),
-            snapshots=pools.snapshots.stats(),
+            num_pages=self._pools.grow.total,
+            available_pages=self._pools.grow.num_available,
         )
 
     # ------------------------------------------------------------------------------------------------------- making a plan
@@ -319,7 +304,7 @@ class Scheduler:
         """Plan the next step.
 
         Args:
-            now: ``time.monotonic()``; requests whose deadline is not later end here, see ``pop_expired``.
+            now: ``time.monotonic()``.
             max_drafts: Most draft tokens in a span; at most, and by default, what the limits say.
 
         Returns:
@@ -328,7 +313,6 @@ class Scheduler:
         max_drafts = self._limits.max_drafts if max_drafts is None else max_drafts
         most = self._limits.stages + (self._propose is None or self._limits.stages == 1)
         assert len(self._outstanding) < most, "update() of the plan before the last one is missing"
-        self._expired += self.expire(now)
         self._release_deferred()
         step = _Planning(now, self._max_tokens(), max_drafts)
         self._kv.run_drafter(self._running, on=max_drafts > 0 and self._limits.drafter_rows)
@@ -341,19 +325,8 @@ class Scheduler:
         if not step.singles and not step.chunks:
             return None
         self._kv.capture(step.prefixes)
-        moves = self._kv.take_moves()
-        plan = StepPlan(
-            step=self._next_step,
-            sequences=(*step.singles, *step.chunks),
-            resets=tuple(moves.resets),
-            restores=tuple(moves.restores),
-            grow_copies=tuple(moves.grow_copies),
-            window_copies=tuple(moves.window_copies),
-            slot_copies=tuple(moves.slot_copies),
-            saves=tuple(moves.saves),
-            max_drafts=max_drafts,
-            zero_rows=tuple(moves.zero_rows),
-        )
+        sequences = (*step.singles, *step.chunks)
+        plan = StepPlan(step=self._next_step, sequences=sequences, max_drafts=max_drafts, **self._kv.take_moves())
         self._next_step += 1
         self._outstanding.append(plan)
         return plan
@@ -384,7 +357,7 @@ class Scheduler:
         while i < len(running) and step.room:  # sequences after i may be preempted on the way
             seq = running[i]
             i += 1
-            if seq.may_wait and seq.in_flight and (self._needs_host is None or self._needs_host(seq)):
+            if seq.needs_host and seq.in_flight:
                 continue
             if seq.seq_id in skipped:
                 continue
@@ -449,7 +422,7 @@ class Scheduler:
             The number of draft tokens of the span.
         """
         start, latest = len(seq.tokens), seq.num_computed
-        unresolved, end, pages = latest - start, latest + 1 + room, seq.page_tuple
+        unresolved, end, pages = latest - start, latest + 1 + room, seq.pages
         fits = room < step.room and start // PAGE_TOKENS == end // PAGE_TOKENS
         if not (fits and end < seq.steady_until and (unresolved or room)):
             room = max(0, min(_most_drafts(seq, latest, room), step.room - 1))
@@ -462,10 +435,9 @@ class Scheduler:
                 return 0
             if end >= self._kv.slides_at(seq):
                 self._sliding[seq] = None
-            pages = seq.page_table(pages_for(end))
+            pages = seq.pages[: pages_for(end)]
             seq.steady_until = self._kv.steady_limit(seq)
-        assert pages is not None
-        token_ids, window = _IN_FLIGHT * (1 + room), seq.window_tuple or seq.window_table()
+        token_ids, window = _IN_FLIGHT * (1 + room), seq.window
         fields = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, window, True, None, room, 0, UNKNOWN, unresolved)
         step.singles.append(_new_tuple(SequencePlan, fields))  # as in ``_plan_steady``
         step.room -= 1 + room
@@ -493,8 +465,7 @@ class Scheduler:
 
     def _plan_steady(self, seq: Sequence, step: _Planning) -> None:
         """Plan one token of a sequence in steady-state decode, where the general ``_plan_span`` has nothing else to do."""
-        pages, window, start = seq.page_tuple, seq.window_tuple, seq.num_computed
-        assert pages is not None and window is not None
+        pages, window, start = seq.pages, seq.window, seq.num_computed
         token_ids = _IN_FLIGHT if seq.in_flight else (seq.tokens[start],)
         fields = (seq.seq_id, seq.slot, start, token_ids, pages, seq.window_first, window, True, None, 0, 0, UNKNOWN, None)
         # This runs for nearly every token of every completion, and the generated constructor would take twice as long.
@@ -518,9 +489,9 @@ class Scheduler:
             slot=seq.slot,
             start=start,
             token_ids=(*tokens[start:known], *drafts) if known <= len(tokens) else _IN_FLIGHT,
-            pages=seq.page_table(pages_for(end)),
+            pages=seq.pages[: pages_for(end)],  # the same object if it is all of them
             window_first=seq.window_first,
-            window_pages=seq.window_table(),
+            window_pages=seq.window,
             sample=sample,
             score=score,
             drafts=len(drafts),
@@ -591,7 +562,7 @@ class Scheduler:
     def _leaves_headroom(self, seq: Sequence) -> bool:
         """Return whether starting a sequence leaves 1 % of the pages to those that run, so that they do not preempt it at once."""
         headroom = self._pools.grow.total // 100 if len(self._running) else 0
-        return self._kv.can_reserve(seq, seq.num_to_run, spare=headroom)
+        return self._pools.grow.num_available - (pages_for(seq.num_to_run) - len(seq.pages)) >= headroom
 
     # ------------------------------------------------------------------------------------------------------ process outputs
 
@@ -686,7 +657,8 @@ class Scheduler:
         stop = None
         for one in (sampled, *sampled.after):
             if one.error is not None:
-                self._kv.forget_prefixes(seq)
+                if seq.chain is not None:
+                    self._cache.forget(seq.chain)
                 return tuple(token_ids), tuple(logprobs), "error", None, one.error
             seq.tokens.append(one.token_id)
             token_ids.append(one.token_id)

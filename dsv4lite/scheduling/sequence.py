@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dsv4lite.errors import ContextLengthError, InvalidRequestError
 from dsv4lite.paging import PAGE_TOKENS
-from dsv4lite.request import FinishReason, Request, SequenceUpdate
+from dsv4lite.request import FinishReason, Request, SamplingParams, SequenceUpdate
 from dsv4lite.scheduling.prefix_cache import CachedPrefix, PrefixChain
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Sequence:
         drafts: Draft tokens that follow ``tokens``, made on the device.
         drafter_computed: KV computed length of the model's own drafter, zero-filled rows included, as far back as the window
             reaches; ``ALL_TOKENS`` while it computes that of every token.
-        may_wait: The host may have to see its token in flight before the next one can be sampled.
+        needs_host: The host may have to see its token in flight before the next one can be sampled.
         window_first: Logical number of the first page of ``window``.
         window: Window pages, ``NO_PAGE`` inside the gap that a long span leaves until the next step.
         chain: Prefix keys of ``tokens``, in the epoch in which the sequence started.
@@ -77,6 +77,7 @@ class Sequence:
     end_ids: frozenset[int]
     order: tuple[int, float, int]
     score_next: int | None
+    needs_host: bool
     state: State = State.WAITING
     num_computed: int = 0
     in_flight: int = 0
@@ -84,9 +85,9 @@ class Sequence:
     state_copy: int = 0
     drafts: tuple[int, ...] = ()
     drafter_computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: tuple[int, ...] = ()
     window_first: int = 0
-    window: list[int] = field(default_factory=list)
+    window: tuple[int, ...] = ()
     chain: PrefixChain | None = None
     cached_until: int = 0
     rolling: CachedPrefix | None = None
@@ -95,27 +96,11 @@ class Sequence:
     cached_tokens: int = 0
     started: float | None = None
     steady_until: int = 0
-    may_wait: bool = False
-    # The lists as plans need them, built once per change and not once per step.
-    page_tuple: tuple[int, ...] | None = None
-    window_tuple: tuple[int, ...] | None = None
 
     @property
     def num_to_run(self) -> int:
         """Known tokens that must run: all but those after ``last_run``."""
         return min(len(self.tokens), self.last_run)
-
-    def page_table(self, num_pages: int) -> tuple[int, ...]:
-        """Return the first grow pages; the same tuple as before unless some were added."""
-        if self.page_tuple is None:
-            self.page_tuple = tuple(self.pages)
-        return self.page_tuple if num_pages == len(self.page_tuple) else self.page_tuple[:num_pages]
-
-    def window_table(self) -> tuple[int, ...]:
-        """Return the window pages; the same tuple as before unless they changed."""
-        if self.window_tuple is None:
-            self.window_tuple = tuple(self.window)
-        return self.window_tuple
 
     def outcome(self) -> tuple[FinishReason | None, int | None]:
         """Return the finish and stop reasons of the last token, if any."""
@@ -190,14 +175,13 @@ def make_sequences(request: Request, *, first_id: int, max_model_len: int) -> li
             end_ids=frozenset(end_ids),
             order=(request.priority, request.arrival, first_id + index),
             score_next=score_next if index == 0 else None,
+            needs_host=_needs_host(params),
         )
         for index in range(params.n)
     ]
 
 
-def needs_host(seq: Sequence) -> bool:
-    """Return whether the host may have to see a token of a sequence before the next one can be sampled."""
-    params = seq.request.params
+def _needs_host(params: SamplingParams) -> bool:
     return bool(
         params.structured_outputs is not None
         or params.thinking_budget is not None

@@ -76,13 +76,6 @@ class SequencePlan(NamedTuple):
         """Whether the span is one known token, and drafts."""
         return len(self.token_ids) == 1 + self.drafts
 
-    def resolve(self, start: int, token_ids: tuple[int, ...], state_copy: int = 0) -> SequencePlan:
-        """Return an unresolved span with its start, its tokens and the copy of the compressor state that it starts from."""
-        assert self.unresolved is not None and self.start <= start <= self.start + self.unresolved
-        assert 0 < len(token_ids) <= 1 + self.drafts
-        pages, windows = self.pages, (self.window_first, self.window_pages)
-        return SequencePlan(self.seq_id, self.slot, start, token_ids, pages, *windows, True, None, len(token_ids) - 1, state_copy)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
@@ -101,8 +94,8 @@ class StepPlan:
         slot_copies: ``(from, to)`` slots.
         saves: ``(slot, snapshot)``, after the sequences.
         max_drafts: Drafts that each span could have, and that are wanted after it; 0 if the model's own drafter does not run.
-        zero_rows: Rows of the model's own drafter to zero-fill before the step, for tokens whose KV it has not computed: window
-            page, or without sliding window grow page, first row and row after the last.
+        zero_rows: ``(window page, row)`` of the model's own drafter to zero-fill, for tokens whose KV it has not computed; without
+            sliding window ``(grow page, row)``.
     """
 
     step: int
@@ -114,7 +107,7 @@ class StepPlan:
     slot_copies: Copies = ()
     saves: Copies = ()
     max_drafts: int = 0
-    zero_rows: tuple[tuple[int, int, int], ...] = ()
+    zero_rows: Copies = ()
 
     @property
     def num_tokens(self) -> int:

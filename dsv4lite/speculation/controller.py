@@ -1,15 +1,16 @@
 """The draft controller: drafts as many tokens per step as yield the most tokens per second, learned from the steps themselves.
 
-A step of R sequences with k draft tokens each takes T(R, k) seconds and yields R (1 + s_1 + ... + s_k) tokens, where s_i is the
-probability that the first i drafts are accepted. Acceptance is measured by position, log T by batch-size bucket (half octaves)
-and k. What moves T for all k alike (longer contexts, other work on the machine) is measured on the k in use, and moves all.
-
-Decisions hold for a measurement window: steps with the same k, timed by its two ends. The controller switches the k of a bucket
-once the accumulated loss against a better one, beyond a margin and the measurement error, exceeds one step. It probes other k as
-often as the loss of a probe, switching there and back included, allows: below ``EXPLORATION`` of all time. A k that does not pay
-even in the best case that the measurements allow is probed half as often each time.
-
-Time comes from a clock argument: the same observations lead to the same decisions.
+ 1. A step with k draft tokens of each sequence takes T(k) seconds and yields 1 + s_1 + ... + s_k tokens of each, where s_i is the
+    probability that the first i drafts are accepted. The gain of a k is its tokens per second relative to the k in use.
+ 2. Acceptance is measured by position, log T by batch-size bucket (half octaves) and k, on windows of steps with the same k.
+ 3. A new bucket starts with the costs of the warm-up, or of the nearest bucket, and with the best k by these; else with k = 1.
+ 4. What moves T for all k alike (longer contexts, other work on the machine) is measured on the k in use, and moves all.
+ 5. The regret of a k is the steps lost by not using it, beyond a margin and the error; above one step the bucket switches to it.
+ 6. A window now and then is a probe of another k: first of those never measured, unless they cannot pay even in the best case.
+ 7. Probes, switching there and back included, lose at most ``EXPLORATION`` of all steps, and each k has its share of that.
+ 8. A k that cannot pay even in the best case that its measurements allow is probed half as often each time.
+ 9. Steps with prompts and the first steps after a switch are not timed.
+10. Time comes from a clock argument: the same observations lead to the same decisions.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _MIN_STEPS = 4  # of a window that is timed
 _PROBE_STEPS, _FEW_STEPS = 6, 48  # of a probe that loses much; a cost from fewer may mislead
 _MARGIN, _PATIENCE = 0.005, 1.0  # relative gain that does not count; steps lost before a switch
 _SWITCH_COST, _MAX_BACKOFF = 1.0, 3  # steps lost by the two switches of a probe; doublings of its interval
-_PRIOR_ERROR, _CONFIDENCE = 0.05, 2.0  # of a log cost that was not measured; standard deviations to the best case
-_LEVEL_MEMORY, _VARIANCE_MEMORY, _COST_MEMORY = 4, 16, 256  # windows; windows; steps
+_ERROR, _CONFIDENCE = 0.05, 2.0  # of the log cost of one step, and of one not measured; standard deviations to the best case
+_LEVEL_MEMORY, _COST_MEMORY = 4, 256  # windows; steps
 _MAX_DEVIATION = 0.7  # of a log cost, believed at once
 _BUCKETS = (1, *sorted(size << octave for octave in range(14) for size in (2, 3)))
 _PRIOR_ACCEPTANCE, _PRIOR_WEIGHT = 0.7, 2.0  # of a position, and how many drafts it weighs
@@ -165,18 +166,17 @@ class _Bucket:
         regret: Steps lost against each k.
         due, backoff: When to probe, by ``now``; doublings of the interval.
         windows: Measured with the k in use.
-        variance: Of one step's log cost.
     """
 
     def __init__(self, size: int, cost: Sequence[float], device: Sequence[float]) -> None:
         self.size, self.k, self.cost, self.prior, self.device = size, 1, list(cost), cost, device
         self.steps, self.regret, self.due, self.backoff = [0] * len(cost), [0.0] * len(cost), [0.0] * len(cost), [0] * len(cost)
-        self.now, self.windows, self.variance = 0, 0, _PRIOR_ERROR**2
+        self.now, self.windows = 0, 0
 
     def error(self, k: int) -> float:
         """Return the standard error of the log cost relative to that of the k in use."""
         counts = [min(self.steps[j], _COST_MEMORY) for j in (k, self.k)]
-        return sqrt(self.variance * sum(1 / count for count in counts)) if all(counts) else _PRIOR_ERROR
+        return _ERROR * sqrt(sum(1 / count for count in counts)) if all(counts) else _ERROR
 
     def least_ratio(self, k: int) -> float:
         """Return the least log cost relative to the k in use: a step takes its device time, and no less with more drafts."""
@@ -184,7 +184,7 @@ class _Bucket:
             return 0.0
         if self.steps[k]:
             return self.cost[k] - self.cost[self.k] - _CONFIDENCE * self.error(k)
-        return max(self.device[k] - self.cost[self.k] - _PRIOR_ERROR, self.least_ratio(k - 1) if k else -inf)
+        return max(self.device[k] - self.cost[self.k] - _ERROR, self.least_ratio(k - 1) if k else -inf)
 
     def gains(self, tokens: Sequence[float]) -> list[float]:
         """Return the expected tokens per second relative to the k in use."""
@@ -199,7 +199,6 @@ class _Bucket:
             return
         if self.windows:
             deviation = max(-most, min(most, deviation))
-            self.variance += (steps * deviation**2 - self.variance) / min(1 + self.windows, _VARIANCE_MEMORY)
             deviation /= min(self.windows, _LEVEL_MEMORY)
         self.windows += 1
         self.cost = [each + deviation for each in self.cost]
@@ -291,10 +290,7 @@ class DraftController:
         if k != used:
             pays = self._most_gain(bucket, k) > 1
             bucket.backoff[k] = 0 if pays else min(bucket.backoff[k] + 1, _MAX_BACKOFF)
-            bucket.due[k] = inf
-            bucket.due = [min(due, bucket.now + self._interval(bucket, j)) for j, due in enumerate(bucket.due)]
-            if bucket.steps[k] < _FEW_STEPS and gains[k] > 1 + _MARGIN:
-                bucket.due[k] = bucket.now + WINDOW
+            bucket.due[k] = bucket.now + self._interval(bucket, k)
         for j, gain in enumerate(gains):
             if bucket.steps[j]:
                 bucket.regret[j] = max(0.0, bucket.regret[j] + steps * (gain - 1 - _MARGIN - bucket.error(j)))

@@ -1,22 +1,21 @@
-"""The model's own drafter, which runs on the device right after a step is sampled: the MTP block (``mtp.py``), or DSpark."""
+"""The model's own drafter, which runs on the device right after a step is sampled: the MTP block, or DSpark."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dsv4lite.config import MTP, DSpark
-from dsv4lite.models.family import Batch, BlockModel
-from dsv4lite.parallel.mesh import Axis
-from dsv4lite.sampling.sampler import Sampler
-from dsv4lite.sampling.samples import Samples
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.models.family import Batch, BlockModel, MtpModel
+from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import UNKNOWN, StepPlan, StepShape
 from dsv4lite.speculation.draft_state import Choose, DraftState
-from dsv4lite.speculation.mtp import MtpDrafter
 from dsv4lite.state.store import LayerCache, StateCache
 
 
@@ -64,29 +63,7 @@ def make_drafter(own: MTP | DSpark, model: Any, cache: StateCache) -> DeviceDraf
     """Return the drafter that a setting names, of a model that has it: an ``MtpModel`` or a ``BlockModel``."""
     if isinstance(own, MTP):
         return MtpDrafter(model, cache.layers[-1], own.k)
-    return BlockDrafter(model, cache.layers[len(model.share.layers) :], own)
-
-
-def broadcast_accepted(axis: Axis, samples: Samples | None, empty: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of accepted draft tokens of each sequence and the token that follows them, int64 [S] twice.
-
-    Args:
-        axis: The ranks that work on the same tokens: all of them run the drafter, and the first one samples.
-        samples: On the rank that samples.
-        empty: int64 [2, S], which other ranks overwrite.
-    """
-    accepted_S, tokens_S = axis.broadcast(empty if samples is None else torch.stack(samples.accepted()), 0)
-    return accepted_S, tokens_S
-
-
-def chooser(axis: Axis, sampler: Sampler | None, slots_S: Tensor) -> Choose:
-    """Return ``Sampler.draft`` of the rank that samples, for the sequences in some slots, int32 [S], on all ranks along an axis."""
-
-    def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
-        own = torch.empty_like(slots_S, dtype=torch.int64) if sampler is None else sampler.draft(logits_SV, slots_S, positions_S)
-        return axis.broadcast(own, 0)
-
-    return choose
+    return BlockDrafter(model, cache.layers[len(model.shard.layers) :], own)
 
 
 def draft(
@@ -108,7 +85,8 @@ def draft(
         batch: Its tokens.
         streams_TND: The main model's final streams.
         first_rows: The row of each sequence's first token.
-        accepted: Of the sequences that sampled, if there are any; see ``broadcast_accepted``.
+        accepted: Of the sequences that sampled, if there are any: the number of accepted draft tokens, and the token that follows
+            them, int64 [S] twice.
         choose: Chooses their draft tokens.
 
     Returns:
@@ -132,6 +110,76 @@ def draft(
         return None
     state = DraftState.after([s for s, _ in every], [begin for _, begin in every], streams_TND, accepted, shape.sequences)
     return torch.cat([drafter.draft(state, choose) for _ in range(0, count, drafter.per_pass)], dim=1)[:, :count]
+
+
+class MtpDrafter:
+    """Drafts with the MTP block of a model; see ``DeviceDrafter``.
+
+    The block reads the main model's final streams at a position and the token that follows, and a window of its own rows. Its rows
+    are stored for every token of a step; the rest of it runs where a draft token is wanted: at the last accepted position, where it
+    predicts the token after the next. Each further draft token comes from the block's own streams and the draft token before, one
+    position later. The rows that drafting writes into the window are overwritten when the main model runs these positions.
+
+    Args:
+        model: With its MTP block.
+        cache: The block's rows, in window pages, or in grow pages of a model without sliding window.
+        most: Most draft tokens in a row.
+    """
+
+    def __init__(self, model: MtpModel, cache: LayerCache, most: int) -> None:
+        self.most = most
+        self.per_pass = 1
+        self._model = model
+        self._cache = cache
+
+    def feed(self, batch: Batch, streams_TND: Tensor, next_T: Tensor) -> None:
+        """Store the block's kv rows of a step."""
+        fed = copy(batch)
+        fed.token_ids_T = next_T
+        self._model.mtp_feed(streams_TND, fed, self._cache)
+
+    def draft(self, state: DraftState, choose: Choose) -> Tensor:
+        """Run the block once, where the pages of its rows reach that far; int64 [S, 1]."""
+        if state.grow_SP is None:
+            table_SP, page_S = state.window_SP, state.positions_S // WINDOW_PAGE_TOKENS - state.window_first_S
+        else:
+            table_SP, page_S = state.grow_SP, state.positions_S // PAGE_TOKENS
+        pages = table_SP.shape[1]
+        held_S = table_SP.gather(1, page_S.clamp(0, pages - 1)[:, None])[:, 0] >= 0
+        room_S = (state.positions_S >= 0) & (page_S < pages) & held_S
+        streams_SND = self._run(state, room_S)
+        tokens_S = choose(self._model.mtp_logits(streams_SND), (state.positions_S + 1).int())
+        state.advance(streams_SND, tokens_S)
+        return torch.where(room_S, tokens_S, UNKNOWN)[:, None]
+
+    def _run(self, state: DraftState, room_S: Tensor) -> Tensor:
+        """Run the block at one position of each sequence that has room; return the streams [S, N, D]."""
+        every = torch.arange(len(room_S), dtype=torch.int32, device=room_S.device)
+        nothing, places_S = torch.zeros_like(every), torch.where(room_S, state.positions_S, -1).int()
+        paging = Paging(
+            positions_T=places_S,
+            sequence_T=every,
+            slots_S=state.slots_S,
+            first_S=places_S,
+            rows_S=every,
+            lens_S=torch.ones_like(every),
+            drafts_S=nothing,
+            state_copy_S=nothing,
+            grow_SP=nothing[:, None] if state.grow_SP is None else state.grow_SP.clamp_min(0),
+            window_SP=state.window_SP,
+            window_first_S=state.window_first_S,
+            singles=True,
+        )
+        model = self._model
+        batch = model.batch(state.tokens_S, paging, max_tokens=model.config.max_positions)
+        batch.most_tokens = state.most
+        return model.mtp_forward(state.streams_SND, batch, self._cache)
+
+    def take_part(self, shape: StepShape) -> None:
+        """See ``DeviceDrafter``."""
+        if self._model.shard.gathered > 1:
+            for _ in range(min(shape.max_drafts, self.most)):
+                self._model.mtp_take_part(shape.sequences)
 
 
 class BlockDrafter:
@@ -167,5 +215,5 @@ class BlockDrafter:
 
     def take_part(self, shape: StepShape) -> None:
         """See ``DeviceDrafter``."""
-        if shape.max_drafts and self._model.share.gathered > 1:
+        if shape.max_drafts and self._model.shard.gathered > 1:
             self._model.draft_take_part(shape.sequences)

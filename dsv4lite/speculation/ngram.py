@@ -26,17 +26,9 @@ class NGramIndex:
 
     __slots__ = ("_first", "_last", "_latest", "_lookback", "_max_n", "_min_n")
 
-    def __init__(self, *, min_n: int = 2, max_n: int = 4, lookback: int = 8192) -> None:
-        """Begin empty.
-
-        Args:
-            min_n: Fewest tokens that must have stood together before.
-            max_n: Most tokens that are compared; a longer match is no better.
-            lookback: Places, from the end of the text, that can be matched.
-        """
-        assert 1 <= min_n <= max_n and lookback >= 1
-        self._min_n, self._max_n, self._lookback = min_n, max_n, lookback
-        self._latest: list[dict[int, int]] = [{} for _ in range(min_n, max_n + 1)]
+    def __init__(self, settings: NGram) -> None:
+        self._min_n, self._max_n, self._lookback = settings.min_n, settings.max_n, settings.lookback
+        self._latest: list[dict[int, int]] = [{} for _ in range(self._min_n, self._max_n + 1)]
         # Indexed are the n-grams that end before the tokens first, first + 1, ..., last - 1.
         self._first = self._last = -1
 
@@ -107,11 +99,9 @@ class NGramSpeculator:
 
     def propose(self, sequence_id: int, token_ids: Sequence[int], max_drafts: int) -> list[int]:
         """Draft what follows the tokens of a sequence."""
-        index = self._indices.get(sequence_id)
-        if index is None:
-            s = self._settings
-            index = self._indices[sequence_id] = NGramIndex(min_n=s.min_n, max_n=s.max_n, lookback=s.lookback)
-        return index.draft(token_ids, max_drafts)
+        if sequence_id not in self._indices:
+            self._indices[sequence_id] = NGramIndex(self._settings)
+        return self._indices[sequence_id].draft(token_ids, max_drafts)
 
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence's index."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dsv4lite.config import MTP, Drafter, Drafting, DSpark, NGram, Speculator
+from dsv4lite.config import MTP, Drafting, DSpark, NGram, Speculator, named_drafters
 from dsv4lite.speculation.controller import ControllerStats, DraftController, StepCosts
 from dsv4lite.speculation.ngram import NGramSpeculator
 
@@ -65,9 +65,12 @@ class _ReadOnly(Tokens[int]):
         return self._tokens[index]
 
 
-def make_speculators(drafters: Tokens[Drafter]) -> tuple[Speculator, ...]:
-    """Return the drafters that run on the host, in their order."""
-    return tuple(NGramSpeculator(d) if isinstance(d, NGram) else d for d in drafters if not isinstance(d, MTP | DSpark))
+def make_drafting(speculative: Any, own: MTP | DSpark | None) -> Drafting:
+    """Return the drafters that a setting names, with the model's own one as the checkpoint has it."""
+    named = named_drafters(speculative)
+    speculators = tuple(NGramSpeculator(d) if isinstance(d, NGram) else d for d in named if not isinstance(d, MTP | DSpark))
+    adaptive = any(drafter.adaptive for drafter in (own, *named) if isinstance(drafter, MTP | DSpark | NGram))
+    return Drafting(own=own, speculators=speculators, adaptive=adaptive)
 
 
 class DraftProposer:

@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from dsv4lite.kernels.paging import Paging
+from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.step_plan import SequencePlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceInput:
-    """One sequence's part of a step, in plain ints.
-
-    Attributes:
-        token_ids: New tokens, at positions ``start``, ``start + 1``, …
-        slot: Where its compressor state is.
-        pages: Its grow pages, in order, for all positions up to the last new one.
-        window_first: Logical index of the first of ``window_pages``.
-        window_pages: Physical window pages; -1 where a page is neither read nor written.
-        drafts: How many of the last tokens are drafts. Without drafts, the compressor state after the last token goes to copy 0;
-            with drafts, which are then all tokens but the first, the state after token i goes to copy i.
-        state_copy: The copy of the compressor state that it starts from.
-    """
-
-    token_ids: Sequence[int]
-    start: int
-    slot: int
-    pages: Sequence[int]
-    window_first: int
-    window_pages: Sequence[int]
-    drafts: int = 0
-    state_copy: int = 0
+def whole_sequence(token_ids: Sequence[int]) -> SequencePlan:
+    """Return the plan of one whole sequence, in a state that has nothing else."""
+    pages, windows = (tuple(range(-(-len(token_ids) // size))) for size in (PAGE_TOKENS, WINDOW_PAGE_TOKENS))
+    return SequencePlan(0, 0, 0, tuple(token_ids), pages, 0, windows, sample=False)
 
 
-def make_paging(sequences: Sequence[SequenceInput] | Sequence[SequencePlan], device: torch.device) -> tuple[Tensor, Paging, int]:
+def make_paging(sequences: Sequence[SequencePlan], device: torch.device) -> tuple[Tensor, Paging, int]:
     """Return token ids int64 [T], where they stand, and the length of the longest sequence after the step.
 
     One copy to the device brings all of it.
@@ -48,7 +29,7 @@ def make_paging(sequences: Sequence[SequenceInput] | Sequence[SequencePlan], dev
     rows = [0, *accumulate(lens)][:-1]
     columns: list[list[int]] = [
         [token for s in sequences for token in s.token_ids],
-        [position for s in sequences for position in range(s.start, s.start + len(s.token_ids))],
+        [position for s in sequences for position in range(s.start, s.end)],
         [index for index, length in enumerate(lens) for _ in range(length)],
         [s.slot for s in sequences],
         starts,
@@ -67,7 +48,7 @@ def make_paging(sequences: Sequence[SequenceInput] | Sequence[SequencePlan], dev
         packed = packed.pin_memory()
     packed = packed.to(device, non_blocking=True)
     parts = packed.split([len(column) for column in aligned])
-    token_ids, positions, sequence, slots, first, row, length, drafts, carry, window_first, window, grow = (
+    token_ids, positions, sequence, slots, first, row, length, drafts, copies, window_first, window, grow = (
         part[: len(column)] for part, column in zip(parts, columns, strict=True)
     )
     paging = Paging(
@@ -78,14 +59,13 @@ def make_paging(sequences: Sequence[SequenceInput] | Sequence[SequencePlan], dev
         rows_S=row,
         lens_S=length,
         drafts_S=drafts,
-        state_copy_S=carry,
+        state_copy_S=copies,
         grow_SP=grow.view(len(lens), -1),
         window_SP=window.view(len(lens), -1),
         window_first_S=window_first,
         singles=max(lens) == 1,
     )
-    longest = max(s.start + len(s.token_ids) for s in sequences)
-    return token_ids.long(), paging, longest
+    return token_ids.long(), paging, max(s.end for s in sequences)
 
 
 def _flat(tables: Sequence[Sequence[int]], filler: int) -> list[int]:

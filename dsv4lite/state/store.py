@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +32,7 @@ class StateCache:
     Attributes:
         layers: In the order of the spec.
         snapshots: Slots that snapshots keep parts of, and those parts, float32 [snapshots, kept, …].
+        last_token: int64 [slots + 1], the token sampled last in each slot; the last place is for padding.
     """
 
     spec: StateSpec
@@ -39,11 +40,14 @@ class StateCache:
     device: torch.device
     layers: list[LayerCache]
     snapshots: list[tuple[Tensor, Tensor]]
+    last_token: Tensor
     _slots: list[tuple[Tensor, Tensor]]  # and what they begin with
 
     @classmethod
-    def allocate(cls, spec: StateSpec, sizes: StateSizes, device: torch.device, *, rows: type[RowStore] = RowStore) -> StateCache:
-        """Allocate ``spec.bytes(sizes)`` bytes, with stores of the class ``rows``."""
+    def allocate(
+        cls, spec: StateSpec, sizes: StateSizes, device: torch.device, *, rows: Callable[..., RowStore] = RowStore
+    ) -> StateCache:
+        """Allocate ``spec.bytes(sizes)`` bytes, with stores that ``rows`` makes."""
         counts: Mapping[Lifetime, int] = {"grow": sizes.grow_pages, "window": sizes.window_pages}
         layers: list[LayerCache] = []
         snapshots, filled = [], []
@@ -63,7 +67,8 @@ class StateCache:
                         kept = torch.empty(sizes.snapshots, part.snapshot, *part.shape[1:], dtype=torch.float32, device=device)
                         snapshots.append((slot, kept.copy_(fill)))
             layers.append(LayerCache(stores=stores, slots=slots))
-        return cls(spec, sizes, device, layers, snapshots, filled)
+        last_token = torch.zeros(sizes.slots + 1, dtype=torch.int64, device=device)
+        return cls(spec, sizes, device, layers, snapshots, last_token, filled)
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +107,13 @@ class StateCache:
         """Copy slots, copy 0 of each."""
         for slot, _ in self._slots:
             slot[target, 0] = slot[source, 0]
+
+    def zero_rows(self, first: int, pages: Tensor, rows: Tensor) -> None:
+        """Make some rows of window pages zero, int64 [N] each, in the layers from ``first`` on; without any, of grow pages."""
+        lifetime = "window" if self.spec.window_page_bytes else "grow"
+        for _, part, store in self.stores(first):
+            if part.lifetime == lifetime:
+                store.clear(pages * store.rows_per_page + rows)
 
     def copy_pages(self, lifetime: Lifetime, source: Tensor, target: Tensor) -> None:
         """Copy pages in every store of a lifetime."""

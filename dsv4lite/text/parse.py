@@ -87,7 +87,8 @@ class ChatParser:
             call_id_prefix: Tool calls get this and their number as id.
         """
         self._state = _State.REASONING if thinking else _State.CONTENT
-        self._schemas = {tool["function"]["name"]: _properties(tool["function"]) for tool in tools or ()}
+        functions = [tool["function"] for tool in tools or ()]
+        self._schemas = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
         self._call_id_prefix = call_id_prefix
         self._scanner = Scanner()
         self._pieces: list[str] = []
@@ -230,12 +231,6 @@ def _arguments(given: Mapping[str, tuple[str, str | None]], properties: Mapping[
     schemas = properties or {}
     members = [f"{json_text(name)}: {_value_json(value, string, schemas.get(name))}" for name, (value, string) in given.items()]
     return "{" + ", ".join(members) + "}"
-
-
-def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schemas of a tool's parameters by name."""
-    properties: Mapping[str, Any] = (function.get("parameters") or {}).get("properties") or {}
-    return properties
 
 
 def _value_json(value: str, string: str | None, schema: object) -> str:

@@ -119,7 +119,6 @@ class GrammarCompiler:
         """Prepare the vocabulary, which takes about a second.
 
         Args:
-            tokenizer: The vocabulary.
             vocab_size: Length of the masks: number of logits of the model, at least that of the tokenizer (the default).
 
         Raises:

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers.decoders import ByteLevel
@@ -88,7 +87,6 @@ class Tokenizer:
         Without a configuration the special tokens are those that all DeepSeek vocabularies share.
 
         Args:
-            path: The folder.
             vocab_size: Of the model; every id must be below it.
 
         Raises:
@@ -103,7 +101,8 @@ class Tokenizer:
         backend = _read_vocabulary(file)
         config_file = folder / "tokenizer_config.json"
         config = read_json(config_file) if os.path.lexists(config_file) else {}
-        named = {key: _token_text(config[key]) for key in ("bos_token", "eos_token", "pad_token") if key in config}
+        entries = {key: config[key] for key in ("bos_token", "eos_token", "pad_token") if key in config}
+        named = {key: entry.get("content") if isinstance(entry, dict) else entry for key, entry in entries.items()}  # older files
         vocabulary = backend.get_vocab(with_added_tokens=True)
         problems = [
             f"{key} {shown(text)} is not in the vocabulary"
@@ -255,11 +254,6 @@ def _read_vocabulary(file: Path) -> tokenizers.Tokenizer:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise CheckpointError(f"cannot read {str(file)!r}", problems=[str(error)]) from error
-
-
-def _token_text(entry: Any) -> Any:
-    """Return a configured token's text; older files describe it with an object."""
-    return entry.get("content") if isinstance(entry, dict) else entry
 
 
 def _byte_table(vocabulary: dict[str, int]) -> list[bytes]:

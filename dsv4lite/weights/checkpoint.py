@@ -139,8 +139,6 @@ def locate(model: str, revision: str | None = None, *, weights: bool = True) -> 
     """Return the folder of a model, fetching it from the hub if it is not a folder.
 
     Args:
-        model: Folder or hub id.
-        revision: Hub revision.
         weights: Also fetch the tensors; otherwise only configuration and tokenizer.
 
     Raises:
@@ -364,6 +362,16 @@ class Wanted(NamedTuple):
     info: TensorInfo
     cut: Cut = ()
 
+    @property
+    def span(self) -> range:
+        """Bytes of the file that hold it: whole rows of a tensor that is cut."""
+        first, stop, row = 0, 1, self.info.nbytes
+        if self.cut and row:
+            row //= self.info.shape[0]
+            first, stop, step = self.cut[0].indices(self.info.shape[0])
+            assert step == 1 and len(self.cut) == len(self.info.shape)
+        return range(self.info.offset + first * row, self.info.offset + stop * row)
+
 
 def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) -> Iterator[tuple[TensorInfo, Tensor]]:
     """Read tensors, in the order in which they lie on disk, whatever the order asked for.
@@ -376,7 +384,6 @@ def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) 
     Leaving the iterator early (``close``, ``break`` and dropping it) stops the threads.
 
     Args:
-        wanted: What to read.
         progress: Called after every block (phase ``read``, in bytes of what was wanted).
 
     Yields:
@@ -422,15 +429,6 @@ def _take_buffer(spare: list[mmap], nbytes: int) -> mmap:
     return mmap(-1, max(nbytes, _BLOCK_BYTES))
 
 
-class _Part(NamedTuple):
-    """Rows of one tensor, and the place of their bytes in the file."""
-
-    info: TensorInfo
-    cut: Cut
-    begin: int
-    end: int
-
-
 @dataclass(slots=True)
 class _Block:
     """Bytes ``begin`` to ``end`` of a file, read together, and the tensors in them."""
@@ -438,7 +436,7 @@ class _Block:
     file: Path
     begin: int
     end: int
-    parts: list[_Part]
+    parts: list[Wanted]
 
     @property
     def nbytes(self) -> int:
@@ -446,7 +444,7 @@ class _Block:
 
     @property
     def wanted_bytes(self) -> int:
-        return sum(part.end - part.begin for part in self.parts)
+        return sum(len(part.span) for part in self.parts)
 
     def read(self, pool: ThreadPoolExecutor, buffer: mmap) -> list[Future[None]]:
         """Start reading; a block larger than one read (a single large tensor) is read by several threads."""
@@ -458,8 +456,8 @@ class _Block:
         raw = torch.frombuffer(buffer, dtype=torch.uint8)
         for part in self.parts:
             dtype = DTYPES[part.info.dtype]
-            at = part.begin - self.begin
-            data = raw[at : at + part.end - part.begin]
+            at = part.span.start - self.begin
+            data = raw[at : at + len(part.span)]
             if at % dtype.itemsize:
                 data = data.clone()  # the file does not align this tensor
             shape = part.info.shape
@@ -473,27 +471,19 @@ class _Block:
 def _blocks(wanted: Iterable[Wanted]) -> Iterator[_Block]:
     """Put what is wanted in the order of the disk and gather neighbours into blocks."""
     block: _Block | None = None
-    for part in sorted((_part(*w) for w in wanted), key=lambda p: (p.info.file, p.begin)):
-        if block is not None and block.file == part.info.file and part.begin <= block.end + _GAP_BYTES:
-            end = max(block.end, part.end)
+    for part in sorted(wanted, key=lambda part: (part.info.file, part.span.start)):
+        span = part.span
+        if block is not None and block.file == part.info.file and span.start <= block.end + _GAP_BYTES:
+            end = max(block.end, span.stop)
             if end - block.begin <= _BLOCK_BYTES:
                 block.end = end
                 block.parts.append(part)
                 continue
         if block is not None:
             yield block
-        block = _Block(file=part.info.file, begin=part.begin, end=part.end, parts=[part])
+        block = _Block(file=part.info.file, begin=span.start, end=span.stop, parts=[part])
     if block is not None:
         yield block
-
-
-def _part(info: TensorInfo, cut: Cut) -> _Part:
-    if not cut or not info.nbytes:
-        return _Part(info, cut, info.offset, info.offset + info.nbytes)
-    row = info.nbytes // info.shape[0]
-    first, stop, step = cut[0].indices(info.shape[0])
-    assert step == 1 and len(cut) == len(info.shape)
-    return _Part(info, cut, info.offset + first * row, info.offset + stop * row)
 
 
 def _read_into(file: Path, offset: int, target: memoryview) -> None:

@@ -57,8 +57,6 @@ def dummy_tensors(
     """Return random tensors for a whole checkpoint, one at a time, each scale before its weight.
 
     Args:
-        config: The model.
-        tensors: Its family's tables.
         expert_format: How routed experts are stored.
         quantized: Whether the dense matrices are FP8.
         seed: Another seed, other weights.
@@ -81,7 +79,10 @@ def dummy_tensors(
                 draws = torch.rand(like.shape[0], config.num_experts, generator=generator, dtype=torch.float32, device=device)
                 yield part, draws.topk(like.shape[1]).indices
             elif like.dtype in _CODE_STD:
-                yield part, _codes(like, generator)
+                codes = _bytes(like.shape, generator)
+                if like.dtype == torch.float8_e4m3fn:
+                    codes.bitwise_and_(_E4M3_FREE).bitwise_or_(_E4M3_FIXED)
+                yield part, codes.view(like.dtype)
             else:
                 yield part, _unquantized(part, like, fan_in, generator)
 
@@ -146,13 +147,6 @@ def _scales(shape: tuple[int, ...], least: int, generator: Generator) -> Tensor:
         _SCALE_STEPS[0], _SCALE_STEPS[-1] + 1, shape, generator=generator, dtype=torch.int64, device=generator.device
     )
     return (steps + least).to(torch.uint8).view(torch.float8_e8m0fnu)
-
-
-def _codes(like: StoredTensor, generator: Generator) -> Tensor:
-    codes = _bytes(like.shape, generator)
-    if like.dtype == torch.float8_e4m3fn:
-        codes.bitwise_and_(_E4M3_FREE).bitwise_or_(_E4M3_FIXED)
-    return codes.view(like.dtype)
 
 
 def _bytes(shape: tuple[int, ...], generator: Generator) -> Tensor:

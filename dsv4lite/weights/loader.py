@@ -45,9 +45,7 @@ def load(
     """Fill every slot from a checkpoint.
 
     Args:
-        checkpoint: Where from.
         slots: Official tensor name to its place. A scale has no slot of its own: it comes with its weight.
-        progress: Receives the bytes read.
         shards: Which part of each tensor this rank holds; default is all.
         whole: The slots are those of a whole model: tensors without one are errors.
 

@@ -54,9 +54,7 @@ def translate(name: str, shape: Sequence[int], tables: NameTables) -> list[Piece
     A name that no table knows is returned as it is; ``loader.match`` reports it as unexpected.
 
     Args:
-        name: External name.
         shape: Its shape: the first dimension of a stacked tensor is its experts.
-        tables: Of the model's family.
 
     Returns:
         One piece as a rule; one or two per expert for stacked experts; none for the copies of embedding and head that some

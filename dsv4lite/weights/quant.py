@@ -318,7 +318,6 @@ def linear(
     """Return ``x @ W.T`` [T, out] in ``dtype`` (default: that of ``x``), accumulated in float32, rounded once.
 
     Args:
-        x_TK: Inputs as they are.
         matrix: Rounds them as it wants.
         dtype: Of the result.
         rounded: ``x`` in FP8, where it exists already.
@@ -337,7 +336,6 @@ def rounded_linear(codes: Tensor, scales: Tensor | None, matrix: Matrix, dtype: 
 
     Args:
         codes, scales: ``Rounded``; or inputs of a matrix that does not round them, and ``None``.
-        matrix: Weights.
         dtype: Of the result.
         rows: How many of the matrix, from the first one on; ``None`` for all. Deterministic products compute all of them, because a
             smaller product may sum in another order.
@@ -358,7 +356,6 @@ def pair(x_TK: Tensor, dense: Matrix, other: Matrix, *, rounded: Rounded | None 
     called, so that its memory is not held before.
 
     Args:
-        x_TK: Inputs as they are.
         dense: A matrix that the checkpoint stores in FP8.
         other: A matrix that it stores in bfloat16, which does not round its inputs.
         rounded: ``x`` in FP8, if it is known.
@@ -370,15 +367,14 @@ def pair(x_TK: Tensor, dense: Matrix, other: Matrix, *, rounded: Rounded | None 
     return first, lambda: second
 
 
-def grouped_linear(x_TGK: Tensor, matrix: Matrix) -> Tensor:
-    """Return each group's ``x @ W.T`` [T, G, out] in the dtype of ``x``; the inputs are not rounded (specification 4.4)."""
-    if matrix.scale is None:
-        return float_linear(x_TGK, matrix.weight, x_TGK.dtype, matrix.row_tile)
-    return fp8_weight_linear(x_TGK, matrix.weight, matrix.scale, matrix.row_tile)
-
-
 def grouped_then_linear(x_TGK: Tensor, grouped: Matrix, dense: Matrix, dtype: torch.dtype) -> Tensor:
-    """Return ``linear(grouped_linear(x, grouped), dense)`` [T, out] in ``dtype``; what is between them is quantized as it comes."""
-    if grouped.scale is None or dense.scale is None or len(x_TGK) != 1:
-        return linear(grouped_linear(x_TGK, grouped).flatten(1), dense, dtype)
-    return rounded_linear(*fp8_weight_linear_quantize(x_TGK, grouped.weight, grouped.scale, grouped.row_tile), dense, dtype)
+    """Return ``linear(y, dense)`` [T, out] in ``dtype``, where y [T, G, inner] are each group's ``x @ W.T``.
+
+    The inputs of ``grouped`` are not rounded (specification 4.4); those of ``dense`` are quantized as they come.
+    """
+    weight, scale, row_tile = grouped.weight, grouped.scale, grouped.row_tile
+    if scale is None:
+        return linear(float_linear(x_TGK, weight, x_TGK.dtype, row_tile).flatten(1), dense, dtype)
+    if dense.scale is None or len(x_TGK) != 1:
+        return linear(fp8_weight_linear(x_TGK, weight, scale, row_tile).flatten(1), dense, dtype)
+    return rounded_linear(*fp8_weight_linear_quantize(x_TGK, weight, scale, row_tile), dense, dtype)

@@ -16,7 +16,7 @@ from dsv4lite.errors import CheckpointError
 from dsv4lite.kernels.experts import Tiles
 from dsv4lite.models.config import DrafterKind, ModelConfig
 from dsv4lite.models.family import Family, Model, find_family
-from dsv4lite.models.share import shards_of
+from dsv4lite.models.shard import shards_of
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.shard import Shards
@@ -28,7 +28,6 @@ from dsv4lite.weights.tensors import TensorSpec, stored_tensors
 
 log = logging.getLogger("dsv4lite.weights")
 
-_EXPERT_FORMATS: Mapping[str, ExpertFormat] = {"fp4": "fp4", "fp8": "fp8"}
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "float32": torch.float32, "float16": torch.float16}  # others are bfloat16
 
 
@@ -120,8 +119,9 @@ class ModelSource:
         model = family.read_config(raw)
         if checkpoint is None:
             dtype = str(raw.get("torch_dtype") or raw.get("dtype"))
-            stored = str(raw.get("expert_dtype", model.expert_format)) if model.quantized else "unquantized"
-            expert_format, dense_fp8 = _EXPERT_FORMATS.get(stored, "unquantized"), model.quantized and model.byte_scales
+            stored: object = raw.get("expert_dtype", model.expert_format) if model.quantized else "unquantized"
+            expert_format: ExpertFormat = "fp4" if stored == "fp4" else "fp8" if stored == "fp8" else "unquantized"
+            dense_fp8 = model.quantized and model.byte_scales
         else:
             if "embed.weight" not in checkpoint.headers:
                 raise CheckpointError(f"{folder} has no embedding; is it a whole model?", problems=["embed.weight: missing"])
@@ -150,23 +150,21 @@ class ModelSource:
         seed: int = 0,
         progress: Progress | None = None,
     ) -> Model:
-        """Allocate the model, or a rank's share of it, and fill it.
+        """Allocate the model, or a rank's shard of it, and fill it.
 
         Args:
-            numerics: Arithmetic and device.
             mesh: This rank's place; default is that there are no others.
             with_mtp: Whether the drafter is wanted.
             dispatcher: How tokens get to experts on other ranks.
             redundant_experts: Slots for copies of experts in every layer, on all ranks of ep together; with ``None`` no expert
                 moves.
             seed: Of random weights; every rank gets its part of the same ones.
-            progress: Receives the bytes read.
 
         Raises:
             CheckpointError: The checkpoint does not fit the model, or cannot be read.
             ConfigError: The model cannot be shared so.
         """
-        mesh, started = mesh or Mesh.single(), time.monotonic()
+        mesh, started = mesh or Mesh(), time.monotonic()
         empty = self.family.build(
             self.model, numerics, mesh, dispatcher=dispatcher, redundant_experts=redundant_experts, with_mtp=with_mtp
         )

@@ -86,8 +86,6 @@ def stored_tensors(name: str, spec: TensorSpec, *, quantized: bool, expert_forma
     """Return how a checkpoint stores a tensor of the model: itself, and its scale if it has one.
 
     Args:
-        name: Official name.
-        spec: Its shape and kind.
         quantized: The dense matrices are FP8.
         expert_format: Of the routed experts.
     """

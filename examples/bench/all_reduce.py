@@ -5,14 +5,12 @@ NCCL's all-reduce, alone and with the cast after it, and ``all_reduce``; microse
 
 from __future__ import annotations
 
-import os
 import sys
-from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run
 from timing import microseconds
 from torch import Tensor
 
@@ -25,9 +23,7 @@ KIB = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 CALLS = 40
 
 
-def main(rank: int, size: int, port: int) -> None:
-    torch.cuda.set_device(rank)
-    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=30))
+def main(rank: int, size: int, store: dist.Store) -> None:
     device = torch.device("cuda", rank)
     mesh = Mesh.from_store(store, Layout(tp=size), rank, device, timeout_s=30)
     memory = PeerMemory.open(dist.PrefixStore("bench", store), rank, size, device, numbers=max(KIB) * 256)
@@ -54,11 +50,7 @@ def main(rank: int, size: int, port: int) -> None:
         if rank == 0:
             print(f"{kib:>6}{alone:>8.2f}{cast:>10.2f}{ours:>8.2f}", flush=True)
     barrier()
-    torch.cuda.synchronize()
-    os._exit(0)  # NCCL warns of ranks that end before others
 
 
 if __name__ == "__main__":
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else torch.cuda.device_count()
-    mp.spawn(main, args=(ranks, store.port), nprocs=ranks)
+    run(main)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from timing import BANDWIDTH, distance, microseconds
@@ -47,8 +47,8 @@ class Step:
     visible: Tensor
 
     def inputs(self, entries: RowStore | None, ratio: int, selected: Tensor | None, splits: int) -> AttentionInputs:
-        rows = self.fresh, self.window, entries, self.paging
-        return AttentionInputs(self.q, *rows, self.sink, 512**-0.5, self.cos, self.sin, ratio, selected, splits)
+        rows = self.fresh, self.window, entries, replace(self.paging, splits=splits)
+        return AttentionInputs(self.q, *rows, self.sink, 512**-0.5, self.cos, self.sin, ratio, selected)
 
 
 def step_of(sequences: int, first: int, length: int) -> Step:

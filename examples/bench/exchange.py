@@ -6,14 +6,12 @@ NCCL's all-gather of packed rows with the unpacking, and its reduce-scatter with
 
 from __future__ import annotations
 
-import os
 import sys
-from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run
 from timing import microseconds
 from torch import Tensor
 
@@ -27,9 +25,7 @@ HIDDEN, TOP_K = 4096, 6
 TOKENS = (1, 2, 4, 8, 16, 32)  # of each rank
 
 
-def main(rank: int, size: int, port: int) -> None:
-    torch.cuda.set_device(rank)
-    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=30))
+def main(rank: int, size: int, store: dist.Store) -> None:
     device = torch.device("cuda", rank)
     ep = Mesh.from_store(store, Layout(dp=size, ep=size), rank, device, timeout_s=30).ep
     memory, nccl = ep.memory, Axis("ep", rank, size, ep.group)
@@ -66,11 +62,7 @@ def main(rank: int, size: int, port: int) -> None:
         if rank == 0:
             print(f"{tokens:>7}{times[0]:>14.2f}{times[1]:>8.2f}{times[2]:>14.2f}{times[3]:>8.2f}", flush=True)
     barrier()
-    torch.cuda.synchronize()
-    os._exit(0)  # NCCL warns of ranks that end before others
 
 
 if __name__ == "__main__":
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else torch.cuda.device_count()
-    mp.spawn(main, args=(ranks, store.port), nprocs=ranks)
+    run(main)

@@ -92,6 +92,12 @@ def test_collector_reads_what_it_kept_like_what_was_pushed() -> None:
             assert a.logprobs is not None and b.logprobs is not None and a.logprobs.sampled.equal(b.logprobs.sampled)
 
 
+@pytest.mark.parametrize("params, streaming", [(SamplingParams(), True), (SamplingParams(stop=("b",)), False)])
+def test_collector_reads_at_once_for_a_stream_and_stop_strings(params: SamplingParams, streaming: bool) -> None:
+    got = collector(params, streaming=streaming)
+    assert [got.push(update(100), 11) is None for _ in range(2)] == [False, False]
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 def test_collector_cuts_logprobs_at_a_stop_string_within_an_update(streaming: bool) -> None:
     """Drafts bring several tokens at once, and those behind the stop string have no log-probabilities either."""

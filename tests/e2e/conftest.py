@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from dsv4lite.api import session
+from dsv4lite.engine import runner
+from dsv4lite.engine.step_graphs import StepGraphs
+from dsv4lite.speculation import drafters
 from tests.e2e.engines import write_model
 from tests.fakes import Lab
 
@@ -27,3 +32,22 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     for engine in leaked:
         engine.close()
     assert not leaked, "an engine outlived its test"
+
+
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The drafts of an engine's first sequence, as they are made, eagerly or in captured steps."""
+    found: list[list[int]] = []
+
+    def spied(inner: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+        def spy(*args: Any) -> Tensor | None:
+            out = inner(*args)
+            if out is not None:
+                found.append(out[0].tolist())
+            return out
+
+        return spy
+
+    monkeypatch.setattr(runner, "draft", spied(drafters.draft))
+    monkeypatch.setattr(StepGraphs, "draft", spied(StepGraphs.draft))
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +23,9 @@ from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import Logprobs, RequestOutput
 from dsv4lite.scheduling.pages import IdPool
+from dsv4lite.scheduling.replicas import Replicas
 from dsv4lite.weights.dummy import dummy_tensors
-from tests.tiny import TINY, write_checkpoint
+from tests.tiny import TINY, refreshed, write_checkpoint
 
 SPECIAL = (
     *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>", "<｜User｜>", "<｜Assistant｜>"),
@@ -55,6 +58,7 @@ SMALL: Mapping[str, Any] = {
     "hc_sinkhorn_iters": 3,
     "torch_dtype": "float32",
 }
+REFRESHED = {**refreshed(SMALL, targets=[1, 2], rank=8, block=4, noise=0), "compress_ratios": [4, 8, 0, 0, 0]}
 
 
 MODEST: Mapping[str, Any] = {"device": "cpu", "max_model_len": 1024, "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20}
@@ -117,6 +121,18 @@ def engine_of(llm: LLM | AsyncLLM) -> Engine:
     return engine
 
 
+def thread_of(llm: LLM | AsyncLLM) -> threading.Thread:
+    """Return the thread of an engine."""
+    thread = engine_of(llm)._thread
+    assert thread is not None
+    return thread
+
+
+def unopened(model: Path | str, **settings: Any) -> LLM:
+    """Return an engine on the CPU that is not started."""
+    return LLM(str(model), **{**MODEST, **settings})
+
+
 @contextmanager
 def overlapping(on: bool | None) -> Iterator[None]:
     """Let engines opened meanwhile plan a step before the results of the previous one are known (or not)."""
@@ -128,7 +144,7 @@ def overlapping(on: bool | None) -> Iterator[None]:
 @contextmanager
 def opened(model: Path | str, *, overlap: bool | None = None, **settings: Any) -> Iterator[LLM]:
     """Open an engine on the CPU; when the block ends it must be idle, and everything accounted for."""
-    with overlapping(overlap), LLM(str(model), **{**MODEST, **settings}) as llm:
+    with overlapping(overlap), unopened(model, **settings) as llm:
         yield llm
         engine_of(llm).call(assert_idle).result(timeout=60)
 
@@ -142,11 +158,21 @@ def assert_idle(engine: Engine) -> None:
     scheduler.check()
     counts = scheduler.stats()
     assert (counts.num_running, counts.num_waiting) == (0, 0)
-    for pool in (counts.grow, counts.window, counts.slots, counts.snapshots):
-        assert pool.free + pool.cached == pool.total
+    for replica in scheduler._schedulers if isinstance(scheduler, Replicas) else (scheduler,):
+        for pool in (replica._pools.grow, replica._pools.window, replica._pools.slots, replica._pools.snapshots):
+            assert pool.num_available == pool.total
     if isinstance(runner, Runner):  # of several ranks each has its own
         assert not runner._requests and not runner.sampler.num_sequences
-    assert not engine._routed and not engine._seq_ids and not engine._outputs and not engine._in_flight
+    assert not engine._routed and not engine._seq_ids and not engine._hosted and not engine._outputs and not engine._in_flight
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """Return a function that raises an error."""
+
+    def fail(*args: object, **settings: object) -> None:
+        raise error
+
+    return fail
 
 
 def pools_of(engine: Engine) -> tuple[IdPool, ...]:
@@ -168,6 +194,13 @@ def prompts_of(lengths: Sequence[int], vocab_size: int, *, seed: int = 0) -> lis
     return [torch.randint(FIRST_LETTER, vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
+def tensor_bytes() -> int:
+    """Return the bytes of all tensors that the garbage collector tracks."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
 def same_logprobs(ours: Logprobs | None, theirs: Logprobs | None, *, tolerance: float = 0.0) -> None:
     """Assert that log-probabilities have the same bits; with a tolerance, that sampled and listed values are this close."""
     assert (ours is None) == (theirs is None)
@@ -181,9 +214,12 @@ def same_logprobs(ours: Logprobs | None, theirs: Logprobs | None, *, tolerance: 
 
 
 def same_outputs(ours: Iterable[RequestOutput], theirs: Iterable[RequestOutput], *, tolerance: float = 0.0) -> None:
-    """Assert that outputs have the same tokens, texts, ends and log-probabilities."""
+    """Assert that outputs have the same tokens, texts, ends, log-probabilities and routed experts."""
     for mine, expected in zip(ours, theirs, strict=True):
         for a, b in zip(mine.outputs, expected.outputs, strict=True):
             assert (a.token_ids, a.text, a.finish_reason, a.stop_reason) == (b.token_ids, b.text, b.finish_reason, b.stop_reason)
             same_logprobs(a.logprobs, b.logprobs, tolerance=tolerance)
+            assert (a.routed_experts is None) == (b.routed_experts is None)
+            if a.routed_experts is not None and b.routed_experts is not None:
+                assert torch.equal(a.routed_experts, b.routed_experts)
         same_logprobs(mine.prompt_logprobs, expected.prompt_logprobs, tolerance=tolerance)

@@ -1,6 +1,6 @@
 """A host program that does not close its engines while they generate; see test_leaving.py.
 
-python leave.py FOLDER exit|raise|interrupt ENGINE...       ends this way, with engines of the kinds llm, async, process
+python leave.py FOLDER end|exit|raise|interrupt ENGINE...   ends this way, with engines of the kinds llm, async, process
 python leave.py FOLDER rank RANK PORT                       two external ranks share an engine; rank 1 ends while rank 0 generates
 python leave.py FOLDER drop ENGINE...                       drops engines and streams, and ends after their threads
 python leave.py FOLDER fork ENGINE...                       uses and drops the engine in a fork, and then in this process
@@ -143,8 +143,9 @@ def main(ending: str, *kinds: str) -> None:
         sys.exit(3)
     if ending == "raise":
         raise ZeroDivisionError
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(60)
+    if ending == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
     return None
 
 

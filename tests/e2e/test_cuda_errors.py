@@ -28,13 +28,12 @@ from dsv4lite.device import available_memory, choose_device, own_stream, start_e
 from dsv4lite.engine.rank import Probe
 from dsv4lite.engine.runner import Runner
 from dsv4lite.errors import CapacityError, ConfigError, EngineDeadError, UnsupportedError
-from dsv4lite.llm import LLM
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.planning.memory import MemoryPlan, plan_memory, require_fit
 from dsv4lite.request import SamplingParams
 from dsv4lite.state.store import StateCache
 from dsv4lite.weights.source import ModelSource
-from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of
+from tests.e2e.engines import SMALL, engine_of, overlapping, prompts_of, raising, unopened
 
 GIB = 1 << 30
 SHORT, LONG = prompts_of((20, 300), SMALL["vocab_size"] - 1, seed=9)
@@ -217,17 +216,6 @@ def test_plan_for_another_machine_has_all_its_memory(gpu: Fake) -> None:
 # ------------------------------------------------------------------------------------------------------------- a failed start
 
 
-def raising(error: BaseException) -> Callable[..., Any]:
-    def fail(*args: object, **settings: object) -> None:
-        raise error
-
-    return fail
-
-
-def plain(model: Path, **settings: Any) -> LLM:
-    return LLM(str(model), **{**MODEST, **settings})
-
-
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
 
@@ -236,7 +224,7 @@ def test_memory_that_ends_while_starting_is_a_lack_of_capacity(
     model: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
 ) -> None:
     monkeypatch.setattr(*where, raising(OUT_OF_MEMORY))
-    llm, threads = plain(model), threading.active_count()
+    llm, threads = unopened(model), threading.active_count()
     with (
         pytest.raises(CapacityError, match=r"no memory left while starting: CUDA out of memory.*gpu_memory_utilization") as error,
         llm,
@@ -272,7 +260,7 @@ def test_kernels_that_cannot_be_compiled_or_loaded_name_the_versions(
 ) -> None:
     kind, code = MISFITS[what]
     monkeypatch.setattr(Runner, "warm_up", of_triton("triton.runtime.jit", code))
-    with pytest.raises(UnsupportedError, match="cannot be compiled or loaded here") as error, plain(model):
+    with pytest.raises(UnsupportedError, match="cannot be compiled or loaded here") as error, unopened(model):
         pass
     assert type(error.value.__cause__) is kind
     for part in (f"PyTorch {torch.__version__}", f"Triton {triton.__version__}", "driver", "device", "C compiler", "device='cpu'"):
@@ -282,7 +270,7 @@ def test_kernels_that_cannot_be_compiled_or_loaded_name_the_versions(
 @pytest.mark.parametrize("boom", [ZeroDivisionError("ours"), torch.AcceleratorError(ILLEGAL)])
 def test_other_errors_of_a_start_stay_what_they_are(model: Path, monkeypatch: pytest.MonkeyPatch, boom: Exception) -> None:
     monkeypatch.setattr(Runner, "warm_up", raising(boom))
-    with pytest.raises(EngineDeadError, match="could not start") as error, plain(model):
+    with pytest.raises(EngineDeadError, match="could not start") as error, unopened(model):
         pass
     assert error.value.__cause__ is boom and error.value.phase == "start"
 
@@ -302,7 +290,7 @@ def test_failed_start_holds_no_model(model: Path, monkeypatch: pytest.MonkeyPatc
         raise OUT_OF_MEMORY
 
     monkeypatch.setattr(Runner, "warm_up", fail)
-    with pytest.raises(CapacityError) as error, plain(model):
+    with pytest.raises(CapacityError) as error, unopened(model):
         pass
     gc.collect()
     assert seen[0]() is None and error.value.__cause__ is OUT_OF_MEMORY
@@ -311,21 +299,22 @@ def test_failed_start_holds_no_model(model: Path, monkeypatch: pytest.MonkeyPatc
 # --------------------------------------------------------------------------------------------------------- a failed step
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    ("boom", "advice", "overlap"),
+    ("boom", "advice"),
     [
-        (torch.AcceleratorError(ILLEGAL), "start a new one", True),
-        (RuntimeError("Triton Error [CUDA]: misaligned address"), "start a new one", False),
-        (OUT_OF_MEMORY, "gpu_memory_utilization", True),
-        (torch.AcceleratorError("CUDA error: out of memory"), "gpu_memory_utilization", False),
+        (torch.AcceleratorError(ILLEGAL), "start a new one"),
+        (RuntimeError("Triton Error [CUDA]: misaligned address"), "start a new one"),
+        (OUT_OF_MEMORY, "gpu_memory_utilization"),
+        (torch.AcceleratorError("CUDA error: out of memory"), "gpu_memory_utilization"),
     ],
     ids=lambda value: f"{type(value).__name__}-{value}"[:50] if isinstance(value, Exception) else "",
 )
 def test_cuda_error_in_a_step_ends_the_engine_and_frees_it(
-    model: Path, monkeypatch: pytest.MonkeyPatch, boom: Exception, advice: str, overlap: bool
+    model: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool, boom: Exception, advice: str
 ) -> None:
     params = SamplingParams(max_tokens=None, ignore_eos=True)
-    with overlapping(overlap), plain(model) as llm, ExitStack() as stack:
+    with overlapping(overlap), unopened(model) as llm, ExitStack() as stack:
         streams = [stack.enter_context(llm.stream(prompt, params)) for prompt in (SHORT, LONG, SHORT) * 4]  # 8 run, 4 wait
         next(iter(streams[0]))
         engine = engine_of(llm)

@@ -7,35 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from dsv4lite.config import MTP, DSpark, EngineConfig, NGram, tiny_model
-from dsv4lite.engine import runner
 from dsv4lite.errors import CheckpointError, ConfigError, UnsupportedError
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
-from dsv4lite.speculation import drafters
 from dsv4lite.speculation.ngram import NGramIndex, NGramSpeculator
 from dsv4lite.weights.dummy import dummy_tensors
 from dsv4lite.weights.source import ModelSource
-from tests.e2e.engines import SMALL, engine_of, float32, opened, prompts_of, same_outputs, write_model, write_tokenizer
+from tests.e2e.engines import REFRESHED, SMALL, engine_of, float32, opened, prompts_of, same_outputs, write_model, write_tokenizer
 from tests.e2e.test_engine_determinism import ask_all, asks
 from tests.golden import plain
 from tests.models.test_dspark import drafts_after
 from tests.tiny import write_checkpoint
 
 VOCAB = SMALL["vocab_size"]
-REFRESHED: Mapping[str, Any] = {
-    **SMALL,
-    "compress_ratios": [4, 8, 0, 0, 0],
-    "dspark_block_size": 4,
-    "dspark_noise_token_id": 0,
-    "dspark_target_layer_ids": [1, 2],
-    "dspark_markov_rank": 8,
-}
 
 
 @pytest.fixture(scope="module")
@@ -69,22 +58,6 @@ def test_greedy_text_is_that_of_no_drafts(model: Path, speculative: Any) -> None
         with opened(model, speculative=setting, max_num_seqs=3) as llm:
             texts.append([output.token_ids for output in llm.generate_batch(prompts, params)])
     assert texts[0] == texts[1]
-
-
-@pytest.fixture
-def drafted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The drafts of an engine's first sequence, as they are made."""
-    found: list[list[int]] = []
-    inner = drafters.draft
-
-    def spy(*args: Any) -> Tensor | None:
-        out = inner(*args)
-        if out is not None:
-            found.append(out[0].tolist())
-        return out
-
-    monkeypatch.setattr(runner, "draft", spy)
-    return found
 
 
 def test_engine_drafts_what_the_model_drafts_after_the_same_text(model: Path, drafted: list[list[int]]) -> None:
@@ -135,11 +108,21 @@ def test_text_that_repeats_itself_takes_fewer_steps(model: Path) -> None:
     assert stats.speculation.accepted == stats.speculation.drafted == 41 - stats.steps
 
 
+def test_trained_model_gives_the_same_with_drafts() -> None:
+    prompts = ["The quick brown fox. The quick brown"]
+    params = SamplingParams(max_tokens=12, temperature=0)
+    texts = []
+    for setting in (None, NGram(min_n=1)):
+        with opened(tiny_model(), deterministic=True, speculative=setting) as llm:
+            texts.append([output.token_ids for output in llm.generate_batch(prompts, params)])
+    assert texts[0] == texts[1]
+
+
 def test_ngram_speculator_keeps_an_index_per_sequence() -> None:
     speculator = NGramSpeculator(NGram(k=3, min_n=1, max_n=3, lookback=100))
     assert speculator.propose(1, [5, 6, 7, 5], 2) == [6, 7]
     assert speculator.propose(2, [5, 9, 5], 2) == [9, 5]
-    assert speculator.propose(1, [5, 6, 7, 5, 8, 5], 1) == NGramIndex(min_n=1).draft([5, 6, 7, 5, 8, 5], 1)
+    assert speculator.propose(1, [5, 6, 7, 5, 8, 5], 1) == NGramIndex(NGram(min_n=1)).draft([5, 6, 7, 5, 8, 5], 1)
     speculator.forget(1)
     speculator.forget(1)
     assert speculator.propose(1, [3, 4], 2) == [] and speculator.propose(2, [5, 9, 5, 9], 1) == [5]

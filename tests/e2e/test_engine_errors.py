@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 import threading
@@ -17,7 +16,6 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4lite.config import tiny_model
 from dsv4lite.engine import rank
@@ -37,7 +35,20 @@ from dsv4lite.planning.memory import MemoryPlan
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.text import structured
 from dsv4lite.weights.source import ModelSource
-from tests.e2e.engines import MODEST, SMALL, engine_of, nan_embedding, opened, overlapping, prompts_of, room_for, write_model
+from tests.e2e.engines import (
+    MODEST,
+    SMALL,
+    engine_of,
+    nan_embedding,
+    opened,
+    overlapping,
+    prompts_of,
+    raising,
+    room_for,
+    tensor_bytes,
+    unopened,
+    write_model,
+)
 
 VOCAB = SMALL["vocab_size"]
 POISON = VOCAB - 1
@@ -266,7 +277,7 @@ def test_logits_that_are_not_finite_fail_their_request_alone(model: Path, overla
     with opened(model, **settings, kv_cache_memory_bytes=room) as llm:
         assert llm.memory().sizes.grow_pages == 8
         ill = ([*LONG[:270], POISON, *LONG[270:]], [POISON, *SHORT], [*LONG, POISON], [*OTHER[:100], POISON])
-        for _ in range(2):
+        for _ in range(3):
             with ExitStack() as stack:
                 prompts = [prompt for pair in zip(ill, (*healthy, SHORT), strict=True) for prompt in pair]
                 streams = [stack.enter_context(llm.stream(prompt, some())) for prompt in prompts]
@@ -304,20 +315,25 @@ def test_poison_in_one_completion_leaves_the_others(model: Path) -> None:
 # ------------------------------------------------------------------------------------------------- failures of the engine
 
 
-def plain(model: Path, **settings: Any) -> LLM:
-    """Return an engine that is not started."""
-    return LLM(str(model), **{**MODEST, **settings})
+def test_engine_that_could_not_start_leaves_nothing(model: Path) -> None:
+    threads = set(threading.enumerate())
+    llm = unopened(model, kv_cache_memory_bytes=1)
+    with pytest.raises(CapacityError), llm:
+        pass
+    assert llm.state == "failed"
+    with pytest.raises(EngineDeadError) as error:
+        llm.generate(SHORT, some())
+    assert isinstance(error.value.__cause__, CapacityError)
+    llm.close()
+    assert set(threading.enumerate()) == threads
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("where", ["launch", "results"])
 def test_exception_in_a_step_reaches_every_caller_with_its_cause(model: Path, overlap: bool, where: str) -> None:
     boom = ZeroDivisionError("the device is on fire")
-
-    def fail(*args: object, **settings: object) -> None:
-        raise boom
-
-    with overlapping(overlap), plain(model) as llm, ExitStack() as stack:
+    fail = raising(boom)
+    with overlapping(overlap), unopened(model) as llm, ExitStack() as stack:
         threads = threading.active_count()
         streams = [stack.enter_context(llm.stream(prompt, some(max_tokens=None, n=2))) for prompt in (SHORT, LONG)]
         queued = [stack.enter_context(llm.stream(SHORT, some())) for _ in range(5)]
@@ -357,11 +373,8 @@ def test_exception_in_a_step_reaches_every_caller_with_its_cause(model: Path, ov
 def test_exception_while_pausing_reaches_every_caller(model: Path) -> None:
     """With a step in flight, a pause has to wait for it."""
     boom = ZeroDivisionError("the device is on fire")
-
-    def fail(*args: object, **settings: object) -> None:
-        raise boom
-
-    with overlapping(True), plain(model) as llm, llm.stream(LONG, some(max_tokens=None)) as stream:
+    fail = raising(boom)
+    with overlapping(True), unopened(model) as llm, llm.stream(LONG, some(max_tokens=None)) as stream:
         next(iter(stream))
         engine = engine_of(llm)
 
@@ -389,14 +402,6 @@ def test_engines_share_a_process(model: Path) -> None:
         assert one.generate(LONG, some()).token_ids == expected
 
 
-def engine_tensors() -> int:
-    """Return the bytes of all tensors that the garbage collector tracks."""
-    gc.collect()
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
 def test_closed_engines_leave_no_threads_and_no_tensors(model: Path) -> None:
     async def use() -> tuple[int, ...]:
         async with AsyncLLM(str(model), **MODEST) as llm:
@@ -408,15 +413,15 @@ def test_closed_engines_leave_no_threads_and_no_tensors(model: Path) -> None:
         return {anyio.run(use, backend=backend) for backend in ("asyncio", "trio")}
 
     seen = use_in_both_loops()
-    threads, before = threading.active_count(), engine_tensors()
+    threads, before = threading.active_count(), tensor_bytes()
     for _ in range(2):
         seen |= use_in_both_loops()
-        with plain(model) as llm:
+        with unopened(model) as llm:
             seen.add(llm.generate(SHORT, some()).token_ids)
         del llm
     assert len(seen) == 1
     assert threading.active_count() <= threads
-    assert engine_tensors() <= before + 100_000  # an engine has far more
+    assert tensor_bytes() <= before + 100_000  # an engine has far more
 
 
 def test_closed_engine_frees_its_model_where_grammars_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

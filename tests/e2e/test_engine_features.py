@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -33,12 +34,14 @@ from tests.e2e.engines import (
     room_for,
     write_tokenizer,
 )
+from tests.e2e.test_llm_api import until
 from tests.mla import BLOCKS, write_random_model
 
 VOCAB = SMALL["vocab_size"]
 LENGTH = 24
 PROMPT, OTHER = prompts_of((37, 300), VOCAB, seed=3)
 LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
+OVERLAP = pytest.mark.parametrize("overlap", [False, True])
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +128,41 @@ def test_raw_logprobs_are_those_of_score_whatever_distribution_is_sampled(llm: L
     assert out.outputs[0].cumulative_logprob == pytest.approx(float(raw.sampled.sum()), abs=1e-4)
 
 
+def test_processed_logprobs_are_what_the_settings_make_of_the_raw_ones(llm: LLM) -> None:
+    settings = {
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.4,
+        "presence_penalty": 0.7,
+        "logit_bias": {FIRST_LETTER: 3.0, FIRST_LETTER + 1: -3.0},
+        "allowed_token_ids": LETTER_IDS[:60],
+        "bad_words_ids": ((FIRST_LETTER + 2,),),
+        "temperature": 0.8,
+        "min_p": 0.02,
+        "top_k": 9,
+        "top_p": 0.9,
+    }
+    out = llm.generate(PROMPT, seeded(logprobs=VOCAB, logprobs_mode="processed", **settings))
+    logits = full(llm.score(PROMPT, out.token_ids, top_logprobs=VOCAB)).double()
+    processed = full(out.outputs[0].logprobs).double()
+    for i, row in enumerate(logits):
+        counts = torch.bincount(torch.tensor(out.token_ids[:i], dtype=torch.int64), minlength=VOCAB)
+        seen = (counts > 0) | (torch.bincount(torch.tensor(PROMPT), minlength=VOCAB) > 0)
+        # A penalty divides logits, and log-probabilities are logits but for a constant: the engine's constant is unknown here,
+        # so the two are only compared where it does not matter, see below.
+        row = row - 0.4 * counts - 0.7 * (counts > 0)
+        row[FIRST_LETTER] += 3.0
+        row[FIRST_LETTER + 1] -= 3.0
+        possible = processed[i] > -math.inf
+        assert 1 <= int(possible.sum()) <= 9
+        assert not possible[LETTER_IDS[60:],].any() and not possible[:FIRST_LETTER].any() and not possible[FIRST_LETTER + 2]
+        assert processed[i].exp().sum() == pytest.approx(1.0, abs=1e-5)
+        unpenalised = possible & ~seen
+        if int(unpenalised.sum()) > 1:
+            torch.testing.assert_close(
+                torch.log_softmax(processed[i][unpenalised], 0), torch.log_softmax(row[unpenalised] / 0.8, 0), rtol=0, atol=1e-4
+            )
+
+
 def test_additive_settings_change_logprobs_by_what_they_say(llm: LLM) -> None:
     bias = {FIRST_LETTER: 2.0, FIRST_LETTER + 5: -1.5}
     settings = {"frequency_penalty": 1.1, "presence_penalty": -0.7, "logit_bias": bias, "temperature": 1.7}
@@ -154,7 +192,7 @@ def test_greedy_takes_the_best_token_and_ranks_say_so(llm: LLM) -> None:
 
 def test_only_allowed_tokens_and_no_bad_words_are_generated(llm: LLM) -> None:
     a, b, c = LETTER_IDS[:3]
-    allowed = llm.generate(PROMPT, seeded(allowed_token_ids=(a, b, c), max_tokens=40)).token_ids
+    allowed = llm.generate(PROMPT, seeded(allowed_token_ids=(a, b, c), max_tokens=60)).token_ids
     pairs = set(pairwise(allowed))
     assert set(allowed) == {a, b, c} and {(a, b), (b, a)} <= pairs
     polite = llm.generate(
@@ -180,10 +218,18 @@ def test_settings_that_forbid_every_token_fail_their_request_alone(llm: LLM) -> 
 
 
 def test_temperature_and_truncation_narrow_the_choice(llm: LLM) -> None:
-    greedy = llm.generate(PROMPT, seeded(temperature=0, max_tokens=8)).token_ids
+    greedy = llm.generate(PROMPT, seeded(temperature=0)).token_ids
     for narrow in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-7}):
-        assert llm.generate(PROMPT, seeded(**narrow, max_tokens=8)).token_ids == greedy, narrow
-    assert llm.generate(PROMPT, seeded(max_tokens=8)).token_ids != greedy
+        assert llm.generate(PROMPT, seeded(**narrow)).token_ids == greedy, narrow
+    assert llm.generate(PROMPT, seeded()).token_ids != greedy
+
+
+def test_completions_of_one_prompt_differ_and_repeat(llm: LLM) -> None:
+    first, again = (llm.generate(OTHER, seeded(n=3)) for _ in range(2))
+    texts = [c.token_ids for c in first.outputs]
+    assert [c.index for c in first.outputs] == [0, 1, 2] and len(set(texts)) == 3
+    assert texts == [c.token_ids for c in again.outputs]
+    assert first.usage.completion_tokens == 3 * LENGTH
 
 
 STRUCTURES: tuple[tuple[dict[str, Any], Callable[[str], bool]], ...] = (
@@ -204,17 +250,19 @@ STRUCTURES: tuple[tuple[dict[str, Any], Callable[[str], bool]], ...] = (
 )
 
 
-def test_structured_outputs_have_their_structure(model: Path) -> None:
+@OVERLAP
+def test_structured_outputs_have_their_structure(model: Path, overlap: bool) -> None:
     pytest.importorskip("llguidance")
-    with opened(model, overlap=True) as llm:
+    with opened(model, overlap=overlap) as llm:
         for wanted, check in STRUCTURES:
             out = llm.generate(PROMPT, SamplingParams(seed=5, n=3, max_tokens=200, structured_outputs=wanted))
             for completion in out.outputs:
                 assert completion.finish_reason == "stop" and check(completion.text), completion.text
 
 
-def test_thinking_ends_with_its_budget(model: Path) -> None:
-    with opened(model, overlap=True) as llm:
+@OVERLAP
+def test_thinking_ends_with_its_budget(model: Path, overlap: bool) -> None:
+    with opened(model, overlap=overlap) as llm:
         params = seeded(allowed_token_ids=(*LETTER_IDS, THINK, END_THINK), logit_bias={END_THINK: -50.0, THINK: -50.0})
         free = llm.generate([*PROMPT, THINK], params).token_ids
         assert END_THINK not in free
@@ -232,10 +280,11 @@ def experts_of(output: Any, index: int = 0) -> Tensor:
     return experts
 
 
-def test_routed_experts_are_complete_in_chunks_forks_and_after_preemption(model: Path) -> None:
+@OVERLAP
+def test_routed_experts_are_complete_in_chunks_forks_and_after_preemption(model: Path, overlap: bool) -> None:
     layers, per_token = SMALL["num_hidden_layers"], SMALL["num_experts_per_tok"]
     params = seeded(return_routed_experts=True, n=3)
-    settings = {"deterministic": True, "overlap": True, "max_num_batched_tokens": 190}
+    settings = {"deterministic": True, "overlap": overlap, "max_num_batched_tokens": 190}
     with opened(model, **settings) as llm:
         out = llm.generate(OTHER, params)
         again = llm.generate(OTHER, params)
@@ -297,6 +346,56 @@ def serving(model: Path, **settings: Any) -> AsyncLLM:
 
 async def check_idle(llm: AsyncLLM) -> None:
     await anyio.to_thread.run_sync(engine_of(llm).call(assert_idle).result)
+
+
+def test_more_urgent_requests_run_first(model: Path) -> None:
+    async def scenario() -> None:
+        order: list[int] = []
+        async with serving(model, max_num_seqs=1) as llm:
+
+            async def ask(priority: int) -> None:
+                await llm.generate(PROMPT, seeded(max_tokens=3), priority=priority)
+                order.append(priority)
+
+            async with anyio.create_task_group() as group:
+                async with llm.stream(PROMPT, seeded(max_tokens=900)) as blocker:
+                    await anext(blocker)
+                    for i, priority in enumerate((5, 1, 3, -2)):
+                        group.start_soon(ask, priority)
+                        await until(lambda i=i: llm.stats().num_waiting == i + 1)  # type: ignore[misc]
+            await check_idle(llm)
+        assert order == [-2, 1, 3, 5]
+
+    in_loop("asyncio", scenario)
+
+
+def test_deadline_ends_with_what_there_is(model: Path) -> None:
+    async def scenario() -> None:
+        async with serving(model) as llm:
+            endless = seeded(max_tokens=None)
+            out = await llm.generate(PROMPT, endless.replace(n=2), deadline=0.1)
+            assert {c.finish_reason for c in out.outputs} == {"deadline"}
+            if out.token_ids:
+                whole = await llm.generate(PROMPT, endless.replace(max_tokens=len(out.token_ids)))
+                assert out.token_ids == whole.token_ids
+            late = await llm.generate(PROMPT, endless, deadline=1e-9)
+            assert late.outputs[0].finish_reason == "deadline" and late.token_ids == ()
+            async with anyio.create_task_group() as group:
+                outs = []
+
+                async def ask() -> None:
+                    outs.append(await llm.generate(PROMPT, endless, deadline=0.3, request_id="kept"))
+
+                group.start_soon(ask)
+                await until(lambda: llm.stats().num_running == 1)
+                await llm.pause()  # time goes on
+            assert outs[0].outputs[0].finish_reason == "deadline"
+            waiting = await llm.generate(PROMPT, endless, deadline=0.05)
+            assert waiting.outputs[0].finish_reason == "deadline" and waiting.token_ids == ()
+            await llm.resume()
+            await check_idle(llm)
+
+    in_loop("asyncio", scenario)
 
 
 def test_pause_changes_nothing_but_the_time(model: Path) -> None:
@@ -371,7 +470,7 @@ MESSAGES = ({"role": "system", "content": "Write Python."}, {"role": "user", "co
 
 def test_chat_and_its_stream_say_the_same(shipped: LLM) -> None:
     for reasoning in ("none", "high"):
-        params = SamplingParams(temperature=0, max_tokens=6)
+        params = SamplingParams(temperature=0, max_tokens=12)
         whole = shipped.chat(MESSAGES, params, reasoning=reasoning)  # type: ignore[arg-type]
         with shipped.chat_stream(MESSAGES, params, reasoning=reasoning) as stream:  # type: ignore[arg-type]
             deltas = list(stream)
@@ -404,6 +503,14 @@ def test_random_weights_need_only_a_config_and_a_tokenizer(tmp_path: Path) -> No
         with opened(folder, load_format="dummy", tokenizer=str(tokenizer), seed=seed) as llm:
             outs.append(llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)).token_ids)
     assert outs[0] == outs[1] != outs[2]
+
+
+def test_random_weights_of_a_quantized_config_run(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(tiny_model()) / name, tmp_path)
+    with opened(tmp_path, load_format="dummy", max_num_seqs=2, kv_cache_memory_bytes=32 << 20) as llm:
+        out = llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0))
+        assert out.outputs[0].logprobs is not None and out.outputs[0].logprobs.sampled.isfinite().all()
 
 
 @pytest.mark.parametrize("which", ["plain", "shipped", "dummy", "mla", "mla dummy"])
@@ -442,7 +549,7 @@ def test_single_sequence_without_prefix_cache_has_window_pages_for_chunks(model:
 # ------------------------------------------------------------------------------------------------------------- events
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@OVERLAP
 def test_events_are_delivered_while_the_device_computes(model: Path, overlap: bool) -> None:
     """With overlap, readers get events after the next launch; on a CPU, where a launch computes, before it."""
     events: list[str] = []

@@ -13,23 +13,16 @@ from dsv4lite.request import RequestOutput, SamplingParams
 from tests.e2e.engines import opened, prompts_of, write_tokenizer
 from tests.mla import VARIANTS, their_config
 from tests.mla import trainer_model as mla_trainer_model
+from tests.models.test_transformers import MODELS as transformers_models
 from tests.tiny import trainer_model, trainer_settings
 
 # Both sides of every boundary: groups of 4 and 8, window pages, windows and groups of 128, grow pages.
 LENGTHS = (3, 4, 5, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257)
-GENERATED = 24
-MLA_GENERATED = 64
+GENERATED = 64
 TOLERANCE = 1e-4
 
 MODELS: dict[str, dict[str, Any]] = {
-    "short_groups": {"ratios": (0, 4, 8, 4, 8), "swiglu_limit": 0.6},
-    "release_ratios": {
-        "ratios": (4, 128, 0, 128, 4),
-        "sliding_window": 128,
-        "index_topk": 9,
-        "num_hash_layers": 1,
-        "swiglu_limit": 0.6,
-    },
+    **{name: transformers_models[name] for name in ("short_groups", "release_ratios")},
     "odd_sizes": {
         "ratios": (4, 16, 4),
         "sliding_window": 70,
@@ -63,21 +56,19 @@ class Run:
     theirs: Any
     outputs: dict[int, RequestOutput]
     logits: dict[int, torch.Tensor]
-    generated: int
 
 
 @pytest.fixture(scope="module", params=[*MODELS, *VARIANTS])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     pytest.importorskip("transformers")
     name, theirs = request.param, theirs_of(request.param)
-    generated = GENERATED if name in MODELS else MLA_GENERATED
     folder = tmp_path_factory.mktemp("theirs")
     theirs.save_pretrained(folder)
     if name in VARIANTS:
         (folder / "config.json").write_text(json.dumps(their_config(theirs, name)))
     vocab_size = theirs.config.vocab_size
     tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size)
-    params = SamplingParams(temperature=0, max_tokens=generated, ignore_eos=True, logprobs=vocab_size, prompt_logprobs=vocab_size)
+    params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True, logprobs=vocab_size, prompt_logprobs=vocab_size)
     prompts = prompts_of(LENGTHS, vocab_size, seed=1)
     settings = {"max_model_len": 512, "max_num_seqs": len(LENGTHS), "max_num_batched_tokens": 200, "max_logprobs": vocab_size}
     with opened(folder, tokenizer=str(tokenizer), **settings) as llm:
@@ -90,7 +81,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     with torch.no_grad():
         logits = theirs(padded, use_cache=False).logits
     by_length = dict(zip(LENGTHS, outputs, strict=True))
-    return Run(theirs, by_length, {n: row[: len(text)] for n, row, text in zip(LENGTHS, logits, texts, strict=True)}, generated)
+    return Run(theirs, by_length, {n: row[: len(text)] for n, row, text in zip(LENGTHS, logits, texts, strict=True)})
 
 
 def full(ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -102,7 +93,7 @@ def full(ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def test_distributions_of_prompt_and_completion_agree(run: Run, length: int) -> None:
     output = run.outputs[length]
     ids = [*output.prompt_token_ids, *output.token_ids]
-    assert len(output.token_ids) == run.generated and output.outputs[0].finish_reason == "length"
+    assert len(output.token_ids) == GENERATED and output.outputs[0].finish_reason == "length"
     assert output.prompt_logprobs is not None and output.outputs[0].logprobs is not None
     logits = run.logits[length]
     assert logits.abs().max() > 1  # else any model would agree
@@ -117,15 +108,15 @@ def test_distributions_of_prompt_and_completion_agree(run: Run, length: int) -> 
     assert torch.equal(theirs[length - 1 :].argmax(-1), torch.tensor(output.token_ids))
 
 
-def test_continuation_is_the_one_of_their_generate(run: Run) -> None:
-    length = 257
+@pytest.mark.parametrize("length", (5, 257))
+def test_continuation_is_the_one_of_their_generate(run: Run, length: int) -> None:
     output = run.outputs[length]
     prompt = torch.tensor([output.prompt_token_ids])
     theirs = run.theirs.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         do_sample=False,
-        max_new_tokens=run.generated,
+        max_new_tokens=GENERATED,
         eos_token_id=None,
         pad_token_id=2,
     )

@@ -1,4 +1,4 @@
-"""Requests with grammars, and with settings that bypass the checks, beside others."""
+"""Requests with grammars, and with settings that bypass the checks, beside others: on one rank and on two ranks."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of
 pytest.importorskip("llguidance")
 
 PROMPTS = prompts_of((20, 300), SMALL["vocab_size"], seed=9)
+ENGINES: dict[str, dict[str, Any]] = {
+    "thread": {},
+    "tp-mtp": {"tensor_parallel_size": 2, "executor": "thread", "speculative": MTP(2)},
+}
 ENOUGH_S = 120.0
 
 
@@ -28,13 +32,12 @@ def some(**settings: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 10, "temperature": 0, "ignore_eos": True, **settings})
 
 
-@pytest.fixture(scope="module")
-def llm(model: Path) -> Iterator[LLM]:
-    """An engine on two ranks that drafts."""
-    with LLM(str(model), **MODEST, tensor_parallel_size=2, executor="thread", speculative=MTP(2)) as llm:
+@pytest.fixture(scope="module", params=ENGINES)
+def llm(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(str(model), **{**MODEST, **ENGINES[request.param]}) as llm:
         yield llm
         assert llm.state == Phase.READY.value
-        engine_of(llm).check().result(ENOUGH_S)
+        engine_of(llm).call(lambda engine: engine._scheduler.check()).result(ENOUGH_S)
 
 
 def good(llm: LLM) -> list[tuple[int, ...]]:
@@ -118,7 +121,7 @@ def test_other_requests_continue_while_a_grammar_is_compiled(model: Path) -> Non
         held = Held(llm)
         stack.callback(held.may_go_on.set)
         waiting = [some(structured_outputs={"regex": "[a-e]{4,8}"}, n=n) for n in (1, 3, 2)]
-        kept, aborted, _ = (stack.enter_context(llm.stream(PROMPTS[0], params)) for params in waiting)
+        kept, aborted, _ = (stack.enter_context(llm.stream(PROMPTS[0], some, request_id=f"{some.n}")) for some in waiting)
         assert held.begun.wait(ENOUGH_S)
         assert llm.generate(PROMPTS[1], some()).token_ids == expected
         late = llm.generate(PROMPTS[0], waiting[0], deadline=0.05)
@@ -128,7 +131,7 @@ def test_other_requests_continue_while_a_grammar_is_compiled(model: Path) -> Non
         engine_of(llm).call(lambda engine: None).result(ENOUGH_S)
         assert engine_of(llm).call(lambda engine: engine._preparing.num_waiting).result(ENOUGH_S) == 3
         # One completion of the third ends before its grammar is compiled.
-        engine_of(llm).abort(list(llm._session._in_engine)[-1], index=0)
+        engine_of(llm).abort("2", index=0)
         held.may_go_on.set()
         assert set(kept.final().text) <= set("abcde")
 

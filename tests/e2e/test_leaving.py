@@ -41,6 +41,7 @@ def ran(model: Path, *arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("ending", "kinds", "status", "last_line"),
     [
+        ("end", ["llm"], 0, ""),
         ("exit", ["llm", "async"], 3, ""),
         ("raise", ["async"], 1, "ZeroDivisionError"),
         ("interrupt", ["llm", "process"], -signal.SIGINT, "KeyboardInterrupt"),

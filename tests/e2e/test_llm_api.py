@@ -1,10 +1,11 @@
-"""AsyncLLM on a scripted engine: every test runs under asyncio and under Trio."""
+"""AsyncLLM on a scripted engine: every async test runs under asyncio and under Trio, see the end of this file."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import gc
+import inspect
 import json
 import math
 import random
@@ -87,7 +88,6 @@ async def spawn(group: anyio.abc.TaskGroup, call: Callable[[], Awaitable[Any]], 
 # ---- generate ----
 
 
-@both_loops
 async def test_generate_returns_text_usage_and_timing(lab: Lab) -> None:
     async with AsyncLLM("m") as llm:
         out = await llm.generate("Hello wörld 😀", SamplingParams())
@@ -102,7 +102,6 @@ async def test_generate_returns_text_usage_and_timing(lab: Lab) -> None:
     assert out.to_openai()["choices"][0]["text"] == "Hello wörld 😀"
 
 
-@both_loops
 async def test_generate_takes_text_ids_and_mappings(lab: Lab) -> None:
     ids = lab.tokenizer.encode("abc def")
     async with AsyncLLM("m") as llm:
@@ -111,7 +110,6 @@ async def test_generate_takes_text_ids_and_mappings(lab: Lab) -> None:
     assert texts == ["abc def"] * 5
 
 
-@both_loops
 async def test_generate_without_params_uses_the_generation_config(lab: Lab) -> None:
     async with AsyncLLM("m") as llm:
         out = await llm.generate("a prompt of more than seven tokens, by far")
@@ -121,7 +119,6 @@ async def test_generate_without_params_uses_the_generation_config(lab: Lab) -> N
     assert out.outputs[0].finish_reason == "length"
 
 
-@both_loops
 async def test_generate_gives_the_engine_what_it_needs(lab: Lab) -> None:
     async with AsyncLLM("m") as llm:
         await llm.generate("a", SamplingParams(), request_id="mine", priority=3, cache_salt="s", deadline=100)
@@ -131,7 +128,15 @@ async def test_generate_gives_the_engine_what_it_needs(lab: Lab) -> None:
     assert (request.eos_token_id, request.think_ids, request.score_from, request.generate) == (1, (5, 6), None, True)
 
 
-@both_loops
+async def test_generate_returns_all_completions(lab: Lab) -> None:
+    lab.model = text_model("one", "two is longer", "3")
+    async with AsyncLLM("m") as llm:
+        out = await llm.generate("x", SamplingParams(n=3))
+    assert [c.text for c in out.outputs] == ["one", "two is longer", "3"]
+    assert [c.index for c in out.outputs] == [0, 1, 2]
+    assert out.usage.completion_tokens == sum(len(c.token_ids) for c in out.outputs)
+
+
 async def test_generate_returns_logprobs_of_prompt_and_completion(lab: Lab) -> None:
     ids = lab.tokenizer.encode("some words to score here")
     async with AsyncLLM("m") as llm:
@@ -144,7 +149,6 @@ async def test_generate_returns_logprobs_of_prompt_and_completion(lab: Lab) -> N
     assert prompt.sampled.tolist() == [-t for t in ids[1:]] and prompt.token_ids.shape == (len(ids) - 1, 1)
 
 
-@both_loops
 async def test_generate_refuses_what_is_no_prompt(lab: Lab) -> None:
     several = "not list with 'a' in it; generate_batch takes several prompts"
     wrong: tuple[tuple[Any, str], ...] = (
@@ -162,7 +166,6 @@ async def test_generate_refuses_what_is_no_prompt(lab: Lab) -> None:
         assert lab.engine.submitted == []
 
 
-@both_loops
 async def test_generate_refuses_wrong_parameters(lab: Lab) -> None:
     async with AsyncLLM("m") as llm:
         for wrong in (
@@ -187,7 +190,6 @@ async def test_generate_refuses_wrong_parameters(lab: Lab) -> None:
             await llm.generate({"prompt_tokens_ids": [1]})  # type: ignore[dict-item]
 
 
-@both_loops
 async def test_request_id_must_be_unique_among_open_requests(lab: Lab) -> None:
     async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
         lab.engine.hold()
@@ -202,7 +204,6 @@ async def test_request_id_must_be_unique_among_open_requests(lab: Lab) -> None:
     assert results[0].text == "one"
 
 
-@both_loops
 async def test_request_id_is_free_while_the_engine_still_ends_the_last_one(lab: Lab) -> None:
     lab.held = True
     async with AsyncLLM("m") as llm:
@@ -217,7 +218,6 @@ async def test_request_id_is_free_while_the_engine_still_ends_the_last_one(lab: 
 # ---- stop strings ----
 
 
-@both_loops
 async def test_stop_string_ends_text_and_tokens_and_tells_the_engine(lab: Lab) -> None:
     lab.model = text_model("The answer is 42. END of it", "no such thing")  # one for each completion
     async with AsyncLLM("m") as llm:
@@ -234,7 +234,23 @@ async def test_stop_string_ends_text_and_tokens_and_tells_the_engine(lab: Lab) -
     assert lab.engine.aborted == [(lab.engine.submitted[0].request_id, 0)]
 
 
-@both_loops
+async def test_stop_string_can_stay_in_the_text(lab: Lab) -> None:
+    lab.model = text_model("one two three four")
+    async with AsyncLLM("m") as llm:
+        params = SamplingParams(stop="three", include_stop_str_in_output=True)  # type: ignore[arg-type]
+        async with llm.stream("x", params) as stream:
+            text = "".join([delta.text async for delta in stream])
+            out = await stream.final()
+    assert text == out.text == "one two three"
+
+
+async def test_stop_string_that_begins_but_does_not_match_is_text(lab: Lab) -> None:
+    lab.model = text_model("ends with EN")
+    async with AsyncLLM("m") as llm:
+        out = await llm.generate("x", SamplingParams(stop=("END",)))
+    assert (out.text, out.outputs[0].stop_reason) == ("ends with EN", None)
+
+
 async def test_stop_token_is_reported(lab: Lab) -> None:
     ids = lab.tokenizer.encode("alpha beta gamma")
     async with AsyncLLM("m") as llm:
@@ -245,7 +261,6 @@ async def test_stop_token_is_reported(lab: Lab) -> None:
 # ---- streams ----
 
 
-@both_loops
 async def test_stream_deltas_join_to_the_final_output(lab: Lab) -> None:
     prompt = "Grüße, 世界! 👩‍👩‍👧 …and more"
     async with AsyncLLM("m") as llm, llm.stream(prompt, SamplingParams(n=2, logprobs=1)) as stream:
@@ -262,7 +277,6 @@ async def test_stream_deltas_join_to_the_final_output(lab: Lab) -> None:
         assert all("�" not in delta.text for delta in mine)
 
 
-@both_loops
 async def test_stream_leaving_the_block_ends_the_request(lab: Lab) -> None:
     lab.model = endless
     async with AsyncLLM("m") as llm:
@@ -273,7 +287,6 @@ async def test_stream_leaving_the_block_ends_the_request(lab: Lab) -> None:
         await until(lambda: not lab.engine.sequences)
 
 
-@both_loops
 async def test_stream_read_that_is_cancelled_loses_nothing(lab: Lab) -> None:
     lab.held = True
     got: list[int] = []
@@ -301,7 +314,26 @@ async def test_stream_read_that_is_cancelled_loses_nothing(lab: Lab) -> None:
     assert cancelled > 0
 
 
-@both_loops
+async def test_stream_cancelled_by_asyncio_or_trio_itself_loses_nothing(lab: Lab) -> None:
+    """``asyncio.wait_for`` cancels tasks without any scope."""
+    lab.held = True
+    async with AsyncLLM("m") as llm, llm.stream("a b c d e f", SamplingParams()) as stream:
+        got: list[int] = []
+        for _ in range(5):
+            if anyio.get_cancelled_exc_class() is asyncio.CancelledError:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(stream), 0.001)
+            else:
+                with anyio.move_on_after(0.001):
+                    await anext(stream)
+            lab.engine.step()
+            got += (await anext(stream)).token_ids
+        lab.engine.go()
+        async for delta in stream:
+            got += delta.token_ids
+        assert tuple(got) == (await stream.final()).token_ids
+
+
 async def test_stream_abort_is_a_last_delta(lab: Lab) -> None:
     lab.model = endless
     async with AsyncLLM("m") as llm, llm.stream("x", MANY) as stream:
@@ -313,7 +345,6 @@ async def test_stream_abort_is_a_last_delta(lab: Lab) -> None:
         assert (await stream.final()).outputs[0].finish_reason == "abort"
 
 
-@both_loops
 async def test_stream_waits_for_a_slow_reader(lab: Lab) -> None:
     async with AsyncLLM("m") as llm, llm.stream("all of this, please", SamplingParams()) as stream:
         out = await stream.final()
@@ -322,7 +353,6 @@ async def test_stream_waits_for_a_slow_reader(lab: Lab) -> None:
         assert [delta async for delta in stream] == []
 
 
-@both_loops
 async def test_stream_must_be_entered_once(lab: Lab) -> None:
     async with AsyncLLM("m") as llm:
         stream = llm.stream("x", SamplingParams())
@@ -336,7 +366,6 @@ async def test_stream_must_be_entered_once(lab: Lab) -> None:
                 pytest.fail("entered")
 
 
-@both_loops
 async def test_stream_of_a_failed_request_yields_its_deltas_first(lab: Lab) -> None:
     async with AsyncLLM("m") as llm, llm.stream([200, 201, 202, POISON], SamplingParams()) as stream:
         got: list[Delta] = []
@@ -353,7 +382,6 @@ async def test_stream_of_a_failed_request_yields_its_deltas_first(lab: Lab) -> N
 # ---- abort, cancellation, deadlines ----
 
 
-@both_loops
 async def test_abort_gives_the_waiting_caller_the_partial_output(lab: Lab) -> None:
     lab.model, lab.held = endless, True
     async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
@@ -374,7 +402,6 @@ async def test_abort_gives_the_waiting_caller_the_partial_output(lab: Lab) -> No
         await until(lambda: not lab.engine.sequences)
 
 
-@both_loops
 async def test_cancelling_generate_ends_the_request_and_passes_unaltered(lab: Lab) -> None:
     lab.model = endless
     cancelled, seen = anyio.get_cancelled_exc_class(), list[BaseException]()
@@ -397,7 +424,6 @@ async def test_cancelling_generate_ends_the_request_and_passes_unaltered(lab: La
         assert (await llm.generate("fine", SamplingParams(max_tokens=1))).usage.completion_tokens == 1
 
 
-@both_loops
 async def test_random_cancellation_leaves_nothing_behind(lab: Lab) -> None:
     chance = random.Random(5)
     outcomes: list[str] = []
@@ -420,14 +446,13 @@ async def test_random_cancellation_leaves_nothing_behind(lab: Lab) -> None:
 
     async with AsyncLLM("m", max_num_seqs=8, max_queued_requests=8) as llm:
         async with anyio.create_task_group() as group:
-            for number in range(90):
+            for number in range(150):
                 group.start_soon(client, llm, number)
         await until(lambda: not lab.engine.sequences)
         assert llm._session._in_engine == llm._session._visible == llm._session._queue == {}
-    assert len(outcomes) == 90 and set(outcomes) == {"cancelled", "done"}
+    assert len(outcomes) == 150 and set(outcomes) == {"cancelled", "done"}
 
 
-@both_loops
 async def test_deadline_ends_a_running_request_with_what_it_has(lab: Lab) -> None:
     lab.model = endless
     async with AsyncLLM("m") as llm:
@@ -436,7 +461,6 @@ async def test_deadline_ends_a_running_request_with_what_it_has(lab: Lab) -> Non
         assert (await llm.generate("x", MANY, deadline=1e-9)).outputs[0].finish_reason == "deadline"
 
 
-@both_loops
 async def test_deadline_ends_a_request_that_waits_in_line(lab: Lab) -> None:
     lab.held = True
     async with AsyncLLM("m", max_num_seqs=1, max_queued_requests=1) as llm, anyio.create_task_group() as group:
@@ -457,15 +481,13 @@ async def test_deadline_ends_a_request_that_waits_in_line(lab: Lab) -> None:
 # ---- the queue ----
 
 
-@both_loops
 async def test_full_queue_refuses_or_waits_in_order(lab: Lab) -> None:
     lab.held = True
     async with AsyncLLM("m", max_num_seqs=1, max_queued_requests=2) as llm, anyio.create_task_group() as group:
         results: list[RequestOutput] = []
         for name in "abcdefg":
             await spawn(group, lambda name=name: llm.generate(name, SamplingParams(), request_id=name), results)
-            await anyio.sleep(0.001)
-        await until(lambda: len(llm._session._queue) == 4)
+            await anyio.wait_all_tasks_blocked()
         with pytest.raises(QueueFullError) as error:
             await llm.generate("h", SamplingParams(), wait=False)
         # The mean duration, 1 s until requests have ended, of four in line and this one, by three in the engine.
@@ -483,7 +505,31 @@ async def test_full_queue_refuses_or_waits_in_order(lab: Lab) -> None:
     assert {out.request_id: out.text for out in results} == {name: name for name in "abcdfg"} | {"e": ""}
 
 
-@both_loops
+async def test_full_queue_estimates_when_a_place_gets_free(lab: Lab) -> None:
+    """The mean duration of recent requests, by those in the engine, for each request in line and this one."""
+    lab.held = True
+    async with AsyncLLM("m", max_num_seqs=1, max_queued_requests=2) as llm, anyio.create_task_group() as group:
+        mean = 1.0  # until there are requests to go by
+
+        async def expect(waiting: int, in_engine: int) -> None:
+            with pytest.raises(QueueFullError) as error:
+                await llm.generate("h", SamplingParams(), wait=False)
+            assert f"in about {mean * (waiting + 1) / in_engine:.2g} s" in str(error.value)
+            assert error.value.retry_after == pytest.approx(mean * (waiting + 1) / in_engine, rel=1e-9)
+
+        results: list[RequestOutput] = []
+        for count in range(1, 8):
+            await spawn(group, lambda: llm.generate("a", SamplingParams(max_tokens=1)), results)
+            await anyio.wait_all_tasks_blocked()
+            if count >= 3:
+                await expect(count - 3, 3)
+        lab.engine.step()
+        await until(lambda: len(results) == 1 and len(lab.engine.submitted) == 4)
+        mean += 0.1 * (results[0].timing.total - mean)
+        await expect(3, 3)
+        lab.engine.go()
+
+
 async def test_abort_of_many_holds_up_neither_its_caller_nor_the_loop(lab: Lab) -> None:
     """All were once ended within the call, with the lock held: 100,000 took 21 seconds."""
     lab.held = True
@@ -493,7 +539,7 @@ async def test_abort_of_many_holds_up_neither_its_caller_nor_the_loop(lab: Lab) 
         async with anyio.create_task_group() as group:
             for _ in range(500):
                 await spawn(group, lambda llm=llm: llm.generate("x", SamplingParams()), results)  # type: ignore[misc]
-            await until(lambda llm=llm: len(llm._session._queue) == 498)  # type: ignore[misc]
+            await anyio.wait_all_tasks_blocked()
             if end == "abort":
                 llm.abort()
                 assert len(llm._session._visible) > 400
@@ -515,7 +561,6 @@ async def test_abort_of_many_holds_up_neither_its_caller_nor_the_loop(lab: Lab) 
         await llm.aclose()
 
 
-@both_loops
 async def test_cancelling_a_request_in_line_gives_up_its_place(lab: Lab) -> None:
     lab.held = True
     async with AsyncLLM("m", max_num_seqs=1, max_queued_requests=1) as llm, anyio.create_task_group() as group:
@@ -529,10 +574,19 @@ async def test_cancelling_a_request_in_line_gives_up_its_place(lab: Lab) -> None
     assert {request.request_id for request in lab.engine.submitted} == {"a", "b"}
 
 
+async def test_five_hundred_requests_at_once(lab: Lab) -> None:
+    async with AsyncLLM("m", max_num_seqs=64, max_queued_requests=64) as llm, anyio.create_task_group() as group:
+        results: list[RequestOutput] = []
+        for number in range(500):
+            await spawn(group, lambda n=number: llm.generate([100 + n, 7, 8], SamplingParams(), request_id=str(n)), results)
+        await until(lambda: len(results) == 500)
+    assert {out.request_id: out.token_ids[0] for out in results} == {str(n): 100 + n for n in range(500)}
+    assert lab.engine.max_open <= 128
+
+
 # ---- batches ----
 
 
-@both_loops
 async def test_batch_keeps_the_order_and_takes_params_for_each_prompt(lab: Lab) -> None:
     prompts = [[5], [6], [7]]
     each = [SamplingParams(max_tokens=n) for n in (2, 1, 2)]
@@ -551,7 +605,6 @@ async def test_batch_keeps_the_order_and_takes_params_for_each_prompt(lab: Lab) 
             await llm.generate_batch(iter(prompts), each[:2])
 
 
-@both_loops
 async def test_batch_raises_the_first_error_and_aborts_the_rest(lab: Lab) -> None:
     lab.model = endless
     async with AsyncLLM("m") as llm:
@@ -564,7 +617,6 @@ async def test_batch_raises_the_first_error_and_aborts_the_rest(lab: Lab) -> Non
         await until(lambda: not lab.engine.sequences)
 
 
-@both_loops
 async def test_batch_returns_errors_in_their_place(lab: Lab) -> None:
     prompts: list[Any] = ["ok", "", [POISON, 5, 6], [REFUSED], {"wrong": 1}, "fine"]
     async with AsyncLLM("m") as llm:
@@ -576,7 +628,6 @@ async def test_batch_returns_errors_in_their_place(lab: Lab) -> None:
     assert outs[2].token_ids == (POISON, 5)
 
 
-@both_loops
 async def test_as_completed_pulls_lazily(lab: Lab) -> None:
     pulled = taken = most = 0
 
@@ -599,7 +650,6 @@ async def test_as_completed_pulls_lazily(lab: Lab) -> None:
     assert most <= 6  # five in flight, and the one that the consumer has just been given
 
 
-@both_loops
 async def test_as_completed_takes_async_sources_that_need_its_outputs(lab: Lab) -> None:
     """A source that waits for an earlier output must not keep that output from being handed out."""
     send, receive = anyio.create_memory_object_stream[int](10)
@@ -623,7 +673,6 @@ async def test_as_completed_takes_async_sources_that_need_its_outputs(lab: Lab) 
     send.close(), receive.close()
 
 
-@both_loops
 async def test_as_completed_left_early_aborts_and_closes_its_source(lab: Lab) -> None:
     lab.model = endless
     pulled = closed = 0
@@ -653,7 +702,6 @@ async def test_as_completed_left_early_aborts_and_closes_its_source(lab: Lab) ->
         await until(lambda: closed == 2 and not lab.engine.sequences)
 
 
-@both_loops
 async def test_as_completed_raises_what_its_source_raises(lab: Lab) -> None:
     def rows() -> Iterator[list[int]]:
         yield [100]
@@ -676,7 +724,6 @@ async def test_as_completed_raises_what_its_source_raises(lab: Lab) -> None:
         await until(lambda: not lab.engine.sequences)
 
 
-@both_loops
 async def test_as_completed_refuses_wrong_arguments(lab: Lab) -> None:
     async with AsyncLLM("m") as llm:
         for prompts in ("one prompt", {"prompt_token_ids": [1]}, 5, None):
@@ -689,7 +736,6 @@ async def test_as_completed_refuses_wrong_arguments(lab: Lab) -> None:
                 llm.as_completed([], max_in_flight=limit)  # type: ignore[arg-type]
 
 
-@both_loops
 async def test_as_completed_cancelled_read_loses_no_row(lab: Lab) -> None:
     """A long row is encoded in a thread; a read that is cancelled meanwhile has pulled the row, but not submitted it."""
     encode = lab.tokenizer.encode
@@ -717,7 +763,6 @@ THINKING += '<｜DSML｜parameter name="a" string="false">2</｜DSML｜parameter
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
 
 
-@both_loops
 async def test_chat_separates_reasoning_answer_and_tool_calls(lab: Lab) -> None:
     lab.model = text_model(THINKING, THINKING)
     messages = [{"role": "user", "content": "2+2?"}]
@@ -733,7 +778,6 @@ async def test_chat_separates_reasoning_answer_and_tool_calls(lab: Lab) -> None:
     assert out.to_openai(chat=True)["choices"][0]["finish_reason"] == "tool_calls"
 
 
-@both_loops
 async def test_chat_without_reasoning_has_none(lab: Lab) -> None:
     lab.model = text_model("Hi!")
     async with AsyncLLM("m") as llm:
@@ -745,7 +789,6 @@ async def test_chat_without_reasoning_has_none(lab: Lab) -> None:
     assert (out.text, out.reasoning, out.tool_calls) == ("Hi!", "", ())
 
 
-@both_loops
 async def test_chat_stream_deltas_join_to_the_final_output(lab: Lab) -> None:
     lab.model = text_model(THINKING)
     messages = [{"role": "user", "content": "2+2?"}]
@@ -757,7 +800,6 @@ async def test_chat_stream_deltas_join_to_the_final_output(lab: Lab) -> None:
     assert tuple(call for delta in deltas for call in delta.tool_calls) == out.tool_calls != ()
 
 
-@both_loops
 async def test_score_returns_the_completions_logprobs(lab: Lab) -> None:
     completion = lab.tokenizer.encode(" the completion to score")
     async with AsyncLLM("m") as llm:
@@ -775,7 +817,6 @@ async def test_score_returns_the_completions_logprobs(lab: Lab) -> None:
             await llm.score([5], [6] * 200_000)
 
 
-@both_loops
 async def test_score_that_is_aborted_fails(lab: Lab) -> None:
     lab.held = True
     async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
@@ -790,7 +831,6 @@ async def test_score_that_is_aborted_fails(lab: Lab) -> None:
 # ---- pause ----
 
 
-@both_loops
 async def test_pause_keep_freezes_and_resume_goes_on(lab: Lab) -> None:
     async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
         lab.engine.hold()
@@ -812,7 +852,6 @@ async def test_pause_keep_freezes_and_resume_goes_on(lab: Lab) -> None:
     assert sorted(out.text for out in results) == ["", "first", "second"]
 
 
-@both_loops
 async def test_pause_wait_lets_open_requests_end(lab: Lab) -> None:
     async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
         lab.engine.hold()
@@ -833,7 +872,6 @@ async def test_pause_wait_lets_open_requests_end(lab: Lab) -> None:
     assert [out.text for out in results] == ["first", "second"]
 
 
-@both_loops
 async def test_pause_abort_ends_everything(lab: Lab) -> None:
     lab.model = endless
     async with AsyncLLM("m", max_num_seqs=1, max_queued_requests=1) as llm, anyio.create_task_group() as group:
@@ -847,7 +885,6 @@ async def test_pause_abort_ends_everything(lab: Lab) -> None:
         assert {out.outputs[0].finish_reason for out in results} == {"abort"}
 
 
-@both_loops
 async def test_paused_block_resumes_however_it_is_left(lab: Lab) -> None:
     async with AsyncLLM("m") as llm:
         with pytest.raises(ZeroDivisionError):
@@ -866,7 +903,6 @@ async def test_paused_block_resumes_however_it_is_left(lab: Lab) -> None:
         assert (await llm.generate("on", SamplingParams())).text == "on"
 
 
-@both_loops
 async def test_paused_blocks_may_overlap(lab: Lab) -> None:
     """The first task to leave its block once resumed the engine inside of the other's."""
     lab.model = endless
@@ -896,7 +932,6 @@ async def test_paused_blocks_may_overlap(lab: Lab) -> None:
         assert llm.state is Phase.READY
 
 
-@both_loops
 async def test_paused_block_is_respected_by_pauses_that_want_requests_to_end(lab: Lab) -> None:
     lab.model = endless
     async with AsyncLLM("m") as llm, anyio.create_task_group() as group, llm.stream("x", MANY):
@@ -917,7 +952,6 @@ async def test_paused_block_is_respected_by_pauses_that_want_requests_to_end(lab
         assert llm.state is Phase.PAUSED
 
 
-@both_loops
 async def test_pause_that_is_cancelled_is_undone_and_leaves_those_of_others(lab: Lab) -> None:
     lab.model = endless
     async with AsyncLLM("m") as llm, llm.stream("x", MANY):
@@ -938,7 +972,6 @@ async def test_pause_that_is_cancelled_is_undone_and_leaves_those_of_others(lab:
         assert llm.state is Phase.READY
 
 
-@both_loops
 async def test_pause_overtaken_by_resume_or_close_raises(lab: Lab) -> None:
     lab.model = endless
     async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
@@ -948,7 +981,7 @@ async def test_pause_overtaken_by_resume_or_close_raises(lab: Lab) -> None:
         for end in (llm.resume, llm.aclose):
             pauses: list[Any] = []
             await spawn(group, functools.partial(llm.pause, "wait"), pauses)
-            await until(lambda: len(llm._session._pauses) == 1)
+            await anyio.wait_all_tasks_blocked()
             await end()
             await until(lambda pauses=pauses: len(pauses) == 1)  # type: ignore[misc]
             assert isinstance(pauses[0], EngineStateError)
@@ -960,7 +993,6 @@ async def test_pause_overtaken_by_resume_or_close_raises(lab: Lab) -> None:
 # ---- failures ----
 
 
-@both_loops
 async def test_dead_engine_fails_open_and_later_calls_with_its_cause(lab: Lab) -> None:
     lab.held = True
     async with AsyncLLM("m", max_num_seqs=1, max_queued_requests=1) as llm, anyio.create_task_group() as group:
@@ -987,7 +1019,6 @@ async def test_dead_engine_fails_open_and_later_calls_with_its_cause(lab: Lab) -
     assert llm.state is Phase.CLOSED
 
 
-@both_loops
 async def test_batch_on_a_dying_engine_returns_what_was_open_and_raises(lab: Lab) -> None:
     lab.held = True
     got: list[RequestOutput] = []
@@ -1004,9 +1035,8 @@ async def test_batch_on_a_dying_engine_returns_what_was_open_and_raises(lab: Lab
     assert [type(out.error) for out in got] == [EngineDeadError] * 3
 
 
-@both_loops
 async def test_request_failure_carries_the_partial_output(lab: Lab) -> None:
-    async with AsyncLLM("m") as llm:
+    async with AsyncLLM("m", max_num_seqs=1, max_queued_requests=1) as llm:
         with pytest.raises(RequestFailedError, match="finite") as error:
             await llm.generate([POISON, 200, 201, 202], SamplingParams(n=2))
         out = error.value.output
@@ -1014,14 +1044,10 @@ async def test_request_failure_carries_the_partial_output(lab: Lab) -> None:
         assert {c.finish_reason for c in out.outputs} == {"error"}
         with pytest.raises(InvalidRequestError, match="refused"):
             await llm.generate([REFUSED], SamplingParams(n=3))
-        assert (await llm.generate("fine", SamplingParams())).text == "fine"
-        await until(lambda: not llm._session._in_engine)
+        assert (await llm.generate("fine", SamplingParams(), wait=False)).text == "fine"  # neither keeps its place
 
 
-@both_loops
-async def test_flaw_in_text_processing_costs_one_request(
-    lab: Lab,
-) -> None:
+async def test_flaw_in_text_processing_costs_one_request(lab: Lab) -> None:
     class Flawed:
         """Delegates, but cannot decode token 777."""
 
@@ -1034,18 +1060,17 @@ async def test_flaw_in_text_processing_costs_one_request(
             return b"." * len(ids)
 
     lab.tokenizer = Flawed()  # type: ignore[assignment]
-    async with AsyncLLM("m") as llm:
-        with pytest.raises(RequestFailedError, match="777") as error:
-            await llm.generate([5, 777, 5], SamplingParams())
-        assert isinstance(error.value.__cause__, KeyError)
+    async with AsyncLLM("m", max_num_seqs=1, max_queued_requests=1) as llm:
+        for _ in range(3):  # more than there are places: none of them keeps its own
+            with pytest.raises(RequestFailedError, match="777") as error:
+                await llm.generate([5, 777, 5], SamplingParams())
+            assert isinstance(error.value.__cause__, KeyError)
         assert (await llm.generate([5, 5, 5], SamplingParams())).text == "...."
-        await until(lambda: not llm._session._in_engine)
 
 
 # ---- life ----
 
 
-@both_loops
 async def test_create_and_aclose_work_without_a_block(lab: Lab) -> None:
     llm = await AsyncLLM.create("m", max_num_seqs=3)
     assert (llm.state, llm.config.max_num_seqs, llm.weight_version) == (Phase.READY, 3, 0)
@@ -1061,7 +1086,13 @@ async def test_create_and_aclose_work_without_a_block(lab: Lab) -> None:
     assert repr(llm) == "AsyncLLM('m', state='closed')"
 
 
-@both_loops
+async def test_constructor_touches_nothing(lab: Lab) -> None:
+    llm = AsyncLLM("does/not/exist")
+    assert lab.engines == [] and llm.state is Phase.NEW
+    await llm.aclose()
+    assert llm.state is Phase.CLOSED
+
+
 async def test_close_ends_open_requests_with_what_they_have(lab: Lab) -> None:
     lab.model = endless
     results: list[RequestOutput] = []
@@ -1076,7 +1107,6 @@ async def test_close_ends_open_requests_with_what_they_have(lab: Lab) -> None:
     assert (error.value.state, error.value.allowed) == ("closed", ("ready", "paused"))
 
 
-@both_loops
 async def test_close_completes_in_a_cancelled_scope(lab: Lab) -> None:
     with anyio.CancelScope() as scope:
         async with AsyncLLM("m") as llm:
@@ -1117,7 +1147,6 @@ def test_close_completes_however_often_asyncio_itself_cancels_it(lab: Lab) -> No
     asyncio.run(main())
 
 
-@both_loops
 async def test_engine_that_is_dropped_ends_with_a_warning(lab: Lab) -> None:
     lab.model = endless
     llm: AsyncLLM | None = await AsyncLLM.create("m")
@@ -1135,7 +1164,6 @@ async def test_engine_that_is_dropped_ends_with_a_warning(lab: Lab) -> None:
     await until(lambda: not lab.engine.alive)
 
 
-@both_loops
 async def test_stream_that_is_dropped_ends_with_a_warning(lab: Lab) -> None:
     """Its request once ran to its own end, which an endless one never comes to."""
     lab.model = endless
@@ -1153,7 +1181,6 @@ async def test_stream_that_is_dropped_ends_with_a_warning(lab: Lab) -> None:
         gc.collect()
 
 
-@both_loops
 async def test_two_engines_live_in_one_process(lab: Lab) -> None:
     async with AsyncLLM("one") as one, AsyncLLM("two") as two:
         first, second = lab.engines
@@ -1164,7 +1191,6 @@ async def test_two_engines_live_in_one_process(lab: Lab) -> None:
         assert (await two.generate("still", SamplingParams())).text == "still"
 
 
-@both_loops
 async def test_failed_start_raises_and_leaves_nothing(lab: Lab) -> None:
     def fail(engine: FakeEngine) -> None:
         engine.fail_start = CheckpointError("incomplete", problems=["a is missing"])
@@ -1180,7 +1206,6 @@ async def test_failed_start_raises_and_leaves_nothing(lab: Lab) -> None:
     await llm.aclose()
 
 
-@both_loops
 async def test_cancelled_start_leaves_nothing(lab: Lab) -> None:
     begun, proceed = threading.Event(), threading.Event()
 
@@ -1227,7 +1252,6 @@ def test_start_cancelled_by_asyncio_itself_leaves_nothing(lab: Lab) -> None:
     asyncio.run(main())
 
 
-@both_loops
 async def test_another_event_loop_is_refused(lab: Lab) -> None:
     async with AsyncLLM("m") as llm:
 
@@ -1275,7 +1299,6 @@ def test_engine_survives_a_loop_that_ends_without_closing_it(backend: str, lab: 
     assert not lab.engine.alive
 
 
-@both_loops
 async def test_long_prompts_are_encoded_off_the_loop(lab: Lab) -> None:
     threads: list[int] = []
     encode = lab.tokenizer.encode
@@ -1296,9 +1319,30 @@ async def test_long_prompts_are_encoded_off_the_loop(lab: Lab) -> None:
     assert len(threads) > 4 and here not in threads[1:]
 
 
+async def test_slow_loop_gets_many_steps_in_one_post(lab: Lab) -> None:
+    lab.held = True
+    async with AsyncLLM("m") as llm, llm.stream(list(range(100, 150)), SamplingParams()) as stream:
+        posts = 0
+        post = llm._bridge.post
+
+        def count(callback: Callable[[], None]) -> bool:
+            nonlocal posts
+            posts += 1
+            return post(callback)
+
+        llm._bridge.post = count  # type: ignore[method-assign]
+        lab.engine.step(30)
+        while lab.engine.steps < 30:  # without giving the loop a chance
+            pass
+        lab.engine.sync()
+        assert posts == 1
+        assert [(await anext(stream)).token_ids[0] for _ in range(30)] == list(range(100, 130))
+        lab.engine.go()
+
+
 # ---- states: every pair of state and method ----
 
-SERVING_ONLY: dict[str, Callable[[AsyncLLM], Any]] = {
+SERVING_ONLY: dict[str, Callable[[Any], Any]] = {
     "generate": lambda llm: llm.generate("x", SamplingParams(max_tokens=1), deadline=1e-9),
     "generate_batch": lambda llm: llm.generate_batch([], SamplingParams()),
     "as_completed": lambda llm: llm.as_completed([]),
@@ -1392,11 +1436,8 @@ def test_state_allows_or_refuses_every_call(backend: str, lab: Lab, phase: Phase
 
 
 def test_settings_mirror_the_engine_config() -> None:
-    names = {
-        "LoadProgress": LoadProgress,
-        "DispatcherFactory": DispatcherFactory,
-        "Family": Family,
-    }  # aliases in both refer to them by name
+    # Aliases in both refer to them by name.
+    names = {"LoadProgress": LoadProgress, "DispatcherFactory": DispatcherFactory, "Family": Family}
     wanted = get_type_hints(EngineConfig, localns=names)
     del wanted["model"]
     assert get_type_hints(EngineSettings, localns=names) == wanted
@@ -1412,3 +1453,8 @@ def test_settings_change_a_given_config() -> None:
     llm = AsyncLLM(config, max_num_seqs=2)
     assert (llm.config.model, llm.config.seed, llm.config.max_num_seqs) == ("m", 3, 2)
     assert AsyncLLM(config).config == config
+
+
+for _name, _test in [*globals().items()]:
+    if _name.startswith("test_") and inspect.iscoroutinefunction(_test):
+        globals()[_name] = both_loops(_test)

@@ -24,6 +24,7 @@ from dsv4lite.errors import (
 )
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import Phase, RequestOutput, SamplingParams
+from tests.e2e.test_llm_api import SERVING_ONLY
 from tests.fakes import ENDLESS, MANY, POISON, FakeEngine, Lab, endless
 
 
@@ -42,32 +43,27 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_calls_return_and_threads_end_with_close(lab: Lab) -> None:
     before = set(threading.enumerate())
-    messages = [{"role": "user", "content": "2+2?"}]
     with LLM("m") as llm:
         own = set(threading.enumerate()) - before
         assert len(own) == 2
         assert [c.text for c in llm.generate("Grüße, 世界", SamplingParams(n=2)).outputs] == ["Grüße, 世界"] * 2
         assert (llm.state, llm.weight_version, llm.stats(), llm.memory()) == (Phase.READY, 0, {"open": 0}, "plan")
-        outs = llm.generate_batch(["a", [], [POISON, 5, 6], "b"], SamplingParams(), on_error="return")
-        assert [(out.index, type(out.error)) for out in outs] == [
-            (0, type(None)), (1, InvalidRequestError), (2, RequestFailedError), (3, type(None)),
-        ]  # fmt: skip
-        assert llm.chat(messages, SamplingParams(max_tokens=3)).usage.completion_tokens == 3
-        assert llm.score([5], [6, 7], top_logprobs=1).sampled.tolist() == [-6, -7]
+        assert llm.generate("something longer than seven tokens").usage.completion_tokens == 7
+        assert llm.tokenizer is lab.tokenizer
         llm.pause()
         llm.resume()
         llm.reset_prefix_cache()
         assert (lab.engine.resets, llm.state) == (1, Phase.READY)
     assert not own & set(threading.enumerate())
     assert (llm.state, repr(llm)) == (Phase.CLOSED, "LLM('m', state='closed')")
-    for use in (lambda: llm.generate("x"), lambda: llm.stream("x"), llm.stats, llm.__enter__):
-        with pytest.raises(EngineStateError, match="closed"):
-            use()
 
 
-def test_stream_ends_with_its_block(lab: Lab) -> None:
-    lab.model = endless
+def test_stream_yields_deltas_and_ends_with_its_block(lab: Lab) -> None:
     with LLM("m") as llm:
+        with llm.stream("Grüße, 世界", SamplingParams(n=2)) as stream:
+            text = "".join(delta.text for delta in stream if delta.index == 1)
+            assert text == stream.final().outputs[1].text == "Grüße, 世界"
+        lab.engine.model = endless
         with llm.stream("x", MANY) as stream:
             first = next(stream)
         assert stream.final().token_ids[:1] == first.token_ids
@@ -101,6 +97,19 @@ def test_everything_works_in_a_thread_that_runs_an_event_loop(lab: Lab) -> None:
     asyncio.run(main())
 
 
+def test_batch_keeps_order_and_returns_errors(lab: Lab) -> None:
+    prompts: list[Any] = [[100 + n] * (1 + n % 5) for n in range(30)]
+    prompts[7], prompts[9] = [], [POISON, 5, 6]
+    with LLM("m", max_num_seqs=4) as llm:
+        outs = llm.generate_batch(prompts, SamplingParams(), on_error="return")
+        assert [out.index for out in outs] == list(range(30))
+        assert isinstance(outs[7].error, InvalidRequestError) and isinstance(outs[9].error, RequestFailedError)
+        assert all(out.prompt_token_ids == tuple(prompts[out.index]) for out in outs if out.error is None)
+        with pytest.raises(InvalidRequestError):
+            llm.generate_batch(prompts, SamplingParams())
+        until(lambda: not lab.engine.sequences)
+
+
 def test_as_completed_pulls_lazily_and_aborts_when_left(lab: Lab) -> None:
     pulled = 0
 
@@ -126,6 +135,21 @@ def test_as_completed_pulls_lazily_and_aborts_when_left(lab: Lab) -> None:
                 llm.as_completed(wrong)  # type: ignore[arg-type]
 
 
+def test_chat_and_score(lab: Lab) -> None:
+    def answer(request: Any, index: int) -> Iterator[int]:
+        yield from lab.tokenizer.encode("thought</think>answer")
+        yield 1
+
+    lab.model = answer
+    messages = [{"role": "user", "content": "2+2?"}]
+    with LLM("m") as llm:
+        out = llm.chat(messages, SamplingParams(), reasoning="high")
+        assert (out.reasoning, out.text) == ("thought", "answer")
+        with llm.chat_stream(messages, SamplingParams(), reasoning="high") as stream:
+            assert "".join(delta.reasoning for delta in stream) == "thought"
+        assert llm.score([5], [6, 7], top_logprobs=1).sampled.tolist() == [-6, -7]
+
+
 def test_abort_and_death_reach_calls_of_other_threads(lab: Lab, pool: ThreadPoolExecutor) -> None:
     lab.model = endless
     with LLM("m") as llm:
@@ -136,7 +160,8 @@ def test_abort_and_death_reach_calls_of_other_threads(lab: Lab, pool: ThreadPool
         future = pool.submit(llm.generate, "x", MANY)
         until(lambda: bool(lab.engine.sequences))
         lab.engine.die(MemoryError())
-        for call in (lambda: future.result(30), lambda: llm.generate("x"), llm.pause, lambda: llm.as_completed([])):
+        later = (lambda: llm.generate("x"), llm.pause, llm.resume, llm.reset_prefix_cache, lambda: llm.as_completed([]))
+        for call in (lambda: future.result(30), *later):
             with pytest.raises(EngineDeadError) as error:
                 call()
             assert isinstance(error.value.__cause__, MemoryError)
@@ -177,6 +202,13 @@ def test_deadlines_of_any_length_end_queued_requests_and_hold_up_nothing(lab: La
         lab.engine.go()
         assert [future.result(30).text for future in futures] == ["x"] * 4
         assert llm.generate("y", SamplingParams()).text == "y"
+        lab.engine.hold()
+        futures = [pool.submit(llm.generate, "x", MANY) for _ in range(2)]
+        until(lambda: len(lab.engine.submitted) == 7)
+        llm.abort()
+        assert {future.result(30).outputs[0].finish_reason for future in futures} == {"abort"}
+        lab.engine.go()
+        assert llm.generate("x", MANY, deadline=5).text == ""
 
 
 def test_paused_blocks_of_several_threads_overlap(lab: Lab) -> None:
@@ -191,6 +223,17 @@ def test_paused_blocks_of_several_threads_overlap(lab: Lab) -> None:
         assert llm.state is Phase.PAUSED
         second.__exit__(None, None, None)
         assert llm.state is Phase.READY
+
+
+def test_pause_queues_what_comes(lab: Lab, pool: ThreadPoolExecutor) -> None:
+    with LLM("m") as llm:
+        for mode in ("keep", "wait", "abort"):
+            with llm.paused(mode):  # type: ignore[arg-type]
+                before = len(lab.engine.submitted)
+                future = pool.submit(llm.generate, "x", SamplingParams())
+                until(lambda: bool(llm._session._queue))
+                assert len(lab.engine.submitted) == before and llm.state is Phase.PAUSED
+            assert future.result(30).text == "x"
 
 
 def test_close_from_another_thread_ends_open_requests(lab: Lab, pool: ThreadPoolExecutor) -> None:
@@ -229,6 +272,23 @@ def test_failed_start_leaves_no_thread(lab: Lab) -> None:
     with pytest.raises(CheckpointError), LLM("m"):
         pytest.fail("entered")
     assert threading.active_count() == before and lab.engine.closes == 1
+
+
+@pytest.mark.parametrize("state", ["new", "closed"])
+def test_engine_that_does_not_run_refuses_calls(lab: Lab, state: str) -> None:
+    llm = LLM("m")
+    if state == "closed":
+        with llm:
+            pass
+    for call in SERVING_ONLY.values():
+        with pytest.raises(EngineStateError) as error:
+            call(llm)
+        assert (error.value.state, error.value.allowed) == (state, ("ready", "paused"))
+    llm.abort()
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineStateError), llm:
+        pytest.fail("entered")
 
 
 def test_llm_has_the_calls_of_async_llm() -> None:

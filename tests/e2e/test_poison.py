@@ -20,8 +20,8 @@ from dsv4lite.config import MTP
 from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestError, RequestFailedError
 from dsv4lite.llm import LLM
 from dsv4lite.request import Phase, RequestOutput, SamplingParams
-from tests.e2e.engines import nan_embedding, opened, prompts_of, write_model
-from tests.parallel.requests import SHARED, assert_same
+from tests.e2e.engines import nan_embedding, opened, prompts_of, same_outputs, write_model
+from tests.parallel.requests import SHARED
 
 VOCAB = SHARED["vocab_size"]
 NAN_TOKEN = VOCAB - 1
@@ -32,11 +32,13 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
     "thread": {},
     "thread-mtp": {"speculative": MTP(2, adaptive=False)},
     "process": {"executor": "process"},
+    "process-mtp": {"executor": "process", "speculative": MTP(2, adaptive=False)},
+    "tp2": {"tensor_parallel_size": 2},
     "tp2-mtp": {"tensor_parallel_size": 2, "speculative": MTP(2, adaptive=False)},
 }
 GOOD = (
-    (A, SamplingParams(max_tokens=8, temperature=0, logprobs=2, ignore_eos=True, bad_words_ids=((NAN_TOKEN,),))),
-    (B, SamplingParams(max_tokens=8, seed=5, n=2, logprobs=0, ignore_eos=True, bad_words_ids=((NAN_TOKEN,),))),
+    (A, SamplingParams(max_tokens=10, temperature=0, logprobs=2, ignore_eos=True, bad_words_ids=((NAN_TOKEN,),))),
+    (B, SamplingParams(max_tokens=10, seed=5, n=2, logprobs=0, ignore_eos=True, bad_words_ids=((NAN_TOKEN,),))),
     (C, SamplingParams(max_tokens=10, seed=6, prompt_logprobs=1, structured_outputs={"regex": "[a-e]{4,8}"})),
 )
 
@@ -237,8 +239,8 @@ def test_bad_requests_hurt_no_other(subject: Subject, group: int) -> None:
     with ThreadPoolExecutor(len(poisons)) as threads, ExitStack() as stack:
         streams = [stack.enter_context(subject.llm.stream(p, s)) for p, s in GOOD]
         found = dict(zip(poisons, threads.map(partial(result_of, subject.llm), poisons.values()), strict=True))
-        assert_same([stream.final() for stream in streams], subject.expected, tolerance=0)
-    assert_same([subject.llm.generate(*GOOD[0])], subject.expected[:1], tolerance=0)  # the request after them
+        same_outputs([stream.final() for stream in streams], subject.expected)
+    same_outputs([subject.llm.generate(*GOOD[0])], subject.expected[:1])  # the request after them
     assert subject.llm.state is Phase.READY
     for name, poison in poisons.items():
         if poison.error is None:

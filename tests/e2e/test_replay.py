@@ -43,7 +43,7 @@ from dsv4lite.speculation import drafters
 from dsv4lite.state.store import StateCache
 from dsv4lite.weights import quant
 from dsv4lite.weights.quant import Numerics
-from tests.e2e.engines import MODEST, SMALL, engine_of, nan_embedding, opened, prompts_of, write_model
+from tests.e2e.engines import MODEST, REFRESHED, SMALL, engine_of, nan_embedding, opened, prompts_of, write_model
 from tests.mla import write_random_model
 
 VOCAB = SMALL["vocab_size"]
@@ -229,16 +229,6 @@ def test_failed_replay_restores_the_ops_of_the_models(paged: dict[str, Path], mo
     with pytest.raises(ZeroDivisionError):
         replay(paged["decode"])
     assert names() == before
-
-
-REFRESHED: dict[str, Any] = {
-    **SMALL,
-    "compress_ratios": [4, 8, 0, 0, 0],
-    "dspark_block_size": 4,
-    "dspark_noise_token_id": 0,
-    "dspark_target_layer_ids": [1, 2],
-    "dspark_markov_rank": 8,
-}
 
 
 @pytest.mark.parametrize(

@@ -64,12 +64,12 @@ def test_score_with_the_parameters_of_decoding_equals_decoding(llm: LLM, mode: s
 def test_rollout_scores_do_not_depend_on_other_requests(llm: LLM) -> None:
     """Completions longer than the rows scored at a time, several of a prompt, beside others."""
     params = SamplingParams.for_rollout(
-        n=3, seed=5, max_tokens=SCORED_ROWS + 7, ignore_eos=True, temperature=0.7, top_p=0.9, repetition_penalty=1.1
+        n=3, seed=5, max_tokens=2 * SCORED_ROWS + 7, ignore_eos=True, temperature=0.7, top_p=0.9, repetition_penalty=1.1
     )
     outs = llm.generate_batch([PROMPT, LONG], params)
     pairs = [(prompt, one.token_ids) for prompt, out in zip((PROMPT, LONG), outs, strict=True) for one in out.outputs]
     scores = llm.score_batch(pairs, params)
-    assert [len(score) for score in scores] == [SCORED_ROWS + 7] * 6
+    assert [len(score) for score in scores] == [2 * SCORED_ROWS + 7] * 6
     for score, one in zip(scores, (c for out in outs for c in out.outputs), strict=True):
         same_logprobs(score, one.logprobs)
 

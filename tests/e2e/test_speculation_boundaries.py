@@ -72,8 +72,8 @@ def test_preempted_sequences_keep_drafting(model: Path, expected: Sequence[Reque
     oracle = Oracle(expected, k=2, right=0.7)
     room = room_for(model, 3, **settings, speculative=(oracle, MTP(2, adaptive=False)))
     with opened(model, **settings, kv_cache_memory_bytes=room, speculative=(oracle, MTP(2, adaptive=False))) as llm:
-        same_outputs(ask_all(llm, crossing()), expected)
-        same_outputs(ask_all(llm, crossing()[-3:]), expected[-3:])
+        for _ in range(2):
+            same_outputs(ask_all(llm, crossing()), expected)
         assert llm.stats().preemptions > 0 and llm.stats().speculation.accepted > 10
 
 
@@ -122,7 +122,7 @@ def test_aborts_and_deadlines_between_steps_with_drafts_leave_nothing(tmp_path: 
     """``opened`` asserts that every page, slot and snapshot is back."""
     folder = write_model(tmp_path, seed=2)
     with opened(folder, speculative=MTP(2, adaptive=False), overlap=overlap) as llm:
-        for turn, prompt in enumerate(prompts_of((5, 250, 300), VOCAB, seed=1)):
+        for turn, prompt in enumerate(prompts_of((5, 70, 250, 300), VOCAB, seed=1)):
             with llm.stream(prompt, SamplingParams(n=3, ignore_eos=True, seed=turn)) as stream:
                 for _, _ in zip(range(4 + turn), stream, strict=False):
                     pass

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from dsv4lite.models.deepseek_v4.config import parse_config
-from tests.golden import official_checkpoint
+from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
+from tests.golden import TINY, TINY_DIGEST, TINY_DSPARK, TINY_DSPARK_DIGEST, digest, official_checkpoint, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "dsv4lite" / "assets" / "tiny"
@@ -78,6 +78,11 @@ def test_config_has_every_layer_kind_and_the_kernels_widths() -> None:
 
 def test_tensors_match_the_release_table() -> None:
     assert table_of(read_tensors()) == release_table()
+
+
+@pytest.mark.parametrize(("config", "expected"), [(TINY, TINY_DIGEST), (TINY_DSPARK, TINY_DSPARK_DIGEST)], ids=["mtp", "dspark"])
+def test_computed_checkpoints_have_these_names_and_bytes(config: V4Config, expected: tuple[int, int, str]) -> None:
+    assert digest(tiny_checkpoint(config)) == expected
 
 
 def test_index_lists_every_tensor_and_their_total_size() -> None:

@@ -27,7 +27,7 @@ from dsv4lite.kernels.rows import RowStore, UnquantizedRow
 from dsv4lite.models.config import ModelConfig, PassBytes
 from dsv4lite.models.family import Family
 from dsv4lite.models.partial_sums import embedding, side_by_side
-from dsv4lite.models.share import Share
+from dsv4lite.models.shard import ModelShard
 from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.shard import Replicate, Split
@@ -112,15 +112,15 @@ TENSORS = Tensors(
 )
 
 
-def state_spec(config: TinyConfig, numerics: Numerics, share: Share, *, drafter: bool) -> StateSpec:
-    row = StoreSpec("kv", UnquantizedRow(2 * share.part(config.heads) * config.head_dim, numerics.dtype))
-    last = len(share.layers) - 1
+def state_spec(config: TinyConfig, numerics: Numerics, shard: ModelShard, *, drafter: bool) -> StateSpec:
+    row = StoreSpec("kv", UnquantizedRow(2 * shard.part(config.heads) * config.head_dim, numerics.dtype))
+    last = len(shard.layers) - 1
     return StateSpec(layers=(*((row,) for _ in range(last)), (SharedStore("kv", last - 1),)))
 
 
-def workspace(config: TinyConfig, numerics: Numerics, share: Share, *, tokens: int, longest: int) -> PassBytes:
-    item, heads = numerics.dtype.itemsize, share.part(config.heads)
-    inner, attention = 2 * share.part(config.inner), 4 * heads * config.head_dim
+def workspace(config: TinyConfig, numerics: Numerics, shard: ModelShard, *, tokens: int, longest: int) -> PassBytes:
+    item, heads = numerics.dtype.itemsize, shard.part(config.heads)
+    inner, attention = 2 * shard.part(config.inner), 4 * heads * config.head_dim
     gathered = 2 * longest * heads * (config.head_dim + 1)  # keys and values, scores and probabilities
     hidden = item * config.hidden_size
     return PassBytes(hidden=hidden, held=2 * hidden, widest=tokens * item * (2 * config.hidden_size + inner + attention + gathered))
@@ -144,10 +144,10 @@ class TinyBatch:
 
 
 class Layer(nn.Module):
-    def __init__(self, config: TinyConfig, numerics: Numerics, share: Share, layer: int) -> None:
+    def __init__(self, config: TinyConfig, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
-        d, heads, inner = config.hidden_size, share.part(config.heads), share.part(config.inner)
-        self.share, self.heads, self.width = share, heads, heads * config.head_dim
+        d, heads, inner = config.hidden_size, shard.part(config.heads), shard.part(config.inner)
+        self.shard, self.heads, self.width = shard, heads, heads * config.head_dim
         self.attn_norm, self.ffn_norm = parameter(d, numerics=numerics), parameter(d, numerics=numerics)
         last = layer == config.num_hidden_layers - 1
         self.parts = ("wq",) if last else ("wq", "wk", "wv")
@@ -156,7 +156,7 @@ class Layer(nn.Module):
         self.w2, self.inner = Matrix(d, inner, numerics=numerics), inner
 
     def forward(self, x_TD: Tensor, batch: TinyBatch, cache: LayerCache) -> Tensor:
-        tp = self.share.mesh.tp
+        tp = self.shard.mesh.tp
         x_TD = x_TD + tp.all_reduce(linear(self.attend(rms_norm(x_TD, self.attn_norm, EPS), batch, cache.stores["kv"]), self.wo))
         gate, up = linear(rms_norm(x_TD, self.ffn_norm, EPS), self.w13).split(self.inner, 1)
         return x_TD + tp.all_reduce(linear(nn.functional.silu(gate) * up, self.w2))
@@ -202,17 +202,17 @@ class Tiny(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.numerics = config, numerics
-        share = self.share = Share.of(config, TENSORS, mesh or Mesh.single(), dispatcher, redundant_experts)
-        self.embed = parameter(len(share.vocab), config.hidden_size, numerics=numerics, dtype=numerics.dtype)
-        self.layers = nn.ModuleList(Layer(config, numerics, share, i) for i in share.layers)
+        shard = self.shard = ModelShard.of(config, TENSORS, mesh or Mesh(), dispatcher, redundant_experts)
+        self.embed = parameter(len(shard.vocab), config.hidden_size, numerics=numerics, dtype=numerics.dtype)
+        self.layers = nn.ModuleList(Layer(config, numerics, shard, i) for i in shard.layers)
         self.norm = parameter(config.hidden_size, numerics=numerics)
-        self.head = Matrix(len(share.vocab), config.hidden_size, numerics=numerics)
+        self.head = Matrix(len(shard.vocab), config.hidden_size, numerics=numerics)
         self.hidden_shape = (config.hidden_size,)
         self.frequencies = rope_frequencies(config.head_dim, config.theta).to(numerics.device)
 
     @property
     def state_spec(self) -> StateSpec:
-        return state_spec(self.config, self.numerics, self.share, drafter=False)
+        return state_spec(self.config, self.numerics, self.shard, drafter=False)
 
     def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> TinyBatch:
         positions_T, sequence_T = paging.positions_T.long(), paging.sequence_T.long()
@@ -228,14 +228,14 @@ class Tiny(nn.Module):
         )
 
     def forward(self, batch: TinyBatch, caches: Sequence[LayerCache], hidden: Tensor | None = None) -> Tensor:
-        x_TD = embedding(self.share.mesh.tp, self.embed, self.share.vocab, batch.token_ids_T)
+        x_TD = embedding(self.shard.mesh.tp, self.embed, self.shard.vocab, batch.token_ids_T)
         for layer, cache in zip(self.layers, caches, strict=True):
             x_TD = layer(x_TD, batch, cache)
         return x_TD
 
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         x_TD = rms_norm(hidden, self.norm, EPS)
-        return side_by_side(self.share.mesh.tp, lambda place: linear(x_TD, self.head, torch.float32, out=place), out)
+        return side_by_side(self.shard.mesh.tp, lambda place: linear(x_TD, self.head, torch.float32, out=place), out)
 
     @contextmanager
     def brief(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ def step_of(
     *,
     slots: Sequence[int] | None = None,
     drafts: Sequence[int] | None = None,
-    carry: Sequence[int] | None = None,
+    copies: Sequence[int] | None = None,
     padding: int = 0,
     singles: bool = False,
     seed: int = 0,
@@ -27,8 +27,8 @@ def step_of(
     """Describe a step of sequences with ``lens`` new tokens from positions ``starts``, followed by tokens of padding.
 
     A sequence keeps its pages from step to step as long as ``seed`` and the number of sequences stay. With singles, padding is
-    sequences of one token each; without, there is one more sequence, an empty one. ``drafts`` of the new tokens are guesses, and
-    ``carry`` is the copy of its accumulators that a sequence starts from.
+    sequences of one token each; without, there is one more sequence, an empty one. ``drafts`` of the new tokens are draft tokens.
+    ``copies`` are the copies of the compressor state that the sequences start from.
     """
     count = len(starts)
     assert all(length == 1 for length in lens) if singles else min(lens, default=0) >= 0, lens
@@ -62,7 +62,7 @@ def step_of(
         rows_S=ints([*rows, *range(sum(lens), sum(lens) + blank)]),
         lens_S=ints([*lens, *([1] if singles else [0]) * blank]),
         drafts_S=ints([*(drafts or [0] * count), *[0] * blank]),
-        state_copy_S=ints([*(carry or [0] * count), *[0] * blank]),
+        state_copy_S=ints([*(copies or [0] * count), *[0] * blank]),
         grow_SP=ints(pages_of).view(-1, grow_pages),
         window_SP=ints([table + [-1] * (wide - len(table)) for table in tables] + [[-1] * wide] * blank).view(-1, wide),
         window_first_S=ints([*firsts, *[0] * blank]),

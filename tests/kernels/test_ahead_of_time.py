@@ -1,8 +1,8 @@
 """Every kernel compiles to some work for every GPU it is launched on, within that chip's shared memory, on a machine without one.
 
 What is compiled is what the launchers ask for on a pretended chip (``launches.py``). Some of each kernel's specializations are
-compiled, the one with the largest constants among them: both ends for sm_90 and for the oldest chip, which lacks instructions.
-Processes share the work; an unchanged kernel comes from Triton's cache.
+compiled, the one with the largest constants among them: more for the chip at hand, both ends for the oldest, which lacks
+instructions. Processes share the work; an unchanged kernel comes from Triton's cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,16 @@ from tests.kernels.launches import CHIPS, launches
 # Bytes of shared memory that one program may use.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 REGISTERS = 1 << 16  # of a multiprocessor; a thread has at most 255, which count as 256
-MOST = {80: 2, 89: 1, 90: 2, 100: 1, 120: 1}  # specializations of one kernel
+MOST = {80: 2, 89: 1, 90: 4, 100: 1, 120: 1}  # specializations of one kernel
+# Constants with which a source is compiled to another kernel: for FP8 or bfloat16, packed or unquantized rows, one product or two.
+KINDS = {
+    "_product_kernel": "FP8_X",
+    "_row_kernel": "PAIR",
+    "_attend_kernel": "PACKED",
+    "_merge_kernel": "FILLS",
+    "_latent_kernel": "KIND",
+    "_heads_kernel": "FP4_LOG",
+}
 LEAST_CAPABILITY = {"gemm.decode_1_triton": 89}  # of modules whose kernels need e4m3
 WRITES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:st|red|atom)\.(?:\w+\.)*global\b", re.MULTILINE)  # PTX, with or without a predicate
 # The wait for the kernel before, and whatever touches global memory.
@@ -78,11 +87,11 @@ def chosen(every: list[Specialization], most: int) -> list[Specialization]:
     return [every[at] for at in sorted({last - round(i * last / gaps) for i in range(most)})]
 
 
-def by_operands(every: list[Specialization]) -> list[list[Specialization]]:
-    """Return specializations by what they multiply: products of FP8 are compiled to another kernel than those of bfloat16."""
+def by_kind(every: list[Specialization]) -> list[list[Specialization]]:
+    """Return specializations by the constant of ``KINDS``."""
     kinds: dict[object, list[Specialization]] = {}
     for one in every:
-        kinds.setdefault(constants_of(one).get("FP8_X"), []).append(one)
+        kinds.setdefault(constants_of(one).get(KINDS.get(one.name, "")), []).append(one)
     return list(kinds.values())
 
 
@@ -146,9 +155,7 @@ def work(request: pytest.FixtureRequest) -> Iterator[Work]:
                     found.setdefault(Case(one.module, one.name, chip), []).append(one)
             compiling = {
                 case: [
-                    pool.submit(compile_one, one)
-                    for kind in by_operands(found[case])
-                    for one in chosen(kind, MOST[case.capability])
+                    pool.submit(compile_one, one) for kind in by_kind(found[case]) for one in chosen(kind, MOST[case.capability])
                 ]
                 for case in sorted(wanted & found.keys(), key=str)
             }

@@ -10,10 +10,7 @@ from dsv4lite.kernels.attention import BLOCK, AttentionInputs, paged_attention, 
 from dsv4lite.kernels.rope import rope, rope_angles
 from dsv4lite.kernels.rows import Fp8Kv
 from tests.kernels.paged import attention_bound, fill_store, make_paging, pages_of, simulate
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from tests.kernels.tensors import cpu_random as random
 
 
 def masks(tokens: int, rows: int, seed: int = 3) -> Tensor:

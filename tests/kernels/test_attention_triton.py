@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.attention import AttentionInputs, paged_attention
-from dsv4lite.kernels.rope import rope_angles
+from dsv4lite.kernels.rope import rope, rope_angles
 from dsv4lite.kernels.rows import Fp8Kv, RowFormat, RowStore, UnquantizedRow, pack_rows
 from tests.kernels.paged import attention_bound, fill_store, make_paging, pages_of
+from tests.kernels.tensors import DEVICE, ON_GPU
 
 triton = pytest.importorskip("triton")
 
 from dsv4lite.kernels.attention import triton as attention_triton  # noqa: E402
+from dsv4lite.kernels.attention.merge_triton import merged  # noqa: E402
 from dsv4lite.kernels.attention.triton import Tile, paged_attention_triton, tile_for, unquantized_tile_for  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 Steps = Sequence[tuple[int, int]]
 
 
@@ -51,7 +51,7 @@ SMALL = Layer(heads=4, nope=24, rope=8, top_k=9, window=8, dtype=torch.float32)
 def case(layer: Layer, steps: Steps, splits: int = 1, *, padding: int = 0, room: int = 0) -> AttentionInputs:
     """Return random inputs; ``room`` bytes lie between the step's rows."""
     generator, fmt = torch.Generator().manual_seed(1), layer.format
-    paging = make_paging(steps, DEVICE, padding=padding)
+    paging = replace(make_paging(steps, DEVICE, padding=padding), splits=splits)
     tokens, dtype = len(paging.positions_T), layer.dtype or torch.bfloat16
     q = (2 * torch.randn(tokens, layer.heads, fmt.width, generator=generator)).to(dtype).to(DEVICE)
     packed = pack_rows(fmt, torch.randn(tokens, fmt.width, generator=generator).to(dtype)).to(DEVICE)
@@ -78,7 +78,6 @@ def case(layer: Layer, steps: Steps, splits: int = 1, *, padding: int = 0, room:
         sin,
         layer.ratio,
         selected,
-        splits,
         layer.window,
     )
 
@@ -113,6 +112,8 @@ PACKED: list[tuple[Layer, Steps, int]] = [
     (replace(TINY, top_k=None), [(400, 1), (130, 2)], 2),
     (replace(TINY, ratio=128, top_k=None), [(127, 1), (1300, 2)], 3),
     (replace(TINY, ratio=0, top_k=None), [(63, 2), (1000, 1)], 2),
+    (replace(TINY, heads=64), [(300, 1)], 1),
+    (replace(TINY, nope=192), [(300, 1)], 2),
     (replace(TINY, heads=21, window=8, top_k=9), [(6, 3), (90, 1)], 1),
     (replace(FLASH, heads=16, top_k=64), [(290, 1)], 1),
 ]
@@ -123,7 +124,7 @@ UNQUANTIZED: list[tuple[Layer, Steps, int]] = [
     (replace(SMALL, ratio=0, top_k=None, heads=17, window=70), [(63, 1), (200, 1)], 2),
     (replace(SMALL, nope=36, rope=64, window=128), [(290, 1)], 1),  # both halves of the channels rotate
 ]
-if CUDA:
+if ON_GPU:
     prefill: list[tuple[Steps, int]] = [([(0, 300)], 1), ([(5000, 70), (100, 1), (9000, 1)], 1)]
     decode: list[tuple[Steps, int]] = [([(1023, 1), (70000, 1), (0, 1)], 2), ([(1023, 1), (70000, 1), (0, 1), (2600, 1)], 3)]
     layers = (
@@ -135,9 +136,29 @@ if CUDA:
     PACKED += [(layer, steps, splits) for layer in (*layers, TINY) for steps, splits in (*prefill, *decode)]
     layers = (FLASH, replace(FLASH, heads=20, top_k=64), *layers[2:])
     decode += [([(70001, 1), (40, 1)], 16)]
+    decode += [([(1023, 1), (70000, 1), (0, 1)], 4)]
     wide = [replace(layer, dtype=torch.float32) for layer in layers]
     UNQUANTIZED += [(layer, steps, splits) for layer in wide for steps, splits in (*prefill, *decode)]
-CASES = [*PACKED, *UNQUANTIZED, *((replace(layer, dtype=torch.bfloat16), *other) for layer, *other in UNQUANTIZED)]
+# Few tokens (``decode_attention_triton``), whose KV splits ``merged`` adds.
+SLIDING = replace(TINY, ratio=0, top_k=None)
+DECODE: list[tuple[Layer, Steps, int]] = [
+    (TINY, [(700, 1), (5, 1)], 8),  # one token each: listed entries, and a window that fills
+    (TINY, [(62, 2), (600, 1)], 4),
+    (replace(TINY, top_k=256), [(62, 2), (600, 1)], 4),  # all entries, pieces in a loop
+    (replace(TINY, ratio=128, top_k=None), [(40000, 1)], 4),  # entries of many pages
+    (replace(TINY, ratio=128, top_k=None), [(2000, 1)], 16),  # small pieces
+    (replace(SLIDING, window=133), [(500, 2)], 8),  # four pages of the window
+    (replace(TINY, heads=21, window=8, top_k=9), [(90, 1)], 4),
+    (replace(TINY, nope=192), [(300, 1)], 9),
+    (replace(FLASH, heads=16, top_k=64), [(290, 1)], 8),
+]
+REAL_DECODE: list[tuple[Layer, Steps, int]] = [
+    (layer, steps, splits)
+    for layer in (FLASH, replace(FLASH, heads=128), replace(FLASH, ratio=128, top_k=None), replace(FLASH, ratio=0, top_k=None))
+    for steps, splits in (([(0, 1), (1023, 1), (70000, 1)], 16), ([(40, 3), (9000, 2), (2600, 1)], 8), ([(700, 13)], 4))
+]
+DECODE += REAL_DECODE if ON_GPU else []
+CASES = [*PACKED, *DECODE, *UNQUANTIZED, *((replace(layer, dtype=torch.bfloat16), *other) for layer, *other in UNQUANTIZED)]
 
 
 @pytest.mark.parametrize(("layer", "steps", "splits"), CASES)
@@ -146,11 +167,11 @@ def test_kernel_equals_the_reference(layer: Layer, steps: Steps, splits: int) ->
 
 
 @pytest.mark.parametrize(
-    ("layer", "splits"),
-    [(replace(TINY, heads=64), 1), (replace(TINY, nope=192, heads=20), 3), (replace(FLASH, heads=16, top_k=64), 1)],
+    "layer", [TINY, replace(TINY, heads=64), replace(TINY, nope=192, heads=20), replace(FLASH, heads=16, top_k=64)]
 )
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("tile", sorted({tile_for(64, capability) for capability in (80, 90, 100)}, key=repr), ids=repr)
-@pytest.mark.skipif(CUDA, reason="a chip runs its own tiles")
+@pytest.mark.skipif(ON_GPU, reason="a chip runs its own tiles")
 def test_every_tile_equals_the_reference(tile: Tile, splits: int, layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_triton, "tile_for", lambda *given: tile)
     equals_the_reference(case(layer, [(300, 1)], splits))
@@ -159,11 +180,14 @@ def test_every_tile_equals_the_reference(tile: Tile, splits: int, layer: Layer, 
 TILES = sorted({unquantized_tile_for(64, n, 1, c) for n in (1024, 2048) for c in (80, 90)}, key=repr)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("tile", TILES, ids=repr)
-@pytest.mark.skipif(CUDA, reason="a chip runs its own tiles")
-def test_every_tile_for_unquantized_rows_equals_the_reference(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(ON_GPU, reason="a chip runs its own tiles")
+def test_every_tile_for_unquantized_rows_equals_the_reference(
+    tile: Tile, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention_triton, "unquantized_tile_for", lambda *given: tile)
-    equals_the_reference(case(replace(SMALL, heads=20, dtype=torch.bfloat16), [(300, 1)]))
+    equals_the_reference(case(replace(SMALL, heads=20, dtype=dtype), [(300, 1)]))
 
 
 def test_bfloat16_is_no_farther_from_float32_than_the_reference() -> None:
@@ -174,7 +198,7 @@ def test_bfloat16_is_no_farther_from_float32_than_the_reference() -> None:
         wide.memory.view(torch.float32).copy_(store.memory.view(torch.bfloat16))
         return wide
 
-    layer = FLASH if CUDA else replace(SMALL, heads=16, nope=56, top_k=None, window=128)
+    layer = FLASH if ON_GPU else replace(SMALL, heads=16, nope=56, top_k=None, window=128)
     for splits in (1, 4):
         given = case(replace(layer, dtype=torch.bfloat16), [(1100, 2)], splits)
         assert given.entries is not None
@@ -185,25 +209,38 @@ def test_bfloat16_is_no_farther_from_float32_than_the_reference() -> None:
         assert theirs > 0 and ours < 1.03 * theirs
 
 
-def test_fresh_rows_may_be_spread_out() -> None:
-    given = case(TINY, [(300, 3)], room=8)
+@pytest.mark.parametrize(("layer", "steps", "splits"), [DECODE[0], *DECODE[5:8], *DECODE[9:]])
+def test_queries_may_come_as_their_product_left_them(layer: Layer, steps: Steps, splits: int) -> None:
+    """Neither normed nor rotated, in rows that hold more."""
+    given = case(layer, steps, splits)
+    rows = torch.nn.functional.pad(3 * given.q_THC.flatten(1), (0, 128), value=torch.nan)
+    raw = rows[:, : given.q_THC[0].numel()].unflatten(1, given.q_THC.shape[1:])
+    given = given._replace(q_THC=raw, norm_eps=1e-6)
+    close(kernel(given), paged_attention.reference(given))
+
+
+@pytest.mark.parametrize(("tokens", "splits"), [(3, 1), (2, 4)])
+def test_fresh_rows_may_be_spread_out(tokens: int, splits: int) -> None:
+    given = case(TINY, [(300, tokens)], splits, room=8)
     assert given.fresh_TB.stride(0) % 16 == 0
     equals_the_reference(given)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's; infinity is meant
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("layer", [TINY, replace(SMALL, dtype=torch.bfloat16)], ids=["packed", "unquantized"])
-def test_padding_gives_zeros_and_reads_nothing(layer: Layer, splits: int) -> None:
-    given = case(layer, [(200, 2)], splits, padding=2)
-    given.fresh_TB[2:] = 0x7F
+@pytest.mark.parametrize(
+    ("layer", "tokens", "splits"),
+    [(TINY, 2, 1), (TINY, 2, 3), (SLIDING, 1, 8), *((replace(SMALL, dtype=torch.bfloat16), 2, splits) for splits in (1, 3))],
+)
+def test_padding_gives_zeros_and_reads_nothing(layer: Layer, tokens: int, splits: int) -> None:
+    given = case(layer, [(200, tokens)], splits, padding=tokens)
+    given.fresh_TB[tokens:] = 0x7F
     equals_the_reference(given)
     got = kernel(given)
-    assert got[:2].ne(0).any() and got[2:].eq(0).all()
+    assert got[:tokens].ne(0).any() and got[tokens:].eq(0).all()
 
 
 @pytest.mark.parametrize(
-    ("steps", "splits"), [([(126, 2)], 1), *([([(200, 5), (2, 5), (126, 5)], n) for n in (1, 3)] if CUDA else [])]
+    ("steps", "splits"), [([(126, 2)], 1), *([([(200, 5), (2, 5), (126, 5)], n) for n in (1, 3)] if ON_GPU else [])]
 )
 def test_rows_of_a_block_see_each_other(steps: Steps, splits: int) -> None:
     """A drafter's block: every row has the position of the last one, and sees so many rows farther back."""
@@ -235,7 +272,7 @@ def test_what_a_token_does_not_see_changes_nothing(splits: int) -> None:
     assert torch.equal(kernel(given)[0], wanted[0])
 
 
-def only(given: AttentionInputs, t: int, *, singles: bool = True) -> AttentionInputs:
+def only(given: AttentionInputs, t: int, *, singles: bool) -> AttentionInputs:
     """Return a step of one token of a step whose sequences have one token each."""
     p, part = given.paging, slice(t, t + 1)
     names = ("first_S", "grow_SP", "window_SP", "window_first_S", "positions_T")
@@ -246,11 +283,15 @@ def only(given: AttentionInputs, t: int, *, singles: bool = True) -> AttentionIn
     return given._replace(paging=paging, selected_TK=selected, **tensors)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("layer", [TINY, SMALL], ids=["packed", "unquantized"])
-def test_a_token_alone_has_the_same_bits(layer: Layer, splits: int) -> None:
-    given = case(layer, [(700, 1), (5, 1), (54, 1)], splits)
-    assert torch.equal(kernel(only(given, 2))[0], kernel(given)[2])
+ALONE = [(layer, [(700, 1), (5, 1), last], splits) for layer, last in ((TINY, (254, 1)), (SMALL, (54, 1))) for splits in (1, 3)]
+
+
+@pytest.mark.parametrize(("layer", "steps", "splits"), [*ALONE, (TINY, [(5, 1), (254, 1)], 8)])
+def test_a_token_alone_has_the_same_bits(layer: Layer, steps: Steps, splits: int) -> None:
+    given = case(layer, steps, splits)
+    together = kernel(given)
+    for singles in (True, False):
+        assert torch.equal(kernel(only(given, len(steps) - 1, singles=singles))[0], together[-1])
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's; infinity is meant
@@ -259,3 +300,28 @@ def test_sink_takes_all_or_nothing() -> None:
         given = case(TINY, [(300, 1)], splits)
         assert kernel(given._replace(sink_H=torch.full_like(given.sink_H, 1e4))).eq(0).all()
         equals_the_reference(given._replace(sink_H=torch.full_like(given.sink_H, float("-inf"))))
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's; infinity is meant
+@pytest.mark.parametrize(
+    ("splits", "fills", "used"),
+    [(2, True, [2, 1, 2, 0]), (4, False, [4, 2, 4, 2]), (16, False, [10, 2, 6, 2])],
+    ids=["two", "four", "in two chunks"],
+)
+def test_used_splits_are_added_and_others_ignored(splits: int, fills: bool, used: list[int]) -> None:
+    """In float64, of tokens with 500, 0 and 251 entries, the second in a window that fills; and padding."""
+    given = case(replace(TINY, top_k=None), [(1999, 1), (2, 1), (1003, 1)], splits, padding=1)
+    generator = torch.Generator().manual_seed(0)
+    parts, stats = (part.copy_(torch.randn(part.shape, generator=generator)) for part in given.room_for_splits())
+    stats[..., 1] = stats[..., 1].abs() + 1
+    for t, count in enumerate(used):
+        parts[count:, t], stats[count:, t] = torch.nan, torch.nan
+    parts[:, 3], stats[:, 3, :, 0], stats[:, 3, :, 1] = 0.0, -1e30, 0.0
+    got = merged(given, parts, stats, 64, fills=fills)
+    assert got[3].eq(0).all()
+    for t, count in enumerate(used[:3]):
+        weight = torch.exp2(stats[:count, t, :, 0].double())
+        total = (weight * stats[:count, t, :, 1]).sum(0) + given.sink_H.double().exp()
+        exact = (weight[..., None] * parts[:count, t]).sum(0) / total[:, None]
+        wanted = rope(exact.float()[None], given.cos[t : t + 1], given.sin[t : t + 1], inverse=True)
+        assert ((got[t].float() - wanted).abs() <= attention_bound(wanted)).all()

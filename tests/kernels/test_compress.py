@@ -25,13 +25,10 @@ from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, RowFormat, RowStore
 from tests.kernels.paged import simulate
 from tests.kernels.steps import step_of
+from tests.kernels.tensors import cpu_random as random
 
 WIDTH = 6
 RATIOS = (1, 4, 8, 128)
-
-
-def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def sets_of(ratio: int) -> int:
@@ -133,6 +130,17 @@ def test_sequences_of_one_step_are_independent(data: st.DataObject, ratio: int) 
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
+def test_state_of_another_sequence_is_not_read(ratio: int) -> None:
+    """A sequence that starts at a boundary reads its own state only; the second segment of a step starts without one."""
+    p, poisoned = prompt(3 * ratio, ratio), prompt(3 * ratio, ratio, 5)
+    expected, _ = run(p, [], ratio)
+    p.start = 0
+    state = torch.cat([torch.full((1, sets_of(ratio), 3, WIDTH), float("nan")), empty_state(1, sets_of(ratio), WIDTH)])
+    closed, _ = step([poisoned, p], [3 * ratio, 3 * ratio], state, ratio)
+    assert torch.equal(torch.stack([entry for _, entry in closed[1]]), expected)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
 def test_closed_group_leaves_nothing_but_the_next_ones_lower_half(ratio: int) -> None:
     _, state = run(prompt(2 * ratio, ratio), [], ratio)
     fresh = empty_state(1, 1, WIDTH)
@@ -160,6 +168,18 @@ def test_gradients_equal_those_of_the_softmax(ratio: int) -> None:
     for ours, theirs in zip(got, expected, strict=True):
         assert torch.isfinite(ours).all()
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_segments_name_places_groups_and_boundaries() -> None:
+    s = make_segments([Span(2, 7), Span(7, 1, 7), Span(4, 4, 8)], 4)
+    # positions 2 3 | 4 5 6 7 | 8      7      4 5 6 7
+    assert s.sequence_G.tolist() == [0, 0, 0, 1, 2]
+    assert s.first_G.tolist() == [True, False, False, True, True]
+    assert s.last_S.tolist() == [2, 3, 4] and s.open_S.tolist() == [True, False, False]
+    assert s.closed_E.tolist() == [0, 1, 3, 4] and s.positions_E.tolist() == [0, 4, 4, 4]
+    assert s.missing_GL is not None
+    rows = [row[~gone].tolist() for row, gone in zip(s.tokens_GL, s.missing_GL, strict=True)]
+    assert rows == [[0, 1], [2, 3, 4, 5], [6], [7], [8, 9, 10, 11]]
 
 
 # ---------------------------------------------------------------------------------------------------------- a step into the store
@@ -222,7 +242,7 @@ def test_state_before_each_draft_is_kept(ratio: int, start: int) -> None:
 
     def run(state: Tensor, store: RowStore, rows: Tensor, position: int, num_drafts: int, copy: int) -> None:
         paging = step_of(
-            [1, position, 2], [3, len(rows), 1], slots=[1, 2, 0], drafts=[2, num_drafts, 0], carry=[0, copy, 0], padding=1
+            [1, position, 2], [3, len(rows), 1], slots=[1, 2, 0], drafts=[2, num_drafts, 0], copies=[0, copy, 0], padding=1
         )
         angles = rope_angles(paging.positions_T // ratio * ratio, freq)
         step = torch.cat([projected[:3], rows, projected[:1], torch.full((1, rows.shape[1]), float("nan"))])

@@ -10,6 +10,7 @@ from dsv4lite.kernels.compress import OVERLAP_RATIO, CompressInputs, compress_st
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, RowFormat, RowStore, UnquantizedRow
 from tests.kernels.steps import step_of
+from tests.kernels.tensors import DEVICE, ON_GPU
 
 triton = pytest.importorskip("triton")
 
@@ -17,8 +18,6 @@ from dsv4lite.kernels.compress.triton import SEQUENCE_TOKENS, compress_step_trit
 
 pytestmark = pytest.mark.kernel
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 Turn = tuple[list[int], int, bool]  # lengths, padding, singles
 CASES: list[tuple[int, RowFormat, bool]] = [
     (4, Fp8Kv(64, 64), False),
@@ -29,7 +28,7 @@ CASES: list[tuple[int, RowFormat, bool]] = [
     (4, UnquantizedRow(32, torch.float32), False),
     (8, UnquantizedRow(100, torch.bfloat16), False),
 ]
-CASES += [(4, Fp8Kv(448, 64), False), (128, Fp8Kv(448, 64), False)] if CUDA else []
+CASES += [(4, Fp8Kv(448, 64), False), (128, Fp8Kv(448, 64), False)] if ON_GPU else []
 
 
 class Run:
@@ -55,7 +54,7 @@ class Run:
     def step(self, lens: list[int], padding: int, singles: bool, reference: bool = False, drafts: list[int] | None = None) -> None:
         slots = [*range(1, len(lens)), 0]
         paging = step_of(
-            self.starts, lens, slots=slots, drafts=drafts, carry=self.copies, padding=padding, singles=singles, device=DEVICE
+            self.starts, lens, slots=slots, drafts=drafts, copies=self.copies, padding=padding, singles=singles, device=DEVICE
         )
         parts = [rows[start : start + count] for rows, start, count in zip(self.projected, self.starts, lens, strict=True)]
         blank = torch.full((padding, self.projected.shape[2]), float("nan"), device=DEVICE)

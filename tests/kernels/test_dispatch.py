@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4lite.kernels import dispatch
-from dsv4lite.kernels.dispatch import capability_of, on_gpu, use_triton
+from dsv4lite.kernels.dispatch import by_most, capability_of, on_gpu, use_triton
 
 META = torch.device("meta")
 
@@ -23,6 +23,11 @@ def test_a_test_can_pretend_a_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, device=META)
     assert use_triton(x) and not use_triton(x.requires_grad_())
     assert (capability_of(META), capability_of(torch.device("cpu"))) == (89, 120)
+
+
+def test_choice_is_the_first_one_that_is_for_so_many() -> None:
+    table = ((0, "none"), (16, "few"), (None, "many"))
+    assert [by_most(table, count) for count in (0, 1, 16, 17, None)] == ["none", "few", "few", "many", "many"]
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsv4lite.kernels.quantize import quantize_fp8
+from tests.kernels.tensors import DEVICE
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -13,8 +14,6 @@ import triton.language as tl  # noqa: E402
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16  # noqa: E402
 
 pytestmark = pytest.mark.kernel
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @triton.jit

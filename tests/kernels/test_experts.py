@@ -1,4 +1,4 @@
-"""Expert weights in tiles, and the references of quantized and unquantized experts against the formula."""
+"""Expert weights in tiles, and the references of quantized, unquantized and few tokens' experts against the formula."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.experts import ExpertInputs, Tiles, can_tile, experts_forward, experts_outputs
+from dsv4lite.kernels.experts import (
+    ExpertInputs,
+    ExpertSum,
+    Tiles,
+    can_tile,
+    experts_forward,
+    experts_outputs,
+    scale_words,
+    sum_experts,
+)
+from dsv4lite.kernels.experts.decode_small import MoeInputs, moe_decode_small
+from dsv4lite.kernels.gemm import fp8_linear
 from dsv4lite.kernels.quantize import dequantize_fp8, dequantize_matrix, quantize_fp8, round_fp8
-from dsv4lite.kernels.swiglu import swiglu
+from dsv4lite.kernels.routing import Router, route
+from dsv4lite.kernels.swiglu import swiglu, swiglu_quantize
+from tests.kernels.tensors import cpu_random as random
 
 
 def forward(*given: Tensor | Tiles | float, shared: Tensor | None = None, partial: bool = False) -> Tensor:
@@ -160,15 +173,45 @@ def test_parts_of_the_width_add_up_without_a_rounding() -> None:
     assert torch.equal(exact.bfloat16(), experts_outputs(ExpertInputs(codes, scales, *routed, *whole, 0.5))[:, 0])
 
 
+# Few tokens, all parts together.
+
+
+def random_tiles(count: int, rows: int, columns: int) -> Tiles:
+    codes, scales = Tiles.shapes(count, rows, columns, fp4=True)
+    words = scale_words(torch.randint(118, 120, (*scales, 4)), torch.tensor([92]))[..., 0]
+    return Tiles(torch.randint(0, 256, codes, dtype=torch.uint8), words.contiguous())
+
+
+def test_sum_of_few_tokens_is_that_of_each_part_by_itself() -> None:
+    torch.manual_seed(0)
+    tokens, count, hidden, width, top_k = 5, 6, 256, 128, 3
+    x, h, logits = torch.randn(tokens, hidden).bfloat16(), torch.randn(tokens, 2 * width).bfloat16(), torch.randn(tokens, count)
+    bias, ids, positions = torch.rand(count), torch.arange(tokens), torch.tensor([4, -1, 0, 7, -1])
+    shared = torch.randn(hidden, width).to(torch.float8_e4m3fn), torch.full((2, 1), 120, dtype=torch.uint8)
+    w13, w2 = random_tiles(count, 2 * width, hidden), random_tiles(count, hidden, width)
+    rounded = quantize_fp8(x, 128)
+    for router in (
+        Router(top_k, 1.5, bias, None, ids, positions),
+        Router(top_k, 2.0, None, torch.rand(9, count).topk(top_k).indices, ids, None),
+    ):
+        parts = moe_decode_small(MoeInputs(logits, router, *rounded, h, *shared, w13, w2, 10.0))
+        chosen, weights = route(logits, router)
+        added = fp8_linear(*swiglu_quantize(h, 10.0), *shared)
+        assert torch.equal(parts.slots_TK, chosen) and torch.equal(parts.shared_TD, added)
+        expected = experts_forward(ExpertInputs(*rounded, chosen, weights, w13, w2, 10.0), added)
+        assert torch.equal(sum_experts(parts), expected) and not torch.equal(expected, added)
+
+
+def test_what_no_expert_has_written_is_not_added() -> None:
+    chosen = torch.tensor([[0, 2], [1, 3], [3, 3]])
+    outputs = torch.tensor([1.0, 2.0, 4.0, torch.nan, torch.inf, torch.nan], dtype=torch.bfloat16).view(3, 2, 1)
+    shared = torch.full((3, 1), 0.5, dtype=torch.bfloat16)
+    assert sum_experts(ExpertSum(chosen, outputs, shared, 3)).tolist() == [[3.5], [4.5], [0.5]]
+
+
 # Unquantized.
 
 EXPERTS, HIDDEN, WIDTH, LIMIT = 5, 24, 12, 0.8
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=generator(seed))
-
-
 W13, W2 = random(EXPERTS, 2 * WIDTH, HIDDEN, seed=1) / 4, random(EXPERTS, HIDDEN, WIDTH, seed=2) / 4
 
 
@@ -194,6 +237,24 @@ def test_each_token_sums_its_experts_and_the_shared_one(tokens: int) -> None:
         for expert, weight in zip(chosen[t].tolist(), weights[t].tolist(), strict=True):
             wanted = wanted + one(x[t], expert, weight) if expert < EXPERTS else wanted
         torch.testing.assert_close(got[t].double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_padding_of_unquantized_experts_gets_the_shared_expert_alone(tokens: int) -> None:
+    x, shared = torch.full((tokens, HIDDEN), float("nan")), random(tokens, HIDDEN)
+    chosen = torch.full((tokens, 2), EXPERTS)
+    assert torch.equal(unquantized(x, chosen, torch.zeros(tokens, 2), W13, W2, LIMIT, shared=shared), shared)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+def test_sum_without_a_shared_expert_is_not_rounded(tokens: int) -> None:
+    x, weights = random(tokens, HIDDEN, seed=3).bfloat16(), random(tokens, 2, seed=5).abs()
+    chosen = torch.stack([torch.arange(tokens) % 3, 3 + torch.arange(tokens) % 3], 1)
+    got = unquantized(x, chosen, weights, W13, W2, LIMIT)
+    shared = random(tokens, HIDDEN, seed=4).bfloat16()
+    assert got.dtype == torch.float32 and got.shape == x.shape
+    assert torch.equal((got + shared).bfloat16(), unquantized(x, chosen, weights, W13, W2, LIMIT, shared=shared))
+    assert tokens == 0 or not torch.equal(got, got.bfloat16().float())
 
 
 @pytest.mark.parametrize("tokens", [1, 6])

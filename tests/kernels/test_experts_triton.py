@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.experts import TILE_ROWS, ExpertInputs, ExpertSum, Tiles, experts_outputs, scale_words, sum_experts
 from dsv4lite.kernels.quantize import quantize_fp8
+from tests.kernels.tensors import DEVICE, ON_GPU
 
 pytest.importorskip("triton")
 
@@ -19,10 +20,8 @@ from dsv4lite.kernels.experts.grouping_triton import Block, Groups, block_for, g
 from dsv4lite.kernels.experts.triton import BLOCKS, DECODE_BLOCKS, combine_triton, experts_outputs_triton
 from dsv4lite.kernels.experts.unquantized_triton import UNQUANTIZED_BLOCKS
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("poison")]
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 LIMIT = 10.0
 
 
@@ -78,14 +77,6 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
     assert error.square().mean().sqrt() <= size / 512, float(error.square().mean().sqrt() / size)
 
 
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """Fill what is not initialised with NaN and the largest integers."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 # What the interpreter sees of a block is its size.
 EVERY_BLOCK = list({block if ON_GPU else (block.rows, block.tiles): block for _, block in (*DECODE_BLOCKS, *BLOCKS)}.values())
 SHAPES = [pytest.param(5, 256, 128, 2, id="small")]
@@ -94,7 +85,7 @@ if ON_GPU:
 
 
 @pytest.mark.parametrize("fp4", [True, False])
-@pytest.mark.parametrize("tokens", [1, 3, 21] if ON_GPU else [1, 21])
+@pytest.mark.parametrize("tokens", [1, 3, 21])
 @pytest.mark.parametrize(("count", "hidden", "width", "top_k"), SHAPES)
 def test_kernels_agree_with_the_reference(count: int, hidden: int, width: int, top_k: int, tokens: int, fp4: bool) -> None:
     w13, w2 = experts(count, hidden, width, fp4=fp4)
@@ -144,7 +135,9 @@ def test_a_token_does_not_depend_on_the_others() -> None:
         assert torch.equal(forward(*(x[part].contiguous() for x in given), w13, w2, LIMIT), together[part])
 
 
-def test_all_tokens_may_choose_the_same_experts() -> None:
+@pytest.mark.parametrize("counted", [False, True])
+def test_all_tokens_may_choose_the_same_experts(counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouping_triton, "COUNT_FROM", 1 if counted else 1 << 30)
     w13, w2 = experts(7, 128, 128, fp4=True)
     codes, scales, chosen, weights = inputs(35, 128, 7, 2)
     chosen = torch.tensor([2, 5], device=DEVICE).repeat(35, 1)
@@ -158,6 +151,14 @@ def test_clamps_bite() -> None:
     small, large = (forward(*given, w13, w2, limit) for limit in (0.05, LIMIT))
     assert_close(small, forward_ref(*given, w13, w2, 0.05))
     assert not torch.equal(small, large)
+
+
+def test_shared_expert_is_added_last_and_rounded_once() -> None:
+    w13, w2 = experts(3, 128, 128, fp4=True)
+    given = inputs(5, 128, 3, 2)
+    shared = torch.randn(5, 128, generator=generator(3)).bfloat16().to(DEVICE)
+    got = forward(*given, w13, w2, LIMIT, shared=shared)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, (forward(*given, w13, w2, LIMIT) + shared.float()).bfloat16())
 
 
 def test_outputs_are_those_of_each_expert_where_there_is_one() -> None:
@@ -280,6 +281,14 @@ def test_padding_of_unquantized_experts_gets_the_shared_expert_alone(tokens: int
     x, chosen, weights, *rest, shared = unquantized(tokens, 4, 2, 32, 32, torch.bfloat16)
     given = (torch.full_like(x, float("nan")), torch.full_like(chosen, 4), weights, *rest, shared)
     assert torch.equal(run(given), shared)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+def test_unquantized_sum_without_a_shared_expert_is_not_rounded(dtype: torch.dtype) -> None:
+    *given, shared = unquantized(5, 4, 2, 32, 48, dtype)
+    got = forward(given[0], None, *given[1:], 0.9)
+    assert got.dtype == torch.float32
+    assert torch.equal((got + shared).to(dtype), run((*given, shared)))
 
 
 def test_part_of_an_unquantized_result_is_not_rounded() -> None:

@@ -18,10 +18,7 @@ from dsv4lite.kernels.gemm import (
     scale_rows,
 )
 from dsv4lite.kernels.quantize import dequantize_matrix, quantize_fp8, round_fp8
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from tests.kernels.tensors import cpu_random as random
 
 
 @pytest.mark.parametrize("row_tile", [None, ROW_TILE, 5])
@@ -100,7 +97,7 @@ def test_groups_are_multiplied_by_their_own_weights(rows: int) -> None:
     torch.testing.assert_close(float_linear(x, w, torch.float32, ROW_TILE), wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 17])
+@pytest.mark.parametrize("rows", [0, 1, 2, 17])
 def test_products_of_groups_are_quantized_as_one_row(rows: int) -> None:
     x, (w_codes, scales) = random(rows, 3, 140).bfloat16(), codes(3, 50, 140)
     wanted = quantize_fp8(fp8_weight_linear(x, w_codes, scales, ROW_TILE).flatten(1), 128)
@@ -124,7 +121,7 @@ def test_product_is_put_where_it_is_wanted(dtype: torch.dtype) -> None:
     assert bool((room[3:] == -1).all())
 
 
-@pytest.mark.parametrize("rows", [0, 1, 17])
+@pytest.mark.parametrize("rows", [0, 1, 2, 17])
 def test_pair_multiplies_by_each(rows: int) -> None:
     rng = torch.Generator().manual_seed(rows)
     x, plain = torch.randn(rows, 256, generator=rng).bfloat16(), torch.randn(24, 256, generator=rng).bfloat16()

@@ -1,4 +1,4 @@
-"""The kernels of the matrix products against their references; single rows in any order are in ``test_gemm_decode_1_triton``."""
+"""The kernels of the matrix products against their references, and which products take those of a single row."""
 
 from __future__ import annotations
 
@@ -13,20 +13,31 @@ from dsv4lite.kernels.gemm import (
     float_linear,
     fp8_linear,
     fp8_weight_linear,
+    fp8_weight_linear_quantize,
+    pair_linear,
 )
-from dsv4lite.kernels.quantize import quantize_fp8
-from tests.kernels.tensors import DEVICE, fp8_weights, random
-from tests.kernels.tensors import ON_GPU as CUDA
+from dsv4lite.kernels.quantize import dequantize_fp8, quantize_fp8
+from tests.kernels.tensors import DEVICE, ON_GPU, fp8_weights, random
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.counters import COUNTERS  # noqa: E402
+from dsv4lite.kernels.counters import COUNTERS, counters_of  # noqa: E402
 from dsv4lite.kernels.gemm import triton as gemm_triton  # noqa: E402
+from dsv4lite.kernels.gemm.decode_1_triton import (  # noqa: E402
+    fp8_row,
+    groups_row,
+    pair_row,
+    takes_fp8,
+    takes_groups,
+    takes_pair,
+)
 from dsv4lite.kernels.gemm.triton import (  # noqa: E402
     SPLIT_MAX_ROWS,
     float_linear_triton,
     fp8_linear_triton,
+    fp8_weight_linear_quantize_triton,
     fp8_weight_linear_triton,
+    pair_linear_triton,
     splits_of,
     tile_for,
     widen_triton,
@@ -38,9 +49,9 @@ pytestmark = pytest.mark.kernel
 REAL_WEIGHTS = ((1536, 4096), (40960, 1024), (4096, 8192))
 REAL = [(rows, outs, inputs) for outs, inputs in REAL_WEIGHTS for rows in (1, 16, 33, 128, 500, 2048)]
 SMALL = [(0, 8, 128), (1, 3, 128), (5, 70, 131), (16, 64, 256), (17, 130, 60), (33, 65, 260), (65, 129, 128), (130, 40, 130)]
-FP8_SHAPES = [*SMALL, (3, 64, 2048), (129, 40, 1300)] + (REAL if CUDA else [])
+FP8_SHAPES = [*SMALL, (3, 64, 2048), (129, 40, 1300)] + (REAL if ON_GPU else [])
 GROUPED = [(1, 2, 40, 128), (5, 3, 70, 130), (17, 2, 64, 1024), (65, 2, 40, 130), (130, 2, 70, 1100)]
-GROUPED_SHAPES = GROUPED + ([(rows, 8, 1024, 4096) for rows in (1, 16, 64, 300, 2048)] if CUDA else [])
+GROUPED_SHAPES = GROUPED + ([(rows, 8, 1024, 4096) for rows in (1, 16, 64, 300, 2048)] if ON_GPU else [])
 
 
 def close(got: Tensor, wanted: Tensor, unrounded: Tensor, absolute: Tensor, share: float) -> None:
@@ -93,7 +104,7 @@ def test_widened_weights_are_exact(groups: int, outs: int, inputs: int, per_row:
     assert torch.equal(widen_triton(codes, scales).float(), dequantize_fp8_rows(codes, scales))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16] + ([torch.float32] if CUDA else []))
+@pytest.mark.parametrize("dtype", [torch.bfloat16] + ([torch.float32] if ON_GPU else []))
 def test_library_takes_many_rows_of_groups_as_they_lie(dtype: torch.dtype) -> None:
     rows, groups, outs, inputs = LIBRARY_ROWS + 3, 2, 24, 128
     x = random(rows, groups, 2 * inputs).bfloat16()[..., :inputs]
@@ -144,12 +155,56 @@ def test_row_does_not_depend_on_the_others() -> None:
 
     # The interpreter leaves the order inside a block to numpy, which asks for the number of rows.
     everything = products(len(x))
-    for rows in (1, 17, 33, 65, SPLIT_MAX_ROWS) if CUDA else (1,):
+    for rows in (1, 17, 33, 65, SPLIT_MAX_ROWS) if ON_GPU else (1,):
         for got, wanted in zip(products(rows), everything, strict=True):
-            if CUDA:
+            if ON_GPU:
                 assert torch.equal(got, wanted[:rows]), rows
             else:
                 torch.testing.assert_close(got, wanted[:rows], rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "groups", "outs", "inputs"),
+    [(1, 2, 128, 128), (5, 2, 128, 1300)] + ([(rows, 8, 1024, 4096) for rows in (1, 8, 16)] if ON_GPU else []),
+)
+def test_products_are_quantized_as_one_row(
+    rows: int, groups: int, outs: int, inputs: int, per_row: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsv4lite.kernels.dispatch.use_triton", lambda *given: True)
+    given = (random(rows, groups, inputs).bfloat16(), *fp8_weights(groups, outs, inputs, per_row=per_row))
+    codes, scales = fp8_weight_linear_quantize(*given, ROW_TILE)
+    wanted, wanted_scales = quantize_fp8.reference(fp8_weight_linear_triton(*given, ROW_TILE).flatten(1), 128)
+    assert codes.shape == wanted.shape and codes.dtype == wanted.dtype and torch.equal(scales, wanted_scales)
+    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+    assert not counters_of(DEVICE).any()
+
+
+PAIRS = [(1, 70, 130, 1100), (5, 65, 40, 256), (16, 24, 70, 1024), (3, 130, 3, 60)]  # one or several parts of each
+# V4-Flash: the hidden layer of the shared expert and the router, latents and the inputs of both kinds of compressors.
+REAL_PAIRS = [(rows, *outs, 4096) for outs in ((4096, 256), (1536, 2624), (1536, 1024)) for rows in (1, 8, 16)]
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize(("rows", "fp8_outs", "outs", "inputs"), PAIRS + (REAL_PAIRS if ON_GPU else []))
+def test_pair_has_the_bits_of_products_alone(
+    rows: int, fp8_outs: int, outs: int, inputs: int, per_row: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsv4lite.kernels.dispatch.use_triton", lambda *given: True)
+    x, w = random(rows, inputs).bfloat16(), random(outs, inputs, seed=3).bfloat16()
+    given = (*quantize_fp8(x, 128), *fp8_weights(fp8_outs, inputs, per_row=per_row))
+    for _ in range(2):  # the second finds the counters as the first has left them
+        quantized, unquantized = pair_linear(x, *given, w, ROW_TILE)
+        assert torch.equal(quantized, fp8_linear_triton(*given, row_tile=ROW_TILE))
+        assert torch.equal(unquantized, float_linear_triton(x[:, None], w[None], torch.float32, ROW_TILE)[:, 0])
+    assert not counters_of(DEVICE).any()
+
+
+def test_counters_are_zero_after_a_product() -> None:
+    x, w = random(40, 1, 1024).bfloat16(), random(1, 70, 1024, seed=1).bfloat16()
+    assert splits_of(70, 8) == 2
+    assert torch.equal(float_linear_triton(x, w, torch.float32), float_linear_triton(x, w, torch.float32))
+    assert not counters_of(DEVICE).any()
 
 
 def test_counters_suffice_for_every_product_in_parts() -> None:
@@ -160,7 +215,7 @@ def test_counters_suffice_for_every_product_in_parts() -> None:
     assert min(tile.rows for _, tile in gemm_triton._FP8_TILES + gemm_triton._UNQUANTIZED_TILES) == 16
 
 
-@pytest.mark.skipif(not CUDA, reason="streams")
+@pytest.mark.skipif(not ON_GPU, reason="streams")
 def test_streams_multiply_side_by_side() -> None:
     x, w = random(9, 1, 4096).bfloat16(), random(1, 1536, 4096, seed=1).bfloat16()
     wanted = float_linear_triton(x, w, torch.float32)
@@ -174,7 +229,7 @@ def test_streams_multiply_side_by_side() -> None:
     assert all(torch.equal(each, wanted) for each in got)
 
 
-@pytest.mark.skipif(not CUDA, reason="graphs")
+@pytest.mark.skipif(not ON_GPU, reason="graphs")
 def test_product_in_parts_can_be_captured_after_one_on_the_same_stream() -> None:
     x, w = random(9, 1, 4096).bfloat16(), random(1, 1536, 4096, seed=1).bfloat16()
     wanted = float_linear_triton(x, w, torch.float32)
@@ -199,7 +254,7 @@ def test_nan_stays_in_its_row() -> None:
     x[7, 200] = float("nan")
     got = fp8_linear_triton(*quantize_fp8(x, 128), w_codes, w_scales)
     assert torch.equal(got[:7], clean[:7]) and torch.equal(got[8:], clean[8:])
-    assert got[7].isnan().all() or not CUDA  # the interpreter takes the NaN code for 480
+    assert got[7].isnan().all() or not ON_GPU  # the interpreter takes the NaN code for 480
 
 
 def test_slices_of_wider_tensors_are_taken_as_they_are() -> None:
@@ -226,3 +281,92 @@ def test_tile_fits_the_chip_with_two_stages_at_least(rows: int, capability: int)
 def test_splits_follow_from_the_weights_and_fill_the_chip() -> None:
     assert [splits_of(outs, blocks) for outs, blocks in ((1536, 32), (40960, 8), (4096, 64), (256, 32))] == [8, 1, 4, 8]
     assert splits_of(1, 3) == splits_of(1 << 20, 1000) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- a single row
+
+
+def assert_rounded(got: Tensor, x: Tensor, xs: Tensor, w: Tensor, ws: Tensor) -> None:
+    """Check an FP8 product for one rounding to bfloat16, and 2^-16 of the sums of absolute products."""
+    wanted = fp8_linear.reference(x, xs, w, ws, torch.float32)
+    sums = fp8_linear.reference(x.float().abs().to(x.dtype), xs, w.float().abs().to(w.dtype), ws, torch.float32)
+    error = (got.float() - wanted).abs()
+    assert got.dtype == torch.bfloat16 and bool((error <= 2**-8 * wanted.abs() + 2**-16 * sums).all()), error.max()
+
+
+@pytest.mark.parametrize(
+    ("outs", "inputs"), [(12, 256), (132, 384), (4, 2048), *([(4096, 8192), (1536, 4096), (7168, 16384)] if ON_GPU else [])]
+)
+def test_fp8_row_agrees_with_its_reference(outs: int, inputs: int) -> None:
+    given = (*quantize_fp8(random(1, inputs), 128), *fp8_weights(outs, inputs))
+    assert takes_fp8(given[0], *given[2:])
+    got = fp8_row(*given, torch.bfloat16)
+    assert_rounded(got, *given)
+    assert torch.equal(fp8_row(*given, torch.float32).bfloat16(), got)
+    assert torch.equal(fp8_row(*given, torch.bfloat16), got)
+
+
+@pytest.mark.parametrize(
+    ("groups", "outs", "inputs"), [(1, 128, 256), (3, 256, 384), *([(8, 1024, 4096), (16, 1024, 4096)] if ON_GPU else [])]
+)
+def test_groups_row_agrees_with_its_reference(groups: int, outs: int, inputs: int) -> None:
+    x = random(2, groups, 2 * inputs).bfloat16()[1:, :, :inputs]
+    w, ws = fp8_weights(groups, outs, inputs)
+    assert takes_groups(x, w, ws)
+    wanted = fp8_weight_linear.reference(x, w, ws).flatten(1)
+    wanted_codes, _ = quantize_fp8.reference(wanted, 128)
+    for _ in range(2):  # the second finds the counters as the first has left them
+        codes, scales = groups_row(x, w, ws)
+        got = dequantize_fp8(codes, scales, 128)
+        # A last bit of bfloat16 before an e4m3 rounding: half a step of e4m3, and where that changes the code, a whole one.
+        largest = wanted.float().view(-1, 128).abs().amax(1).repeat_interleave(128)[None]
+        assert bool(((got - wanted.float()).abs() <= 2**-3 * wanted.float().abs() + 2**-9 * largest).all())
+        same = (codes.view(torch.uint8) == wanted_codes.view(torch.uint8)).float().mean()
+        assert same > 0.98, same
+    assert not counters_of(DEVICE).any()
+
+
+@pytest.mark.parametrize(
+    ("fp8_outs", "outs", "inputs"),
+    [(8, 12, 256), (132, 4, 1152), *([(1536, 2624, 4096), (4096, 256, 4096), (6144, 384, 7168)] if ON_GPU else [])],
+)
+def test_pair_row_agrees_with_its_reference(fp8_outs: int, outs: int, inputs: int) -> None:
+    x, unquantized = random(1, inputs).bfloat16(), random(outs, inputs, seed=3).bfloat16()
+    given = (*quantize_fp8(x, 128), *fp8_weights(fp8_outs, inputs))
+    assert takes_pair(x, *given[2:], unquantized)
+    quantized, exact = pair_row(x, *given, unquantized)
+    assert_rounded(quantized, *given)
+    wanted, sums = x.float() @ unquantized.float().T, x.float().abs() @ unquantized.float().abs().T
+    assert bool(((exact - wanted).abs() <= 2**-16 * sums).all())
+
+
+def test_others_are_left_to_tensor_cores() -> None:
+    x, _ = quantize_fp8(random(2, 256), 128)
+    w, ws = fp8_weights(128, 256)
+    assert takes_fp8(x[:1], w, ws)
+    assert not takes_fp8(x, w, ws), "two rows"
+    assert not takes_fp8(x[:1, :128], *fp8_weights(128, 128)), "no longer than there are results"
+    assert not takes_fp8(x[:1], *fp8_weights(127, 256)), "not a whole number of strips"
+    assert not takes_fp8(x[:1], *fp8_weights(128, 256, per_row=True)), "scales of rows"
+    assert not takes_pair(x[:1], w, ws, random(3, 256)), "not a whole number of strips"
+    assert takes_groups(random(1, 2, 256), *fp8_weights(2, 128, 256))
+    assert not takes_groups(random(1, 2, 256), *fp8_weights(2, 64, 256)), "blocks of results across groups"
+
+
+def test_single_rows_take_these_kernels_unless_the_order_of_summation_is_fixed() -> None:
+    x, grouped, unquantized = random(1, 256).bfloat16(), random(1, 2, 256).bfloat16(), random(4, 256, seed=3).bfloat16()
+    row, groups = (*quantize_fp8(x, 128), *fp8_weights(128, 256)), (grouped, *fp8_weights(2, 128, 256))
+
+    def same(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
+        return all(torch.equal(a.float(), b.float()) for a, b in zip(got, wanted, strict=True))
+
+    assert same((fp8_linear_triton(*row),), (fp8_row(*row, torch.bfloat16),))
+    assert same(pair_linear_triton(x, *row, unquantized), pair_row(x, *row, unquantized))
+    assert same(fp8_weight_linear_quantize_triton(*groups), groups_row(*groups))
+    # A fixed order is that of many rows.
+    many = (*(each.expand(2, -1).contiguous() for each in row[:2]), *row[2:])
+    fixed = pair_linear_triton(x, *row, unquantized, ROW_TILE)
+    assert same(fixed[:1], (fp8_linear_triton(*many)[:1],))
+    assert same(fixed[1:], (float_linear_triton(x.expand(2, -1)[:, None], unquantized[None], torch.float32)[:1, 0],))
+    several = quantize_fp8(fp8_weight_linear_triton(grouped.expand(2, -1, -1).contiguous(), *groups[1:]).flatten(1), 128)
+    assert same(fp8_weight_linear_quantize_triton(*groups, ROW_TILE), tuple(each[:1] for each in several))

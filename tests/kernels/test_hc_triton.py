@@ -22,6 +22,8 @@ from dsv4lite.kernels.hc import (
     has_kernel,
     hc_enter,
     hc_expand,
+    hc_project,
+    hc_split,
     suits_decode_small,
 )
 from dsv4lite.kernels.quantize import quantize_fp8
@@ -100,7 +102,7 @@ def assert_enters(given: HcInputs) -> HcEntered:
     else:
         assert_rounded(found.streams_TND, hc_expand.reference(given.pending[0], given.streams_TND, given.pending[1]))
     expected = hc_enter.reference(on_cpu(given._replace(streams_TND=found.streams_TND)))
-    assert_rounded(found.x_TD, expected.x_TD, units=2)
+    assert_rounded(found.x_TD, expected.x_TD, units=1 if given.norm_weight is None else 2)
     assert (found.mix is None) == (expected.mix is None) == given.is_head
     if found.mix is not None and expected.mix is not None:
         torch.testing.assert_close(found.mix, HcMix(*(each.to(DEVICE) for each in expected.mix)), rtol=0, atol=1e-5)
@@ -111,19 +113,32 @@ def assert_enters(given: HcInputs) -> HcEntered:
     return found
 
 
+def assert_heads(x: Tensor) -> None:
+    """Compare the head, normed and not."""
+    given = inputs(x, None, head=True)
+    for norm_weight in (None, given.norm_weight):
+        assert_enters(given._replace(norm_weight=norm_weight))
+
+
 MANY = [(0, 64), (1, 256), (3, 100)]
 MANY += [(1, 4096), (16, 4096), (63, 7168), (257, 4096), (1500, 4096), (8192, 4096), (1100, 7168)] if ON_GPU else []
 FEW = [(2, 260)] + ([(1, 4096), (16, 4096), (7, 7168)] if ON_GPU else [])
-GENERAL = [(0, 4, 32), (3, 4, 48), (2, 3, 20)] + ([(16, 4, 4096), (300, 2, 1024)] if ON_GPU else [])
+# Those in bfloat16 have another number of streams: four have kernels of their own.
+GENERAL = [(0, 4, 32, torch.float32), (3, 4, 48, torch.float32), (0, 3, 32, torch.bfloat16), (3, 2, 48, torch.bfloat16)]
+GENERAL += [(2, 3, 20, dtype) for dtype in (torch.float32, torch.bfloat16)]
+GENERAL += [(16, 4, 4096, torch.float32), (16, 3, 4096, torch.bfloat16)] if ON_GPU else []
+GENERAL += [(300, 2, 1024, dtype) for dtype in (torch.float32, torch.bfloat16)] if ON_GPU else []
 
 
-@pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize(("tokens", "width"), MANY)
-def test_four_streams_in_bfloat16_agree_with_the_references(tokens: int, width: int, quantize: bool) -> None:
+def test_four_streams_in_bfloat16_agree_with_the_references(tokens: int, width: int) -> None:
     x, pending = streams_of(tokens, width), pending_of(tokens, width)
     assert_rounded(hc_expand_triton(pending[0], x, pending[1]), hc_expand.reference(pending[0], x, pending[1]))
-    assert_enters(inputs(x, pending, quantize=quantize))
-    assert_enters(inputs(x, None, head=True))
+    both = [assert_enters(inputs(x, pending, quantize=quantize)) for quantize in (False, True)]
+    assert_rounded(both[0].x_TD, both[1].x_TD, units=2)
+    torch.testing.assert_close(both[0].mix, both[1].mix, rtol=0, atol=1e-6)
+    assert_enters(inputs(x, None, FEW_SETTINGS))
+    assert_heads(x)
 
 
 @pytest.mark.parametrize(("tokens", "width"), FEW)
@@ -135,39 +150,42 @@ def test_few_tokens_agree_with_the_references(tokens: int, width: int) -> None:
     assert_enters(inputs(x, None, FEW_SETTINGS, head=True, row_tile=None))
 
 
-@pytest.mark.parametrize(("tokens", "streams", "width"), GENERAL)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "streams", "width", "dtype"), GENERAL)
 def test_other_streams_agree_with_the_references(tokens: int, streams: int, width: int, dtype: torch.dtype) -> None:
-    if has_kernel(dtype, streams):
-        pytest.skip("has kernels of its own")
+    assert not has_kernel(dtype, streams)
     x, pending = random(tokens, streams, width, seed=4).to(dtype), pending_of(tokens, width, streams, dtype)
     assert_rounded(hc_expand_triton(pending[0], x, pending[1]), hc_expand.reference(pending[0], x, pending[1]))
     assert_enters(inputs(x, pending, quantize=True))
-    assert_enters(inputs(x, None, head=True))
+    assert_heads(x)
 
 
+def normalised(sums: Tensor, columns: int) -> Tensor:
+    """Return the projection from its partial sums."""
+    total = sums.sum(0)
+    return total[:, :-1] * torch.rsqrt(total[:, -1:] / columns + EPS)
+
+
+@pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize(("tokens", "width"), MANY)
-def test_projection_is_as_good_as_float32(tokens: int, width: int) -> None:
+def test_projection_is_as_good_as_float32(tokens: int, width: int, written: bool) -> None:
     x, fn = streams_of(tokens, width), weights_of(width).fn
-    _, sums = leave_enter_triton(x, None, fn, None)
-    z, total = x.flatten(1).double(), sums.double().sum(0)
+    left, sums = leave_enter_triton(x, pending_of(tokens, width) if written else None, fn, None)
+    z, total = left.flatten(1).double(), sums.double().sum(0)
     size = z.abs() @ fn.double().abs().T
     error = (total[:, :-1] - z @ fn.double().T).abs() / size.clamp_min(1e-30)
     assert error.numel() == 0 or error.max() < 1e-6
     torch.testing.assert_close(total[:, -1], z.square().sum(-1), rtol=1e-6, atol=0)
-
-
-def test_head_may_stay_without_a_norm() -> None:
-    x = streams_of(3, 100)
-    given = inputs(x, None, head=True, row_tile=None)._replace(norm_weight=None)
-    assert_rounded(hc_enter_triton(given).x_TD, hc_enter.reference(given).x_TD)
+    wanted = hc_project(left.cpu(), fn.cpu(), EPS).to(DEVICE)
+    torch.testing.assert_close(normalised(sums, 4 * width), wanted, rtol=0, atol=1e-5)
 
 
 def test_mixing_agrees_for_uneven_matrices() -> None:
-    given = inputs(streams_of(9, 64), None)
-    given = given._replace(weights=given.weights._replace(scale=torch.tensor([3.0, 5.0, 12.0], device=DEVICE)))
-    got, wanted = hc_enter_triton(given).mix, hc_enter.reference(given).mix
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=5e-5)
+    x, scale = streams_of(9, 64), torch.tensor([3.0, 5.0, 12.0], device=DEVICE)
+    given = inputs(x, None)
+    given = given._replace(weights=given.weights._replace(scale=scale))
+    _, sums = leave_enter_triton(x, None, given.weights.fn, ROW_TILE)
+    _, *wanted = hc_split(normalised(sums, 4 * 64), given.weights.base, scale, SETTINGS.iters, EPS)
+    torch.testing.assert_close(collapse_triton(x, sums, given).mix, HcMix(*wanted), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", [256, 4096])

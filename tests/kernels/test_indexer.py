@@ -14,10 +14,7 @@ from dsv4lite.kernels.gemm import ROW_TILE
 from dsv4lite.kernels.indexer import IndexInputs, choose_paged, index_scores, index_scores_paged, select_entries, select_paged
 from dsv4lite.kernels.rows import Fp4Key
 from tests.kernels.paged import fill_store, make_paging, pages_of, simulate
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from tests.kernels.tensors import cpu_random as random
 
 
 def scores_of(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
@@ -88,6 +85,11 @@ def test_selection_takes_the_best_and_of_equals_the_older(data: st.DataObject) -
         best = sorted(sorted(range(count), key=lambda e: (-row[e], e))[:top_k])
         assert chosen[t][valid[t]].tolist() == best
         assert valid[t].tolist() == [True] * len(best) + [False] * (chosen.shape[1] - len(best))
+
+
+def test_no_token_sees_an_entry_that_is_not_there() -> None:
+    chosen, valid = select_entries(random(3, 10), torch.zeros(3, dtype=torch.int64), 4)
+    assert not valid.any() and chosen.shape == (3, 4)
 
 
 @given(data=st.data())

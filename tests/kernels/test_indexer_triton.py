@@ -9,6 +9,7 @@ from torch import Tensor
 from dsv4lite.kernels.indexer import IndexInputs, index_scores_paged, select_paged
 from dsv4lite.kernels.rows import Fp4Key, UnquantizedRow
 from tests.kernels.paged import fill_store, make_paging, pages_of, simulate
+from tests.kernels.tensors import DEVICE, ON_GPU
 
 triton = pytest.importorskip("triton")
 
@@ -16,8 +17,6 @@ from dsv4lite.kernels.indexer.triton import MOST, index_scores_paged_triton, sel
 
 pytestmark = pytest.mark.kernel
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 
 Steps = list[tuple[int, int]]
 SMALL: list[tuple[int, int, Steps, int]] = [
@@ -44,7 +43,7 @@ def visible_of(positions_T: Tensor) -> list[int]:
     return ((positions_T + 1) // 4).tolist()
 
 
-@pytest.mark.parametrize(("heads", "top_k", "steps", "padding"), SMALL + (REAL if CUDA else []))
+@pytest.mark.parametrize(("heads", "top_k", "steps", "padding"), SMALL + (REAL if ON_GPU else []))
 def test_scores_equal_the_reference(heads: int, top_k: int, steps: Steps, padding: int) -> None:
     paging = make_paging(steps, DEVICE, padding=padding)
     visible = visible_of(paging.positions_T)
@@ -80,7 +79,7 @@ def test_scores_of_unquantized_keys_equal_the_reference(heads: int, width: int, 
             assert ((a - b).abs() <= bound * (b.abs() + b.abs().max())).all()
 
 
-@pytest.mark.parametrize(("first", "last"), [(5, 39), (38, 42)])
+@pytest.mark.parametrize(("first", "last"), [(0, 5), (5, 39), (38, 42)])
 def test_scores_of_some_tokens_are_those_of_all(first: int, last: int) -> None:
     paging = make_paging([(100, 37), (600, 2), (0, 3)], DEVICE)
     visible = visible_of(paging.positions_T)
@@ -122,7 +121,7 @@ def numbers(kind: str, tokens: int, count: int) -> Tensor:
         (1300, 1, [5199, -1, 3, 7]),
         (3000, 512, [11999, 2051]),
         (MOST + 1, 512, [4 * MOST + 3, 4 * 4096 - 1, 4 * 4096 + 3, 2047]),
-        *([(1 << 18, 512, [(1 << 20) - 1, 1 << 19, 50000, 2000]), (1 << 18, 1024, [(1 << 20) - 1, 4099])] if CUDA else []),
+        *([(1 << 18, 512, [(1 << 20) - 1, 1 << 19, 50000, 2000]), (1 << 18, 1024, [(1 << 20) - 1, 4099])] if ON_GPU else []),
     ],
 )
 def test_selection_equals_the_reference(columns: int, top_k: int, positions: list[int], kind: str, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Quantizers against tables of all codes, in exact arithmetic."""
+"""Quantizers against tables of all codes, in exact arithmetic; the kernel against the reference, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from dsv4lite.kernels.quantize import (
     scale_bits,
     unpack_fp4,
 )
+from tests.kernels.tensors import DEVICE, ON_GPU, kernel_test, launch
 
 # All non-negative values, in the order of their codes: three mantissa bits and seven for the exponents (1 and 2 bits for e2m1).
 E4M3 = [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
@@ -50,12 +51,12 @@ def oracle(x: Tensor, group: int, table: list[float], floor: float) -> tuple[Ten
     return (nearest(parts / scale, table) * scale).flatten(-2), exponent
 
 
-def numbers(*shape: int, spread: float = 6.0, seed: int = 0) -> Tensor:
-    """Random bfloat16 numbers whose groups differ in magnitude, zeros and ties among them."""
-    generator = torch.Generator().manual_seed(seed)
+def numbers(*shape: int, spread: float = 6.0) -> Tensor:
+    """Random numbers whose groups differ in magnitude, zeros among them."""
+    generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator) * torch.exp(spread * torch.randn(*shape[:-1], 1, generator=generator))
     x[torch.rand(shape, generator=generator) < 0.05] = 0.0
-    return x.to(torch.bfloat16)
+    return x
 
 
 def test_scale_is_the_smallest_power_of_two_for_every_bfloat16() -> None:
@@ -80,7 +81,7 @@ def test_e8m0_bytes_are_powers_of_two() -> None:
 @pytest.mark.parametrize(("rows", "group", "groups"), [(0, 64, 1), (1, 32, 1), (63, 64, 7), (257, 128, 2)])
 def test_rounding_equals_the_nearest_code(kind: str, rows: int, group: int, groups: int) -> None:
     table, floor, rounded, _ = KINDS[kind]
-    x = numbers(rows, group * groups)
+    x = numbers(rows, group * groups).bfloat16()
     expected, _ = oracle(x, group, table, floor)
     assert torch.equal(rounded(x, group).double(), expected.to(torch.bfloat16).double())
     assert torch.equal(rounded(x.float(), group).double(), expected.float().double())
@@ -89,12 +90,12 @@ def test_rounding_equals_the_nearest_code(kind: str, rows: int, group: int, grou
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounding_again_changes_nothing(kind: str) -> None:
     _, _, rounded, _ = KINDS[kind]
-    once = rounded(numbers(63, 256), 64)
+    once = rounded(numbers(63, 256).bfloat16(), 64)
     assert torch.equal(rounded(once, 64), once)
 
 
 def test_codes_and_scales_dequantize_to_the_rounded_values() -> None:
-    x = numbers(33, 256)
+    x = numbers(33, 256).bfloat16()
     for group in (64, 128):
         codes, scales = quantize_fp8(x, group)
         assert codes.dtype == torch.float8_e4m3fn and scales.shape == (33, 256 // group)
@@ -105,14 +106,14 @@ def test_codes_and_scales_dequantize_to_the_rounded_values() -> None:
 
 
 def test_scale_bytes_equal_the_oracle() -> None:
-    x = numbers(65, 128)
+    x = numbers(65, 128).bfloat16()
     for quantize, (table, floor, _, _) in ((quantize_fp8, KINDS["fp8"]), (quantize_fp4, KINDS["fp4"])):
         _, exponent = oracle(x, 32, table, floor)
         assert torch.equal(quantize(x, 32)[1].double(), exponent + 127)
 
 
 def test_last_group_may_be_shorter() -> None:
-    x = numbers(5, 150)
+    x = numbers(5, 150).bfloat16()
     padded = torch.nn.functional.pad(x, (0, 42))
     assert torch.equal(round_fp8(x, 64), round_fp8(padded, 64)[:, :150])
     assert quantize_fp8(x, 64)[1].shape == (5, 3)
@@ -133,7 +134,7 @@ def test_nan_stays_visible_in_fp8() -> None:
 
 
 def test_quantizing_a_row_does_not_depend_on_the_others() -> None:
-    x = numbers(257, 448)
+    x = numbers(257, 448).bfloat16()
     for a, b in ((0, 1), (5, 6), (17, 80), (200, 257)):
         for kind in KINDS.values():
             assert torch.equal(kind[2](x[a:b], 64), kind[2](x, 64)[a:b])
@@ -197,3 +198,54 @@ def test_fp4_matrix_is_scaled_by_row_and_32_inputs() -> None:
 def test_plain_matrix_is_widened() -> None:
     weight = torch.randn(3, 5).to(torch.bfloat16)
     assert torch.equal(dequantize_matrix(weight, None), weight.float())
+
+
+# The kernel.
+
+
+def assert_same(x: Tensor, group: int) -> None:
+    (codes, scales), (wanted, wanted_scales) = launch(quantize_fp8, x, group), quantize_fp8.reference(x, group)
+    assert codes.dtype == wanted.dtype and codes.shape == wanted.shape and torch.equal(scales, wanted_scales)
+    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+
+
+SHAPES = [(0, 128), (3, 2, 384), (2, 150), (1, 2500)] + ([(63, 4096), (257, 7168), (8192, 1024)] if ON_GPU else [])
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("group", [64, 128])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_codes_and_scales_equal_the_reference(shape: tuple[int, ...], group: int, dtype: torch.dtype) -> None:
+    assert_same(numbers(*shape).to(DEVICE, dtype), group)
+
+
+@kernel_test
+def test_every_bfloat16_rounds_as_the_reference_does() -> None:
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    finite = x[x.isfinite()].to(DEVICE)
+    tops = torch.tensor([2.0**e * 1.7 for e in range(-9, 20)], device=DEVICE).bfloat16()
+    for top in tops if ON_GPU else tops[::14]:
+        # The first of a group decides its scale; a program takes 16 groups.
+        inside = pad(finite[finite.abs() <= top], 127)
+        assert_same(pad(torch.cat([top.expand(len(inside), 1), inside], 1).flatten(), 16 * 128), 128)
+
+
+def pad(x: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, -len(x) % width)).view(-1, width)
+
+
+@kernel_test
+def test_nan_stays_one_and_other_groups_do_not_notice() -> None:
+    x = numbers(2, 256, spread=0.0).to(DEVICE, torch.bfloat16)
+    codes, scales = launch(quantize_fp8, x, 128)
+    spoilt = x.clone()
+    spoilt[0, 3] = float("nan")
+    got, got_scales = launch(quantize_fp8, spoilt, 128)
+    assert got[0, 3].float().isnan() and torch.equal(got_scales.flatten()[1:], scales.flatten()[1:])
+    assert torch.equal(got.view(torch.uint8).flatten()[128:], codes.view(torch.uint8).flatten()[128:])
+
+
+@kernel_test
+def test_rows_may_lie_apart() -> None:
+    assert_same(numbers(5, 512).to(DEVICE)[:, 128:384], 128)

@@ -19,7 +19,7 @@ from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.scheduling.pages import Pools
 from dsv4lite.scheduling.scheduler import Scheduler, SchedulerLimits
 from dsv4lite.scheduling.sequence import Sequence
-from dsv4lite.speculation.mtp import MtpDrafter
+from dsv4lite.speculation.drafters import MtpDrafter
 from dsv4lite.state.spec import StateSizes
 from dsv4lite.state.store import StateCache
 from dsv4lite.weights.quant import Numerics
@@ -54,7 +54,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def runner_of(model: DeepseekV4, *, recorded: bool, drafts: int = 0, mesh: Mesh | None = None, own: bool = False) -> Runner:
     cache, vocab_size = StateCache.allocate(replace(model.state_spec, copies=1 + drafts), SIZES, CPU), model.config.vocab_size
-    sampler = Sampler(vocab_size, CPU, 0, slots=SIZES.slots, rows=16) if model.share.last else None
+    sampler = Sampler(vocab_size, CPU, 0, slots=SIZES.slots, rows=16) if model.shard.last else None
     if not recorded:
         return Runner(model, cache, sampler)
     rows: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512, "sampling": sampler}
@@ -87,7 +87,7 @@ def run(runner: Any, known: Mapping[str, list[Any]] | None = None, *, stages: in
         right = [token for token, *_ in texts[seq.request.request_id]][at : at + most]
         return tuple(t + len(seq.tokens) % 4 // 3 for t in right)
 
-    pools = Pools.sized(grow=SIZES.grow_pages, window=SIZES.window_pages, slots=SIZES.slots, snapshots=0)
+    pools = Pools(grow=SIZES.grow_pages, window=SIZES.window_pages, slots=SIZES.slots, snapshots=0)
     scheduler = Scheduler(limits, pools, propose=None if known is None else propose)
     found: dict[str, list[Any]] = {name: [] for name in SETTINGS}
     for i, (name, each) in enumerate(SETTINGS.items()):
@@ -96,6 +96,7 @@ def run(runner: Any, known: Mapping[str, list[Any]] | None = None, *, stages: in
         request = Request(request_id=name, prompt_token_ids=prompt, params=params, eos_token_id=1)
         scheduler.add(request)
         runner.add(scheduler.sequences_of(name)[0].seq_id, request, 0)
+    hosted = {s.seq_id for name in SETTINGS for s in scheduler.sequences_of(name) if s.needs_host}
     seq_ids = {name: scheduler.sequences_of(name)[0].seq_id for name in SETTINGS}
     flights, most = deque[InFlightStep](), 0 if known is not None else stages
     while scheduler.has_work():
@@ -106,7 +107,7 @@ def run(runner: Any, known: Mapping[str, list[Any]] | None = None, *, stages: in
             continue
         landing = flights.popleft()
         results = landing.wait().sampled
-        for seq_id in runner.hosted.intersection(results):
+        for seq_id in hosted.intersection(results):
             for one in (results[seq_id], *results[seq_id].after):
                 runner.accept(seq_id, one.token_id)
         for update in scheduler.update(landing.plan, results):
@@ -129,7 +130,7 @@ def test_runs_after_unchecked_drafts_sample_as_others_do() -> None:
         limits = SchedulerLimits(
             max_num_seqs=4, max_num_batched_tokens=16, max_model_len=512, window=TINY.window, max_drafts=drafts
         )
-        pools = Pools.sized(grow=SIZES.grow_pages, window=SIZES.window_pages, slots=SIZES.slots, snapshots=0)
+        pools = Pools(grow=SIZES.grow_pages, window=SIZES.window_pages, slots=SIZES.slots, snapshots=0)
         scheduler = Scheduler(limits, pools, propose=(lambda seq, most: seq.drafts[:most]) if drafts else None)
         runner = runner_of(model, recorded=drafts > 0, drafts=drafts, own=True)
         scheduler.add(request)
@@ -156,4 +157,4 @@ def test_captured_steps_sample_as_others_do() -> None:
     for drafts in (0, 1):
         recorded = runner_of(model, recorded=True, drafts=drafts)
         assert run(recorded, plain if drafts else None) == plain
-        assert recorded.sampler is not None and recorded.sampler.num_sequences == 0 and not recorded.hosted
+        assert recorded.sampler is not None and recorded.sampler.num_sequences == 0

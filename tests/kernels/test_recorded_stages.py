@@ -78,7 +78,7 @@ class Line:
     """A pipeline of two stages, the second of which has a thread of its own, as ``Ranks`` has processes."""
 
     def __init__(self, stages: list[Runner]) -> None:
-        self.stages, self.hosted = stages, stages[1].hosted
+        self.stages = stages
         self.work: SimpleQueue[Callable[[], InFlightStep | None] | None] = SimpleQueue()
         self.flights: SimpleQueue[InFlightStep] = SimpleQueue()
         self.thread = threading.Thread(target=self.follow)

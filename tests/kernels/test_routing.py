@@ -1,15 +1,13 @@
-"""The router against float64."""
+"""The router against float64, and its kernel against the reference."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from dsv4lite.kernels.routing import Copies, Router, in_top_groups, route, scores_of, softplus, take_copies
-
-
-def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from dsv4lite.kernels.routing import Copies, Router, in_top_groups, own_slots, route, scores_of, softplus, take_copies
+from tests.kernels.tensors import DEVICE, ON_GPU, assert_independent, cpu_random, kernel_test, launch, random
 
 
 def test_scores_are_the_published_ones() -> None:
@@ -19,15 +17,15 @@ def test_scores_are_the_published_ones() -> None:
 
 
 def test_softplus_is_stable_and_equals_the_formula() -> None:
-    x = torch.cat([random(257, scale=8.0), torch.tensor([0.0, -0.0, 80.0, -80.0, 1e4, -1e4])])
+    x = torch.cat([cpu_random(257, scale=8.0), torch.tensor([0.0, -0.0, 80.0, -80.0, 1e4, -1e4])])
     torch.testing.assert_close(softplus(x).double(), torch.nn.functional.softplus(x.double()), rtol=1e-6, atol=1e-30)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 63, 257])
 @pytest.mark.parametrize("choice", ["scores", "biased scores", "table"])
 def test_best_experts_or_those_of_the_table_are_weighed_without_the_bias(tokens: int, choice: str) -> None:
-    logits, ids = random(tokens, 11, scale=2.0), torch.arange(tokens) % 3
-    bias = random(11, seed=1) if choice == "biased scores" else None
+    logits, ids = cpu_random(tokens, 11, scale=2.0), torch.arange(tokens) % 3
+    bias = cpu_random(11, seed=1) if choice == "biased scores" else None
     table = torch.tensor([[5, 0, 8], [1, 2, 10], [4, 3, 9]]) if choice == "table" else None
     chosen, weights = route(logits, Router(3, 2.5, bias, table, ids))
     scores = torch.log1p(logits.double().exp()).sqrt()
@@ -45,7 +43,7 @@ def test_bias_can_choose_an_expert_of_a_lower_score() -> None:
 
 
 def test_padding_has_no_experts() -> None:
-    logits, positions = random(5, 11), torch.tensor([4, -1, 0, -1, 9], dtype=torch.int32)
+    logits, positions = cpu_random(5, 11), torch.tensor([4, -1, 0, -1, 9], dtype=torch.int32)
     chosen, weights = route(logits, Router(3, 2.0, positions_T=positions))
     padding = positions < 0
     assert chosen[padding].eq(11).all() and weights[padding].eq(0).all()
@@ -54,12 +52,12 @@ def test_padding_has_no_experts() -> None:
 
 
 def test_routing_a_token_does_not_depend_on_the_others() -> None:
-    logits, router = random(100, 11, scale=2.0), Router(3, 2.5, random(11, seed=1))
-    chosen, weights = route(logits, router)
-    for a in range(0, 100, 7):
-        for count in (1, 2, 5, 23):
-            got = route(logits[a : a + count], router)
-            assert torch.equal(got[0], chosen[a : a + count]) and torch.equal(got[1], weights[a : a + count])
+    logits, router = cpu_random(100, 11, scale=2.0), Router(3, 2.5, cpu_random(11, seed=1))
+    assert_independent(lambda part: route(logits[part], router))
+
+
+def test_slots_of_other_ranks_are_none() -> None:
+    assert own_slots(torch.arange(7), 2, 3).tolist() == [3, 3, 0, 1, 2, 3, 3]
 
 
 def test_tokens_take_the_copies_of_an_expert_in_turn_and_are_counted() -> None:
@@ -87,7 +85,7 @@ def choices(scores: torch.Tensor, bias: torch.Tensor | None, groups: int, top_gr
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_experts_come_from_the_best_groups(scoring: str, groups: int, top_groups: int, renormalize: bool) -> None:
     """Some scores with bias are negative, and still better than experts of other groups."""
-    logits, bias = random(63, 16, scale=2.0), random(16, seed=1) - 0.8 if scoring == "sigmoid" else None
+    logits, bias = cpu_random(63, 16, scale=2.0), cpu_random(16, seed=1) - 0.8 if scoring == "sigmoid" else None
     rules = (scoring, groups, top_groups, renormalize)
     chosen, weights = route(logits, Router(4, 2.5, bias, None, None, None, *rules))
     scores = logits.double().softmax(-1) if scoring == "softmax" else logits.double().sigmoid()
@@ -105,8 +103,56 @@ def test_scores_that_all_underflow_give_weights() -> None:
 
 
 def test_names_of_scores_and_groups() -> None:
-    logits = random(3, 6)
+    logits = cpu_random(3, 6)
     assert torch.equal(scores_of(logits, "sqrtsoftplus"), softplus(logits).sqrt())
     limited = in_top_groups(logits, Router(1, 1.0, None, None, None, None, "softmax", 3, 1))
     assert limited.isfinite().sum(1).tolist() == [2, 2, 2]
     assert in_top_groups(logits, Router(1, 1.0)) is logits
+
+
+SHAPES = [(0, 8, 2), (1, 16, 3), (9, 11, 3)] + ([(63, 256, 6), (8192, 256, 6), (257, 384, 6)] if ON_GPU else [])
+
+
+def assert_same(logits: Tensor, router: Router) -> None:
+    got, expected = launch(route, logits, router), route.reference(logits, router)
+    assert got[0].dtype == torch.int64 and torch.equal(got[0], expected[0])
+    torch.testing.assert_close(got[1], expected[1], rtol=1e-6, atol=0)
+
+
+@kernel_test
+@pytest.mark.parametrize("positions", [None, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("choice", ["scores", "biased scores", "table"])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), SHAPES)
+def test_kernel_agrees_with_the_reference(
+    tokens: int, experts: int, top_k: int, choice: str, positions: torch.dtype | None
+) -> None:
+    bias = random(experts, seed=1) if choice == "biased scores" else None
+    table = random(50, experts, seed=2).argsort(-1)[:, :top_k].contiguous() if choice == "table" else None
+    ids = torch.arange(tokens, device=DEVICE) * 7 % 50
+    where = None if positions is None else torch.arange(tokens, device=DEVICE).sub(2).to(positions)
+    assert_same(random(tokens, experts, scale=3.0), Router(top_k, 2.5, bias, table, ids, where))
+
+
+@kernel_test
+def test_of_equal_scores_the_lowest_ids_win() -> None:
+    chosen, weights = launch(route, torch.zeros(2, 11, device=DEVICE), Router(4, 1.0))
+    assert chosen.tolist() == [[0, 1, 2, 3]] * 2 and weights.tolist() == [[0.25] * 4] * 2
+
+
+@kernel_test
+def test_negative_biases_and_extreme_logits_keep_their_order() -> None:
+    logits = torch.tensor([[-80.0, 90.0, -20.0, 0.0, 1e4, -1e4, 3.0]], device=DEVICE)
+    bias = torch.tensor([-1.0, -200.0, -0.5, -4.0, -150.0, -2.0, -3.0], device=DEVICE)
+    assert_same(logits, Router(3, 2.5))
+    assert_same(logits, Router(3, 2.5, bias))
+
+
+@kernel_test
+def test_not_a_number_never_leaves_the_experts() -> None:
+    chosen, _ = launch(route, torch.full((1, 5), float("nan"), device=DEVICE), Router(3, 1.0))
+    assert chosen.tolist() == [[0, 1, 2]]
+
+
+@kernel_test
+def test_logits_may_be_a_slice() -> None:
+    assert_same(random(4, 40)[:, 7:24], Router(3, 1.0))

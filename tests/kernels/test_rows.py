@@ -22,14 +22,12 @@ from dsv4lite.kernels.rows import (
     UnquantizedRow,
     pack_rows,
     page_bytes,
+    store_for_pass,
     unpack_rows,
 )
 from tests.kernels.paged import simulate
-
-CPU = torch.device("cpu")
-E4M3 = [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
-E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-
+from tests.kernels.tensors import CPU
+from tests.kernels.test_quantize import E2M1, E4M3
 
 # The packer: Python floats and bytes ---------------------------------------------------------------
 
@@ -150,9 +148,11 @@ def test_page_equals_the_byte_packer(name: str, rows: int) -> None:
     assert not store.memory[0].any()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_cleared_rows_are_zero_and_the_others_are_not(name: str) -> None:
-    fmt = FORMATS[name]
+formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+
+
+@formats
+def test_cleared_rows_are_zero_and_the_others_are_not(fmt: RowFormat) -> None:
     store = RowStore(fmt, 3, 4, CPU)
     store.memory.fill_(255)
     store.write(torch.arange(12), vectors(12, fmt.width, 4))
@@ -164,10 +164,9 @@ def test_cleared_rows_are_zero_and_the_others_are_not(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", FORMATS)
+@formats
 @pytest.mark.parametrize("count", [0, 1, 63])
-def test_reading_gives_what_simulate_says(name: str, count: int, dtype: torch.dtype) -> None:
-    fmt = FORMATS[name]
+def test_reading_gives_what_simulate_says(fmt: RowFormat, count: int, dtype: torch.dtype) -> None:
     x = vectors(count, fmt.width).to(dtype)
     store = RowStore(fmt, 9, 8, CPU)
     store.memory.fill_(0xFF)
@@ -177,10 +176,9 @@ def test_reading_gives_what_simulate_says(name: str, count: int, dtype: torch.dt
     assert got.dtype == dtype and torch.equal(got, simulate(fmt, x))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_writing_a_row_touches_no_other(name: str) -> None:
+@formats
+def test_writing_a_row_touches_no_other(fmt: RowFormat) -> None:
     """Rows at the boundaries of pages, their neighbours among them."""
-    fmt = FORMATS[name]
     store = RowStore(fmt, 4, 4, CPU)
     everything = vectors(16, fmt.width)
     store.write(torch.arange(16), everything)
@@ -193,9 +191,8 @@ def test_writing_a_row_touches_no_other(name: str) -> None:
     assert torch.equal(store.memory, before)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_missing_row_reads_row_zero(name: str) -> None:
-    fmt = FORMATS[name]
+@formats
+def test_missing_row_reads_row_zero(fmt: RowFormat) -> None:
     store = RowStore(fmt, 2, 4, CPU)
     x = vectors(8, fmt.width)
     store.write(torch.arange(8), x)
@@ -204,9 +201,8 @@ def test_missing_row_reads_row_zero(name: str) -> None:
     assert torch.equal(got, simulate(fmt, x.float())[torch.tensor([[0, 5], [7, 0]])])
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_pages_are_copied_whole(name: str) -> None:
-    fmt = FORMATS[name]
+@formats
+def test_pages_are_copied_whole(fmt: RowFormat) -> None:
     store = RowStore(fmt, 5, 4, CPU)
     store.write(torch.arange(20), vectors(20, fmt.width))
     before = store.memory.clone()
@@ -214,9 +210,8 @@ def test_pages_are_copied_whole(name: str) -> None:
     assert torch.equal(store.memory, before[[0, 4, 2, 0, 4]])
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_packing_a_row_does_not_depend_on_the_others(name: str) -> None:
-    fmt = FORMATS[name]
+@formats
+def test_packing_a_row_does_not_depend_on_the_others(fmt: RowFormat) -> None:
     x = vectors(65, fmt.width)
     data, scales = fmt.pack(x)
     for a, b in ((0, 1), (7, 8), (3, 40), (64, 65)):
@@ -224,9 +219,8 @@ def test_packing_a_row_does_not_depend_on_the_others(name: str) -> None:
         assert torch.equal(part[0], data[a:b]) and torch.equal(part[1], scales[a:b])
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_packed_rows_are_read_as_simulate_says(name: str) -> None:
-    fmt = FORMATS[name]
+@formats
+def test_packed_rows_are_read_as_simulate_says(fmt: RowFormat) -> None:
     rows = vectors(5, fmt.width).float()
     packed = pack_rows(fmt, rows)
     assert packed.dtype == torch.uint8 and packed.shape == (5, fmt.data_bytes + fmt.scale_bytes)
@@ -236,7 +230,9 @@ def test_packed_rows_are_read_as_simulate_says(name: str) -> None:
 def test_gradients_flow_through_plain_rows() -> None:
     """From what is read, packed or stored, to what was written last at each address."""
     fmt = UnquantizedRow(3, torch.float32)
-    store, rows = GradientStore(fmt, 2, 4, CPU), torch.randn(4, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    store, rows = store_for_pass(fmt, 2, 4, CPU), torch.randn(4, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    with torch.no_grad():
+        assert isinstance(store, GradientStore) and not isinstance(store_for_pass(fmt, 2, 4, CPU), GradientStore)
     store.write(torch.tensor([1, 6]), rows[:2])
     store.write(torch.tensor([1]), rows[2:3])
     read = store.read(torch.tensor([1, 6, 3]), torch.float32)

@@ -9,6 +9,7 @@ from dsv4lite.kernels.quantize import e2m1_codes as e2m1_codes_ref
 from dsv4lite.kernels.quantize import e2m1_values, hadamard, quantize_fp4, quantize_fp8
 from dsv4lite.kernels.rope import rope
 from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, RowFormat, RowStore, UnquantizedRow
+from tests.kernels.tensors import DEVICE, ON_GPU
 
 triton = pytest.importorskip("triton")
 
@@ -26,16 +27,13 @@ from dsv4lite.kernels.rows.triton import (  # noqa: E402
     kind_of,
     mean_of,
     memory_of,
+    only_if,
     power_scale,
     rotate,
     store_row,
 )
 
 pytestmark = pytest.mark.kernel
-
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-GPU = CUDA
 
 
 @triton.jit
@@ -84,7 +82,7 @@ def test_scales_and_roots_are_exact() -> None:
     x = x.to(DEVICE)
     fp8, fp4 = (torch.empty(64, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     inverses, roots, rounded = torch.empty(64, device=DEVICE), torch.empty(129, device=DEVICE), torch.empty_like(x)
-    _scale_kernel[(1,)](x, fp8, fp4, inverses, roots, rounded, GPU=GPU, enable_fp_fusion=False)
+    _scale_kernel[(1,)](x, fp8, fp4, inverses, roots, rounded, GPU=ON_GPU, enable_fp_fusion=False)
     assert torch.equal(fp8, quantize_fp8(x, 32)[1][:, 0])
     assert torch.equal(fp4, quantize_fp4(x, 32)[1][:, 0])
     assert torch.equal(inverses[1:], 2.0 ** (127 - fp4[1:].float()))
@@ -111,7 +109,7 @@ def test_rotation_and_hadamard_equal_the_references(log: int) -> None:
     x = torch.randn(8, width, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
     angle = 100 * torch.rand(8, width // 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     out = torch.empty(2, 8, width, device=DEVICE)
-    _turn_kernel[(1,)](x.float(), angle.cos(), angle.sin(), out, ROWS=8, LOG=log, GPU=GPU, enable_fp_fusion=False)
+    _turn_kernel[(1,)](x.float(), angle.cos(), angle.sin(), out, ROWS=8, LOG=log, GPU=ON_GPU, enable_fp_fusion=False)
     turned = rope(x, angle.cos(), angle.sin())
     assert torch.equal(out[0], turned.float())
     assert torch.equal(out[1], hadamard(turned).float())
@@ -141,3 +139,16 @@ def test_rows_are_stored_byte_for_byte(fmt: RowFormat, scale: float) -> None:
     rows, sizes = triton.next_power_of_2(triton.cdiv(fmt.width, 64)), {"WIDTH": fmt.width, "ROPE": 64, "PLACES": 4}
     _store_kernel[(1,)](x.float(), memory_of(ours)[1], 2, **sizes, ROWS=rows, KIND=kind_of(fmt), enable_fp_fusion=False)
     assert torch.equal(ours.memory, theirs.memory)
+
+
+@triton.jit
+def _mask_kernel(x, out):
+    at = tl.arange(0, 8)
+    tl.store(out + at, at + 1, mask=only_if(tl.load(x) > 0, at < 6))
+
+
+@pytest.mark.parametrize("condition", [True, False])
+def test_condition_masks_all_or_nothing(condition: bool) -> None:
+    x, out = torch.tensor([int(condition)], device=DEVICE), torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    _mask_kernel[(1,)](x, out, enable_fp_fusion=False)
+    assert out.tolist() == ([1, 2, 3, 4, 5, 6, 0, 0] if condition else [0] * 8)

@@ -66,6 +66,45 @@ def test_random_bits_keep_known_values() -> None:
     assert [x % 2**32 for x in got[0].tolist()] == [bits_of((1, 2), 3, t) for t in range(4)] == KNOWN_BITS
 
 
+def z_scores_of_bits(bits: Tensor) -> Tensor:
+    flat = bits.flatten()
+    ones = torch.stack([(flat >> i & 1).sum() for i in range(32)]).double()
+    return (ones - len(flat) / 2) / math.sqrt(len(flat) / 4)
+
+
+def test_random_bits_are_balanced_and_unrelated_between_neighbours() -> None:
+    streams = torch.randint(-(2**31), 2**31, (2, 2), generator=seeded(), dtype=torch.int64).to(torch.int32)
+    positions = torch.arange(256, dtype=torch.int32)
+    one = sampling.random_bits(streams[:1].expand(256, 2), positions, 1024)
+    other = sampling.random_bits(streams[1:].expand(256, 2), positions, 1024)
+    half_same = torch.stack([streams[0, 0], streams[1, 1]])
+    third = sampling.random_bits(half_same.expand(256, 2), positions, 1024)
+    for name, bits in {
+        "alone": one,
+        "next token": one[:, 1:] ^ one[:, :-1],
+        "next position": one[1:] ^ one[:-1],
+        "far token": one[:, 512:] ^ one[:, :512],
+        "other stream": one ^ other,
+        "half of the stream": one ^ third,
+        "neighbouring bits": one ^ (one << 1),
+    }.items():
+        z = z_scores_of_bits(bits)[1:] if name == "neighbouring bits" else z_scores_of_bits(bits)
+        assert z.abs().max() < 5, name
+
+
+def test_random_bits_follow_every_input_bit() -> None:
+    """Flipping any bit of stream, position or token id flips about half of the output bits."""
+    base = torch.randint(-(2**31), 2**31, (4096, 3), generator=seeded(1), dtype=torch.int64).to(torch.int32)
+    reference = sampling.random_bits(base[:, :2], base[:, 2], 1)
+    for column in range(3):
+        for bit in range(31):
+            flipped = base.clone()
+            flipped[:, column] ^= 1 << bit
+            changed = sampling.random_bits(flipped[:, :2], flipped[:, 2], 1) ^ reference
+            share = torch.stack([(changed >> i & 1).double().mean() for i in range(32)])
+            assert share.min() > 0.4 and share.max() < 0.6, (column, bit)
+
+
 def test_log_exponential_is_finite_and_increasing_at_the_extremes() -> None:
     bits = int32([0, 1, 2, 2**30, 2**31 - 2**8, 2**31 - 65, 2**31 - 64, 2**31 - 1, -1, -(2**31)])
     values = sampling.log_exponential(bits.clone())
@@ -73,6 +112,13 @@ def test_log_exponential_is_finite_and_increasing_at_the_extremes() -> None:
     assert values[0] == values[-1] == values.min() and values.min() > -22.3
     assert values[7] == values[8] == values.max() and values.max() < 2.9
     assert (values[:8].diff() >= 0).all() and (values[:5].diff() > 0).all()
+
+
+def test_log_exponential_has_the_exponential_distribution() -> None:
+    values = sampling.log_exponential(sampling.random_bits(int32([[5, 6]]), int32([0]), 200_000)).double().exp().flatten()
+    ordered = (1 - torch.exp(-values)).sort().values
+    ideal = (torch.arange(len(ordered), dtype=torch.float64) + 0.5) / len(ordered)
+    assert (ordered - ideal).abs().max() < 1.95 / math.sqrt(len(ordered))  # Kolmogorov-Smirnov at 0.1 %
 
 
 # ---------------------------------------------------------------------------------------------------------------- draws
@@ -92,11 +138,11 @@ def chi_square(tokens: Tensor, probabilities: Tensor) -> tuple[float, float]:
     return float(((counts[possible] - expected) ** 2 / expected).sum()), limit
 
 
-def many_draws(scaled: Tensor) -> Tensor:
+def many_draws(scaled: Tensor, stream: tuple[int, int] = (11, -12)) -> Tensor:
     tokens = []
     for begin in range(0, DRAWS, 20_000):
         positions = torch.arange(begin, begin + 20_000, dtype=torch.int32)
-        tokens.append(sampling.draw(scaled.expand(20_000, -1), int32([[11, -12]]).expand(20_000, 2), positions))
+        tokens.append(sampling.draw(scaled.expand(20_000, -1), int32([stream]).expand(20_000, 2), positions))
     return torch.cat(tokens)
 
 
@@ -104,10 +150,21 @@ def logits_of(vocab_size: int) -> Tensor:
     return torch.randn((1, vocab_size), generator=seeded(3)) * 1.5
 
 
-def test_draw_has_the_softmax_distribution() -> None:
-    scaled = logits_of(61)
-    statistic, limit = chi_square(many_draws(scaled), scaled.double().softmax(-1)[0])
+def assert_softmax(tokens: Tensor, scaled: Tensor) -> None:
+    statistic, limit = chi_square(tokens, scaled.double().softmax(-1)[0])
     assert statistic < limit
+
+
+@pytest.mark.parametrize("stream", [(11, -12), (0, 0), (2**31 - 1, -(2**31))])
+def test_draw_has_the_softmax_distribution(stream: tuple[int, int]) -> None:
+    scaled = logits_of(61)
+    assert_softmax(many_draws(scaled, stream), scaled)
+
+
+def test_draw_over_streams_and_over_token_places_has_the_same_distribution() -> None:
+    scaled = logits_of(17)
+    streams = torch.stack([torch.arange(DRAWS, dtype=torch.int32), torch.full((DRAWS,), 9, dtype=torch.int32)], dim=1)
+    assert_softmax(sampling.draw(scaled.expand(DRAWS, -1), streams, torch.zeros(DRAWS, dtype=torch.int32)), scaled)
 
 
 def test_draw_test_detects_a_bias_of_one_percent() -> None:
@@ -125,8 +182,7 @@ def test_draw_of_a_truncated_distribution_is_exact() -> None:
     scaled = sampling.drop_below(logits_of(61) - logits_of(61).max(), torch.tensor([[math.log(0.02)]]))
     kept = sampling.keep_best(scaled, torch.tensor([[20]]), torch.tensor([[0.9]], dtype=torch.float64), width=20)
     assert 1 < int(kept.isfinite().sum()) < 20
-    statistic, limit = chi_square(many_draws(kept), kept.double().softmax(-1)[0])
-    assert statistic < limit
+    assert_softmax(many_draws(kept), kept)
 
 
 def test_draw_takes_the_only_possible_token_whatever_the_noise() -> None:
@@ -152,11 +208,9 @@ def test_draw_depends_on_stream_and_position() -> None:
 needs_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-PLACES = [("cpu", 61), ("cpu", 4096), ("two threads", 129280)]
-
-
-@pytest.mark.parametrize(("place", "vocab_size"), PLACES + [pytest.param("cuda", size, marks=needs_cuda) for _, size in PLACES])
-def test_rows_have_the_same_bits_alone_and_in_a_batch(place: str, vocab_size: int) -> None:
+@pytest.mark.parametrize("place", ["cpu", "two threads", pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize("vocab_size", [61, 4096, 129280])
+def test_rows_have_the_same_bits_alone_and_in_a_batch(vocab_size: int, place: str) -> None:
     torch.set_num_threads(2 if place == "two threads" else 1)
     device = "cuda" if place == "cuda" else "cpu"
     rows = 64

@@ -26,6 +26,7 @@ from dsv4lite.kernels.sampling.rows import (
 from dsv4lite.request import Request, SamplingParams
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.scheduling.step_plan import Sampled, SequencePlan
+from tests.kernels.tensors import CPU, DEVICE, ON_GPU
 
 triton = pytest.importorskip("triton")
 
@@ -34,8 +35,6 @@ from dsv4lite.kernels.sampling.rows_triton import sample_rows_triton  # noqa: E4
 
 pytestmark = pytest.mark.kernel
 
-CUDA = torch.cuda.is_available()
-DEVICE, CPU = torch.device("cuda" if CUDA else "cpu"), torch.device("cpu")
 V = 251
 EOS = 1
 OPEN, CLOSE = 240, 241
@@ -178,7 +177,7 @@ SETTINGS: dict[str, list[Settings]] = {
 @pytest.mark.parametrize("case", SETTINGS)
 def test_kernels_sample_as_the_reference_does(case: str) -> None:
     both = Both(*SETTINGS[case])
-    for step in range(9 if CUDA else 2 if case in ("penalties", "bias and masks", "rules of the host") else 1):
+    for step in range(9 if ON_GPU else 2 if case in ("penalties", "bias and masks", "rules of the host") else 1):
         both.step(normal(len(both.slots), seed=step))
 
 
@@ -267,7 +266,7 @@ def test_a_row_does_not_depend_on_other_rows() -> None:
     assert both.last_tokens[0][columns[0]].tolist() == out[0].tolist()
 
 
-@pytest.mark.skipif(CUDA, reason="addresses of the GPU's memory, which the reference cannot read")
+@pytest.mark.skipif(ON_GPU, reason="addresses of the GPU's memory, which the reference cannot read")
 def test_ops_take_and_leave_the_same_tensors() -> None:
     """``apply_masks`` forbids and forces within both, and ``scored_values`` finds what both have sampled from."""
     sampler = Both(
@@ -313,17 +312,19 @@ def test_sequences_take_their_settings_to_another_slot() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
+        {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "frequency_penalty": 0.4},
         {"top_p": 0.7, "min_p": 0.01, "logit_bias": {5: 3.0}, "logprobs": BEST + 3},
         {"top_k": 150, "min_tokens": 4, "allowed_token_ids": tuple(range(180))},
-        {"bad_words_ids": ((3, 4), (9,)), "frequency_penalty": 0.4, "repetition_penalty": 1.3, "top_k": 9, "top_p": 0.8},
+        {"bad_words_ids": ((3, 4), (9,)), "frequency_penalty": 0.4},
     ],
     ids=lambda each: ",".join(each),
 )
 def test_scores_of_given_tokens_are_those_of_sampling(settings: dict[str, object]) -> None:
     """More tokens than rows fit at once, in two calls, beside a sequence that samples between them."""
-    wanted, (first, count) = {"logprobs": 3, **settings, "logprobs_mode": "processed"}, (5, 9) if CUDA else (3, 4)
+    wanted, (first, count) = {"logprobs": 3, **settings, "logprobs_mode": "processed"}, (5, 9) if ON_GPU else (3, 4)
     other, rows = {"repetition_penalty": 1.2}, normal(count, seed=3)
-    both, scorers = Both(wanted), Both(other, other, rows=4 if CUDA else 2)
+    both, scorers = Both(wanted), Both(other, other, rows=4 if ON_GPU else 2)
     start = both.lengths[0]
     found = [both.step(rows[i : i + 1])[0] for i in range(count)]
     tokens = tuple(one.token_id for one in found)
@@ -361,7 +362,7 @@ def test_score_of_a_row_that_failed_is_nan() -> None:
     assert values.isnan().tolist() == others.isnan().tolist() == [False, True]
 
 
-@pytest.mark.skipif(not CUDA, reason="takes minutes in the interpreter")
+@pytest.mark.skipif(not ON_GPU, reason="takes minutes in the interpreter")
 @pytest.mark.parametrize("spread", [0.3, 2.0, 6.0])
 def test_rows_of_the_whole_vocabulary_are_those_of_the_reference(spread: float) -> None:
     """But for draws and cuts within rounding: at most one row of a hundred."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
+from tests.kernels.tensors import DEVICE, ON_GPU
 
 triton = pytest.importorskip("triton")
 
@@ -17,10 +18,8 @@ from dsv4lite.kernels.sampling.triton import PIECE, argmax_finite_triton, token_
 
 pytestmark = pytest.mark.kernel
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 INF, NAN = math.inf, math.nan
-REAL = [(1, 129_280), (64, 129_280)] if CUDA else []
+REAL = [(1, 129_280), (64, 129_280)] if ON_GPU else []
 
 
 def same(logits: Tensor) -> None:

@@ -14,14 +14,15 @@ from dsv4lite.models.deepseek_mla.model import DeepseekMla
 from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
-from dsv4lite.state.paging import SequenceInput, make_paging
+from dsv4lite.scheduling.step_plan import SequencePlan
+from dsv4lite.state.paging import make_paging
 from dsv4lite.state.spec import StateSizes
 from dsv4lite.state.store import StateCache
 
 POISON = 0xFF  # a NaN as e4m3, bfloat16 and float32, and the NaN scale of e8m0
 
 
-def make_batch(model: DeepseekV4 | DeepseekMla, sequences: Sequence[SequenceInput]) -> Batch | MlaBatch:
+def make_batch(model: DeepseekV4 | DeepseekMla, sequences: Sequence[SequencePlan]) -> Batch | MlaBatch:
     token_ids_T, paging, longest = make_paging(sequences, model.numerics.device)
     return model.batch(token_ids_T, paging, max_tokens=longest)
 
@@ -87,7 +88,7 @@ class PagedModel:
         self._window.give([page for page in sequence.window_pages if page >= 0])
         self._slots.give([sequence.slot])
 
-    def prepare(self, sequence: PagedSequence, token_ids: Sequence[int]) -> SequenceInput:
+    def prepare(self, sequence: PagedSequence, token_ids: Sequence[int]) -> SequencePlan:
         """Take the pages that the next tokens need, and free those that no later token reads."""
         start, end = sequence.length, sequence.length + len(token_ids)
         while len(sequence.pages) * PAGE_TOKENS < end:
@@ -101,13 +102,15 @@ class PagedModel:
         for page in range(first_read + len(sequence.window_pages), (end - 1) // WINDOW_PAGE_TOKENS + 1):
             # A long chunk skips pages that are not read any more: its early rows are never written.
             sequence.window_pages.append(self._window.take() if (page + 1) * WINDOW_PAGE_TOKENS > first_write else -1)
-        return SequenceInput(
-            token_ids=token_ids,
-            start=start,
+        return SequencePlan(
+            seq_id=sequence.slot,
             slot=sequence.slot,
+            start=start,
+            token_ids=tuple(token_ids),
             pages=tuple(sequence.pages),
             window_first=sequence.window_first,
             window_pages=tuple(sequence.window_pages),
+            sample=True,
         )
 
     def _poison_window(self, pages: Iterable[int]) -> None:

@@ -8,20 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.state.paging import SequenceInput, make_paging
+from dsv4lite.scheduling.step_plan import SequencePlan
+from dsv4lite.state.paging import make_paging
 
 
 @pytest.mark.parametrize("lengths", [(1,), (2,), (3, 5), (1, 1, 7), (301,), (1, 1, 1, 1, 302)])
 def test_places_of_a_step_are_aligned_whatever_its_lengths(lengths: tuple[int, ...]) -> None:
     """Triton compiles a kernel anew for addresses that are no multiples of 16: prompts of most lengths met that in traffic."""
     sequences = [
-        SequenceInput(
-            token_ids=range(7, 7 + n),
-            start=5 + i,
+        SequencePlan(
+            seq_id=i,
             slot=i,
-            pages=[3 * i, 3 * i + 1],
+            start=5 + i,
+            token_ids=tuple(range(7, 7 + n)),
+            pages=(3 * i, 3 * i + 1),
             window_first=0,
-            window_pages=range(1 + n // 64),
+            window_pages=tuple(range(1 + n // 64)),
+            sample=True,
         )
         for i, n in enumerate(lengths)
     ]

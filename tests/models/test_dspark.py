@@ -5,9 +5,7 @@ The known answers come from the published drafter, in float32, on the tiny model
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,14 +14,16 @@ import torch
 from torch import Tensor
 
 from dsv4lite.debug.watch import OpWatch
+from dsv4lite.kernels import dispatch
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import round_fp8
 from dsv4lite.kernels.rope import rope, rope_angles
 from dsv4lite.kernels.rows import RowStore, UnquantizedRow
 from dsv4lite.models.deepseek_v4 import dspark
+from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.dspark import DraftBlock, Drafts, DSparkDrafter
-from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.deepseek_v4.model import Attention, DeepseekV4
 from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS, official_shapes
 from dsv4lite.models.family import FAMILIES
@@ -222,9 +222,14 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
 
         monkeypatch.setattr(DSparkDrafter, name, spy)
 
-    def attended(args: tuple[Any, ...], out: Tensor) -> None:
-        found.inputs.append(args[2])
-        found.attended.append(out)
+    attend = Attention.forward
+
+    def attended(self: Attention, x_TD: Tensor, rounded: Any, batch: Batch, cache: Any) -> Tensor:
+        out = attend(self, x_TD, rounded, batch, cache)
+        if batch.ahead:  # of a block
+            found.inputs.append(x_TD)
+            found.attended.append(out)
+        return out
 
     class Recorded(Streams):
         def enter(self, *args: Any) -> Any:
@@ -241,7 +246,7 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
             return found.streams[-1]
 
     spied("feed", lambda args, out: found.taps.append(args[1]))
-    spied("_attend", attended)
+    monkeypatch.setattr(Attention, "forward", attended)
     spied("_backbone", lambda args, out: found.h.append(out[0]))
     monkeypatch.setattr(dspark, "Streams", Recorded)
     return found
@@ -457,16 +462,6 @@ def test_every_op_of_a_draft_agrees_with_its_reference(on_gpu: tuple[PagedModel,
     assert ours >= {"rms_norm", "moe_decode_small", "fp8_weight_linear", "hc_expand"}
 
 
-@contextmanager
-def references() -> Iterator[None]:
-    """Refuse every kernel."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("dsv4lite.kernels.") and "use_triton" in vars(module):
-                patch.setattr(module, "use_triton", lambda *_: False)
-        yield
-
-
 @pytest.mark.gpu
 def test_kernels_draft_like_references_with_other_last_bits(on_gpu: tuple[PagedModel, list[PagedSequence]]) -> None:
     """Codes of 8 and 4 bits make much of little: from the same rows, other last bits of a few embeddings move drafts as far.
@@ -476,7 +471,8 @@ def test_kernels_draft_like_references_with_other_last_bits(on_gpu: tuple[PagedM
     state, sequences = on_gpu
     ours, embed = draft(state, sequences, ANCHORS), state.model.embed
     whole, moved = embed.clone(), []
-    with references():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "use_triton", lambda *_: False)
         theirs = draft(state, sequences, ANCHORS)
         for seed in range(24):
             columns = torch.randperm(STORED.hidden_size, generator=torch.Generator().manual_seed(seed))[:50]
@@ -493,7 +489,7 @@ def test_places_of_blocks_are_laid_out_as_kernels_read_them(count: int) -> None:
     firsts = torch.arange(count) * 70
     where = DraftBlock.of(firsts, torch.zeros(count, 3, dtype=torch.int32), firsts.int() // 64, 5, torch.ones(4))
     for paging in (where.own, where.whole):
-        tensors = [getattr(paging, name) for name in paging.__slots__ if name not in ("singles", "derived")]
+        tensors = [getattr(paging, name) for name in paging.__slots__ if name not in ("singles", "splits", "derived")]
         assert all(t.is_contiguous() and t.dtype == torch.int32 for t in tensors)
     assert where.own.positions_T.tolist() == [70 * i + k for i in range(count) for k in range(5)]
     assert where.whole.positions_T.tolist() == [70 * i + 4 for i in range(count) for _ in range(5)]

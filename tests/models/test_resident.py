@@ -44,7 +44,7 @@ def whole(output: Tensor | ExpertSum) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize(("config", "deterministic"), [(SMALL, False), (ODD, True)], ids=["small", "odd-deterministic"])
 def test_resident_codes_give_the_bits_of_widened_weights(config: V4Config, deterministic: bool) -> None:
-    tensors, ids = checkpoint(config), [(7 * i) % 64 for i in range(130)]
+    tensors, ids = checkpoint(config), [(7 * i) % 64 for i in range(150)]
     both = (rounded(deterministic), resident(deterministic=deterministic))
     models = [fill(poisoned(config, numerics, with_mtp=True), tensors) for numerics in both]
     streams = [model.one_pass(ids) for model in models]
@@ -107,13 +107,12 @@ def test_experts_of_odd_sizes_are_widened() -> None:
     assert not DeepseekV4(replace(EXPERTS, expert_width=96), resident("fp4")).get_submodule("layers.0.ffn").experts.tiled
 
 
-def test_weights_stay_quantized_on_accelerators_and_as_the_checkpoint_stores_them() -> None:
+@pytest.mark.parametrize("form", ["fp4", "fp8"])
+def test_weights_stay_quantized_on_accelerators_and_as_the_checkpoint_stores_them(form: ExpertFormat) -> None:
     choose = {"dtype": torch.bfloat16, "quantized": True, "deterministic": False}
-    for device in (torch.device("cuda"), torch.device("cpu")):
-        stored = Numerics.choose(**choose, device=device, dense_fp8=True, expert_format="fp8")
-        assert (stored.resident_fp8, stored.resident_experts) == (
-            (True, "fp8") if device.type == "cuda" else (False, "unquantized")
-        )
+    for device, wanted in ((torch.device("cuda"), (True, form)), (torch.device("cpu"), (False, "unquantized"))):
+        stored = Numerics.choose(**choose, device=device, dense_fp8=True, expert_format=form)
+        assert (stored.resident_fp8, stored.resident_experts) == wanted
         other = Numerics.choose(**choose, device=device)
         assert (other.resident_fp8, other.resident_experts) == (False, "unquantized")
 

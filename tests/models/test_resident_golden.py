@@ -18,7 +18,7 @@ from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.moe import Tokens
 from tests.golden import OFFICIAL, fill, official_ids, poisoned, rounded
 from tests.models.paged import PagedModel
-from tests.models.test_official_golden import PREFILL, Outputs, distance, distances
+from tests.models.test_official_golden import NOISE, Outputs, check_logits, distance, distances, in_steps
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYERS = range(OFFICIAL.num_hidden_layers)
@@ -120,19 +120,6 @@ def test_mtp_block_agrees(model: DeepseekV4, outputs: Outputs) -> None:
     assert distances(got[position], outputs["mid.mtp_logits"]).median() < 2e-2
 
 
-@pytest.mark.parametrize(
-    ("run", "median", "most", "agree"), [("mid", 9e-2, 0.25, 0.75), ("main", 9e-2, 0.25, 0.75), ("short", 0.1, 0.3, 0.75)]
-)
-def test_logits_agree_within_the_noise(
-    model: DeepseekV4, outputs: Outputs, run: str, median: float, most: float, agree: float
-) -> None:
-    """Prefill and one-token steps, as the official run was made."""
-    ids, first = outputs[f"{run}.ids"].tolist(), PREFILL[run]
-    paged = PagedModel(model, tokens=len(ids))
-    sequence = paged.open()
-    parts = [ids[:first], *([token] for token in ids[first:])]
-    got = model.logits(torch.cat([paged.step([(sequence, part)])[0] for part in parts])).cpu()
-    error = distances(got[outputs[f"{run}.pos"].long()], outputs[f"{run}.logits"])
-    assert error.median() < median
-    assert error.quantile(0.9) < most
-    assert (got.argmax(-1) == outputs[f"{run}.argmax"]).float().mean() > agree
+@pytest.mark.parametrize("run", NOISE)
+def test_logits_agree_within_the_noise(model: DeepseekV4, outputs: Outputs, run: str) -> None:
+    check_logits(in_steps(model, run, outputs).cpu(), run, outputs)

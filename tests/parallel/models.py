@@ -1,4 +1,4 @@
-"""Models on ranks: one small checkpoint on disk, each rank with its share of it, and what they make of a few tokens."""
+"""Models on ranks: one small checkpoint on disk, each rank with its shard of it, and what they make of a few tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4lite.models import moe
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
-from dsv4lite.models.share import shards_of
+from dsv4lite.models.shard import shards_of
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.weights.checkpoint import Checkpoint
@@ -75,7 +75,7 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 def build(mesh: Mesh, job: Job) -> DeepseekV4:
-    """Return this rank's share of the model, filled from the checkpoint."""
+    """Return this rank's shard of the model, filled from the checkpoint."""
     numerics = (rounded if job.config.quantized else plain)(job.deterministic)
     if job.resident:
         numerics = replace(numerics, resident_fp8=True, resident_experts="fp4")
@@ -97,7 +97,7 @@ def logits(mesh: Mesh, job: Job) -> Tensor | None:
 def logits_near(mesh: Mesh, job: Job) -> Tensor | None:
     """Return the same where rows of any number go through memory of peers, or as if they did."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe, "exchanges_near", lambda *args: True)
+        patch.setattr(moe, "most_near", lambda *args: 1 << 30)
         return logits(mesh, job)
 
 
@@ -146,12 +146,12 @@ def run(model: DeepseekV4, mesh: Mesh, job: Job) -> Tensor | None:
         if job.known_shapes:
             batch.most_tokens = max(end - begin for begin, end in (steps[number] for steps in chunks[: mesh.dp.size]))
         before = None
-        if not model.share.first:
+        if not model.shard.first:
             shape = (b - a, model.config.streams, model.config.hidden_size)
             before = mesh.pp.receive(torch.empty(shape, dtype=model.numerics.dtype), mesh.pp.rank - 1)
         streams = model(batch, paged.cache.layers, before)
         sequence.length = b
-        if model.share.last:
+        if model.shard.last:
             parts.append(model.logits(streams))
         else:
             mesh.pp.begin_send(streams, mesh.pp.rank + 1).wait()

@@ -19,7 +19,7 @@ from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.state import row_reads
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.family import FAMILIES
-from dsv4lite.models.share import Share, layouts_for
+from dsv4lite.models.shard import ModelShard, layouts_for
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.planning import memory
 from dsv4lite.planning.memory import _working, plan_memory
@@ -109,9 +109,9 @@ def test_plans_count_what_gpus_of_one_machine_open_to_each_other(monkeypatch: py
     ):
         sizes = {"tensor_parallel_size": layout.tp, "expert_parallel_size": layout.ep, "data_parallel_size": layout.dp}
         config = EngineConfig(model="any", **sizes, pipeline_parallel_size=layout.pp)
-        share = Share.of(flash(), V4_TENSORS, Mesh.outline(layout, 0))
+        shard = ModelShard.of(flash(), V4_TENSORS, Mesh.outline(layout, 0))
         source: Any = SimpleNamespace(model=flash(), family=FAMILIES["deepseek_v4"])
-        arguments = (config, source, replace(plain(), device=torch.device("cuda")), 100, share, Drafting())
+        arguments = (config, source, replace(plain(), device=torch.device("cuda")), 100, shard, Drafting())
         opened = _working(*arguments)
         with monkeypatch.context() as patch:
             patch.setattr(memory, "opened_bytes", lambda ranks: 0)
@@ -139,20 +139,20 @@ def test_floor_counts_what_is_read_and_what_travels() -> None:
     """With so many sequences that every expert is used, a step reads all weights but the embedding."""
     config = replace(parse_config(MODEL), num_hidden_layers=2, ratios=(0, 0, 0))
     for layout, sums in ((Layout(), 0), (Layout(tp=2), 2), (Layout(tp=2, ep=2), 2), (Layout(ep=2), 1)):
-        share = Share.of(config, V4_TENSORS, Mesh.outline(layout, 0))
+        shard = ModelShard.of(config, V4_TENSORS, Mesh.outline(layout, 0))
         sequences, weights = 1000, 10**9
-        got = stage_roofline(config, plain(), share, weights, sequences, H200, row_reads(config, plain()))
+        got = stage_roofline(config, plain(), shard, weights, sequences, H200, row_reads(config, plain()))
         rows = sequences * 2 * (config.window + config.index_topk) * 4 * config.head_dim
-        read = weights - 4 * len(share.vocab) * config.hidden_size + rows
+        read = weights - 4 * len(shard.vocab) * config.hidden_size + rows
         travels = HOP_S + 4 * sequences * config.hidden_size / H200.link_bytes_s  # an all-reduce of two sends half of it twice
         assert got == pytest.approx(read / H200.memory_bytes_s + 2 * sums * travels, rel=1e-6)
 
 
 def test_floor_of_one_token_reads_its_experts_only() -> None:
     config, layout = parse_config(MODEL), Layout(ep=2)
-    share = Share.of(config, V4_TENSORS, Mesh.outline(layout, 0))
+    shard = ModelShard.of(config, V4_TENSORS, Mesh.outline(layout, 0))
     one, all_of_them = (
-        stage_roofline(config, plain(), share, 10**9, count, H200, row_reads(config, plain())) for count in (1, 10**4)
+        stage_roofline(config, plain(), shard, 10**9, count, H200, row_reads(config, plain())) for count in (1, 10**4)
     )
     expert = 3 * config.hidden_size * config.expert_width * 4
     assert one < all_of_them

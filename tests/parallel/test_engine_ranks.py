@@ -23,11 +23,11 @@ from dsv4lite.errors import CheckpointError, ConfigError, EngineDeadError
 from dsv4lite.llm import LLM
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
-from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, write_model
+from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, same_outputs, write_model
 from tests.mla import write_random_model
 from tests.parallel.dispatchers import Marked, refuses
 from tests.parallel.holdings import held, listening
-from tests.parallel.requests import PROMPTS, all_kinds, assert_same, tight
+from tests.parallel.requests import PROMPTS, TOLERANCE, all_kinds, tight
 
 ENOUGH_S = 60.0  # for what comes at once unless the machine is busy
 
@@ -57,12 +57,13 @@ class Repeat:
 
 
 def test_rank_in_a_process_gives_what_one_rank_gives_and_its_loss_names_it(model: Path, expected: list[RequestOutput]) -> None:
+    before = held()
     with LLM(str(model), **tight(model, executor="process")) as llm:
-        assert_same(all_kinds(llm), expected)
-        engine_of(llm).check().result(ENOUGH_S)
+        same_outputs(all_kinds(llm), expected, tolerance=TOLERANCE)
+        engine_of(llm).call(lambda engine: engine._scheduler.check()).result(ENOUGH_S)
         (pid,) = processes(llm).values()
-        assert_lost(doomed(llm, 0, signal.SIGKILL, busy=False), 0, pid, "was killed by SIGKILL")
-    assert not is_alive(pid)
+        assert_lost(doomed(llm, 0, signal.SIGKILL, busy=False), 1, 0, pid, "was killed by SIGKILL")
+    assert not is_alive(pid) and held() <= before
 
 
 @pytest.fixture(scope="module")
@@ -91,35 +92,47 @@ def test_mla_models_on_two_ranks_give_what_one_gives(mla: tuple[Path, list[Reque
     model, expected = mla
     layout = {f"{axis}_parallel_size": size for axis, size in sizes.items()}
     with LLM(str(model), **tight(model, **layout)) as llm:
-        assert_same(all_kinds(llm), expected)
-        engine_of(llm).check().result(ENOUGH_S)
+        same_outputs(all_kinds(llm), expected, tolerance=TOLERANCE)
+        engine_of(llm).call(lambda engine: engine._scheduler.check()).result(ENOUGH_S)
 
 
-def test_stages_in_processes_give_what_one_rank_gives_and_end_by_themselves(
-    model: Path, expected: list[RequestOutput], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("settings", "overlap"),
+    [
+        ({"expert_parallel_size": 2}, True),
+        ({"data_parallel_size": 2, "expert_parallel_size": 2}, False),
+        ({"pipeline_parallel_size": 2}, True),
+    ],
+    ids=["ep", "dp-ep", "pp"],
+)
+def test_ranks_in_processes_give_what_one_rank_gives_and_end_by_themselves(
+    model: Path, expected: list[RequestOutput], settings: dict[str, Any], overlap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tokens in flight reach the first stage from the last one."""
-    with overlapping(True), LLM(str(model), **tight(model, pipeline_parallel_size=2, executor="thread")) as llm:
-        assert_same(all_kinds(llm), expected)
-        engine_of(llm).check().result(ENOUGH_S)
+    """With overlap, tokens in flight reach the other ranks by themselves."""
+    with overlapping(overlap), LLM(str(model), **tight(model, **settings, executor="thread")) as llm:
+        same_outputs(all_kinds(llm), expected, tolerance=TOLERANCE)
+        engine_of(llm).call(lambda engine: engine._scheduler.check()).result(ENOUGH_S)
         (pid,) = processes(llm).values()
     assert not is_alive(pid) and not caplog.messages  # it did not have to be killed
 
 
 def test_objects_of_the_host_work_with_ranks_in_processes_which_listen_at_loopback_only(
-    model: Path, expected: list[RequestOutput]
+    model: Path, expected: list[RequestOutput], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A speculator and a dispatcher; torch's TCPStore listened at all addresses."""
     before = listening()
     settings = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "executor": "thread"}
     with LLM(str(model), **tight(model, **settings, speculative=Repeat(), dispatcher=Marked)) as llm:
-        assert_same(all_kinds(llm), expected)
+        same_outputs(all_kinds(llm), expected, tolerance=TOLERANCE)
         executor = engine_of(llm)._executor
         assert isinstance(executor, MultiRankExecutor) and executor._local is not None
         used = [layer.ffn.dispatch for layer in executor._local.model.layers]
         mine = listening() - before
-        found = mine.union(*map(listening, processes(llm).values()))
+        (pid,) = processes(llm).values()
+        found = mine | listening(pid)
+    assert not is_alive(pid) and not caplog.messages
     assert all(isinstance(one, Marked) and one.calls > 4 and one.ranks.ep.size == 2 for one in used)
+    assert len({one.calls for one in used}) == 1  # once in every step
     del executor, used  # they hold the store
     assert len(mine) >= 1 and {address for address, _ in found} == {"0100007F"}
     assert listening() <= before
@@ -176,7 +189,8 @@ def doomed(llm: LLM, rank: int, number: int, *, busy: bool = True) -> list[BaseE
     return errors
 
 
-def assert_lost(errors: list[BaseException], rank: int, pid: int, reason: str) -> None:
+def assert_lost(errors: list[BaseException], count: int, rank: int, pid: int, reason: str) -> None:
+    assert len(errors) == count
     for error in errors:
         assert isinstance(error, EngineDeadError)
         assert error.rank == rank and error.phase == "step"
@@ -192,9 +206,7 @@ def test_lost_rank_ends_every_request_with_its_name(model: Path, number: int, re
     before, silence_s = held(), 3 if number == signal.SIGSTOP else 10
     with LLM(str(model), **MODEST, expert_parallel_size=2, executor="thread", rank_timeout_s=silence_s) as llm:
         (pid,) = processes(llm).values()
-        errors = doomed(llm, 1, number)
-        assert len(errors) == len(PROMPTS) + 1
-        assert_lost(errors, 1, pid, reason)
+        assert_lost(doomed(llm, 1, number), len(PROMPTS) + 1, 1, pid, reason)
         until = time.monotonic() + ENOUGH_S
         while is_alive(pid):  # before the engine is closed
             assert time.monotonic() < until

@@ -24,35 +24,33 @@ from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.rendezvous import Rendezvous, join, lead
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.weights.source import ModelSource
-from tests.e2e.engines import MODEST, overlapping
+from tests.e2e.engines import MODEST, overlapping, same_outputs, thread_of, write_model
 from tests.parallel.ranks import RankError, Ranks
-from tests.parallel.requests import PROMPTS, all_kinds, assert_same, tight
+from tests.parallel.requests import PROMPTS, SHARED, TOLERANCE, all_kinds, tight
 
 Job = dict[str, Any]
 
 
-def hosted(mesh: Mesh, job: Job, rank: int) -> Any:
+def hosted(mesh: Mesh, job: Job) -> Any:
     """Be a host: open the default group, make the engine, and use it on rank 0."""
     store = dist.PrefixStore(job["name"], dist.TCPStore("127.0.0.1", job["port"], None, is_master=False))
     dist.init_process_group("gloo", store=store, rank=mesh.rank, world_size=job["ranks"])
     try:
-        settings = {**job["settings"], **job.get("on_rank", {}).get(rank, {})}
+        settings = {**job["settings"], **job.get("on_rank", {}).get(mesh.rank, {})}
         if "dimensions" in job:
             names, sizes = zip(*job["dimensions"].items(), strict=True)
             settings["device_mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         else:
             settings["executor"] = "external"
-        return job["run"](job["model"], settings, rank)
+        return job["run"](job["model"], settings, mesh.rank)
     finally:
         dist.destroy_process_group()
 
 
-def on_ranks(mesh: Mesh, job: Job) -> Any:
-    return hosted(mesh, job, mesh.rank)
-
-
-def job_of(ranks: Ranks, model: Path, run: Any, settings: Job, number: int, **more: Any) -> Job:
-    return {"name": uuid.uuid4().hex, "port": ranks.port, "ranks": number, "model": model, "run": run, "settings": settings, **more}
+def on_host(ranks: Ranks, model: Path | str, run: Any, settings: Job, number: int, **more: Any) -> list[Any]:
+    """Call ``run(model, settings, rank)`` on every rank of a host of so many processes; return the results in order of ranks."""
+    job = {"name": uuid.uuid4().hex, "port": ranks.port, "ranks": number, "model": model, "run": run, "settings": settings, **more}
+    return ranks.run(hosted, job, layout=Layout(dp=number))
 
 
 def generate(model: Path, settings: Job, rank: int) -> list[RequestOutput] | str:
@@ -78,10 +76,8 @@ def generate(model: Path, settings: Job, rank: int) -> list[RequestOutput] | str
 def test_ranks_of_the_host_give_what_one_rank_gives(
     ranks: Ranks, model: Path, expected: list[RequestOutput], settings: Job, more: Job
 ) -> None:
-    first, *others = ranks.run(
-        on_ranks, job_of(ranks, model, generate, {**tight(model), **settings}, 4, **more), layout=Layout(dp=4)
-    )
-    assert_same(first, expected)
+    first, *others = on_host(ranks, model, generate, {**tight(model), **settings}, 4, **more)
+    same_outputs(first, expected, tolerance=TOLERANCE)
     assert others == ["followed"] * 3
 
 
@@ -105,7 +101,12 @@ def refused(model: Path, settings: Job, rank: int) -> tuple[str, str]:
             "ConfigError",
             "needs 4 ranks, and the process",
         ),
-        ({"expert_parallel_size": 2, "redundant_experts": 1}, {}, "ConfigError", "5 expert slots on 2 ranks"),
+        (
+            {"expert_parallel_size": 2, "redundant_experts": 1},
+            {},
+            "ConfigError",
+            "5 expert slots on 2 ranks: must be a multiple of 2",
+        ),
         ({"tensor_parallel_size": 2}, {"on_rank": {1: {"model": "/nowhere"}}}, "CheckpointError", "'/nowhere' is not a folder"),
         ({"tensor_parallel_size": 2}, {"on_rank": {0: {"model": "/nowhere"}}}, "CheckpointError", "'/nowhere' is not a folder"),
         ({"tensor_parallel_size": 2, "kv_cache_memory_bytes": 1}, {}, "CapacityError", "kv_cache_memory_bytes"),
@@ -116,8 +117,7 @@ def refused(model: Path, settings: Job, rank: int) -> tuple[str, str]:
     ids="settings device size size-of-one slots checkpoint leaders-checkpoint memory mesh mesh-of-one names".split(),
 )
 def test_what_is_wrong_is_raised_on_every_rank(ranks: Ranks, model: Path, settings: Job, more: Job, kind: str, error: str) -> None:
-    job = job_of(ranks, model, refused, {**MODEST, **settings}, 2, **more)
-    for found, text in ranks.run(on_ranks, job, layout=Layout(dp=2)):
+    for found, text in on_host(ranks, model, refused, {**MODEST, **settings}, 2, **more):
         assert error in text and (found == kind or kind == "DSV4LiteError")
 
 
@@ -141,8 +141,14 @@ def come_late(model: Path, settings: Job, rank: int) -> tuple[str, str]:
 
 def test_late_rank_still_gets_the_error(ranks: Ranks, model: Path) -> None:
     settings = {**MODEST, "tensor_parallel_size": 2, "port": ranks.port, "name": uuid.uuid4().hex}
-    for found, message in ranks.run(on_ranks, job_of(ranks, model, come_late, settings, 2), layout=Layout(dp=2)):
+    for found, message in on_host(ranks, model, come_late, settings, 2):
         assert found == "CheckpointError" and "'/nowhere' is not a folder" in message
+
+
+def test_ranks_with_different_weights_are_refused_on_every_rank(ranks: Ranks, model: Path, tmp_path: Path) -> None:
+    other = str(write_model(tmp_path, SHARED, seed=1))
+    for found, message in on_host(ranks, model, refused, {**MODEST, "tensor_parallel_size": 2}, 2, on_rank={1: {"model": other}}):
+        assert found == "ConfigError" and "made alike: the checkpoint is " in message
 
 
 def other_version(model: Path, settings: Job, rank: int) -> tuple[str, str]:
@@ -155,8 +161,7 @@ def other_version(model: Path, settings: Job, rank: int) -> tuple[str, str]:
 def test_versions_are_compared_before_anything_else(ranks: Ranks, model: Path) -> None:
     """Other errors of a rank would be pickled by its own version."""
     settings = {**MODEST, "tensor_parallel_size": 2}
-    job = job_of(ranks, model, other_version, settings, 2, on_rank={1: {"model": "/nowhere", "device": "cuda"}})
-    for found, message in ranks.run(on_ranks, job, layout=Layout(dp=2)):
+    for found, message in on_host(ranks, model, other_version, settings, 2, on_rank={1: {"model": "/nowhere", "device": "cuda"}}):
         assert found == "ConfigError" and "the same software: dsv4lite is 9.9 on rank 1 and " in message
 
 
@@ -169,8 +174,7 @@ def share_devices(model: Path, settings: Job, rank: int) -> tuple[str, list[str]
 
 
 def test_ranks_on_one_gpu_are_refused_on_every_rank(ranks: Ranks, model: Path) -> None:
-    job = job_of(ranks, model, share_devices, {**MODEST, "tensor_parallel_size": 2}, 2)
-    for message, machines in ranks.run(on_ranks, job, layout=Layout(dp=2)):
+    for message, machines in on_host(ranks, model, share_devices, {**MODEST, "tensor_parallel_size": 2}, 2):
         assert "ranks 0 and 1 have the same device, GPU 7 on " in message
         assert machines == [socket.gethostname()] * 2
 
@@ -231,8 +235,7 @@ def test_leader_listens_where_ranks_reach_it_and_strangers_at_the_port_keep_no_r
     if several and address in (None, "127.0.0.1"):
         pytest.skip("this machine has loopback only")
     settings = {**MODEST, "tensor_parallel_size": 2, "machine": address if several else "here"}
-    job = job_of(ranks, model, among_strangers, settings, 2)
-    assert ranks.run(on_ranks, job, layout=Layout(dp=2)) == [(address, address), "alive"]
+    assert on_host(ranks, model, among_strangers, settings, 2) == [(address, address), "alive"]
 
 
 def die_later(model: Path, settings: Job, rank: int) -> None:
@@ -245,9 +248,8 @@ def die_later(model: Path, settings: Job, rank: int) -> None:
 
 
 def test_host_that_loses_a_rank_gets_its_number(ranks: Ranks, model: Path) -> None:
-    job = job_of(ranks, model, die_later, {**MODEST, "tensor_parallel_size": 2, "max_model_len": 100_000}, 2)
     with pytest.raises(RankError) as caught:
-        ranks.run(on_ranks, job, layout=Layout(dp=2))
+        on_host(ranks, model, die_later, {**MODEST, "tensor_parallel_size": 2, "max_model_len": 100_000}, 2)
     assert "EngineDeadError: rank 1 (process " in str(caught.value) and "rank 1 died" in str(caught.value)
 
 
@@ -256,17 +258,15 @@ def leave(model: Path, settings: Job, rank: int) -> str:
     with LLM(str(model), **settings) as llm:
         if rank == 0:
             os._exit(1)
-        engine = llm._session.engine("test")
-        engine._thread.join(30)  # type: ignore[attr-defined]
+        thread_of(llm).join(30)
         with pytest.raises(EngineDeadError, match="the leader is gone"):
             llm.generate("a")
     raise AssertionError("as it should be")
 
 
 def test_rank_that_loses_its_leader_raises(ranks: Ranks, model: Path) -> None:
-    job = job_of(ranks, model, leave, {**MODEST, "pipeline_parallel_size": 2}, 2)
     with pytest.raises(RankError, match="as it should be"):
-        ranks.run(on_ranks, job, layout=Layout(dp=2))
+        on_host(ranks, model, leave, {**MODEST, "pipeline_parallel_size": 2}, 2)
 
 
 def test_external_ranks_without_a_group_are_refused(model: Path) -> None:

@@ -136,7 +136,8 @@ def test_stages_pass_tensors_on(ranks: Ranks) -> None:
 
 def places(mesh: Mesh) -> Any:
     gathered = {name: getattr(mesh, name).all_gather(torch.tensor([mesh.rank])).tolist() for name in ("tp", "ep", "dp", "pp")}
-    return gathered, mesh.positions, len(mesh.groups()), dist.is_initialized()
+    positions = {name: (getattr(mesh, name).rank, getattr(mesh, name).size) for name in gathered}
+    return gathered, positions, len(mesh.groups()), dist.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -164,11 +165,11 @@ def test_scatter_of_unequal_parts_is_refused_on_every_rank(ranks: Ranks) -> None
 
 
 def test_single_axes_return_what_they_get() -> None:
-    mesh, x = Mesh.single(), values(0, 4, 2)
+    mesh, x = Mesh(), values(0, 4, 2)
     for axis in (mesh.tp, mesh.ep, mesh.dp, mesh.pp):
         assert axis.all_reduce(x) is x and axis.all_gather(x, 1) is x and axis.reduce_scatter(x) is x
         assert axis.broadcast(x, 0) is x
-    assert mesh.groups() == () and mesh.positions["tp"] == (0, 1)
+    assert mesh.groups() == () and (mesh.tp.rank, mesh.tp.size) == (0, 1)
 
 
 def test_axis_without_a_group_is_refused() -> None:

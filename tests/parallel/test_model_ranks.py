@@ -17,6 +17,8 @@ from tests.parallel.models import PLAIN, QUANTIZED, Job, logits, logits_near, re
 from tests.parallel.ranks import RankError, Ranks
 
 ONE = Layout()
+ANY = ["local", "all_gather", "all_to_all"]
+TRAVEL = ["all_gather", "all_to_all"]
 
 
 @pytest.fixture(scope="module")
@@ -54,35 +56,46 @@ def on_one_rank(ranks: Ranks, job: Job) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "dispatcher"),
+    ("layout", "dispatchers"),
     [
-        (Layout(tp=4), "auto"),
-        (Layout(tp=4, ep=2), "local"),
-        (Layout(tp=2, ep=4), "all_gather"),
-        (Layout(tp=2, ep=4), "all_to_all"),
-        (Layout(ep=2), "local"),
-        (Layout(dp=2, tp=2, ep=2), "local"),
-        (Layout(dp=2, tp=2, ep=4), "all_to_all"),
-        (Layout(tp=2, pp=2), "auto"),
+        (Layout(tp=2), ["auto"]),
+        (Layout(tp=4), ["auto"]),
+        (Layout(tp=4, ep=2), ["local"]),
+        (Layout(tp=2, ep=2), ANY),
+        (Layout(tp=2, ep=4), ANY),
+        (Layout(ep=2), ANY),
+        (Layout(ep=4), ANY),
+        (Layout(dp=2), ["auto"]),
+        (Layout(dp=2, tp=2), ["auto"]),
+        (Layout(dp=2, tp=2, ep=2), ["local"]),
+        (Layout(dp=2, ep=2), TRAVEL),
+        (Layout(dp=2, tp=2, ep=4), TRAVEL),
+        (Layout(pp=2), ["auto"]),
+        (Layout(tp=2, pp=2), ["auto"]),
+        (Layout(ep=2, pp=2), ["all_to_all"]),
     ],
     ids=str,
 )
 def test_unquantized_model_gives_the_logits_of_one_rank(
-    ranks: Ranks, plain_job: Job, plain_expected: list[Tensor], layout: Layout, dispatcher: str
+    ranks: Ranks, plain_job: Job, plain_expected: list[Tensor], layout: Layout, dispatchers: list[str]
 ) -> None:
-    answers = ranks.run(logits, replace(plain_job, dispatcher=dispatcher), layout=layout)
-    for rank, got in enumerate(answers):
-        place = layout.place(rank)
-        assert (got is None) == (place.pp < layout.pp - 1)
-        if got is not None:
-            torch.testing.assert_close(got, plain_expected[place.dp], rtol=0, atol=1e-5)
+    for dispatcher in dispatchers:
+        answers = ranks.run(logits, replace(plain_job, dispatcher=dispatcher), layout=layout)
+        for rank, got in enumerate(answers):
+            place = layout.place(rank)
+            assert (got is None) == (place.pp < layout.pp - 1)
+            if got is not None:
+                torch.testing.assert_close(got, plain_expected[place.dp], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("layout", "dispatcher"),
     [
+        (Layout(ep=2), "all_to_all"),
         (Layout(ep=4), "all_to_all"),
+        (Layout(dp=2), "auto"),
         (Layout(dp=2, ep=2), "all_to_all"),
+        (Layout(pp=2), "auto"),
         (Layout(ep=2, pp=2), "all_to_all"),
     ],
     ids=str,
@@ -99,7 +112,7 @@ def test_official_formats_give_the_bits_of_one_rank_where_no_sum_is_cut(
 
 @pytest.mark.parametrize(
     ("layout", "dispatcher"),
-    [(Layout(tp=2, ep=2), "local"), (Layout(ep=4), "local"), (Layout(dp=2, ep=2), "all_gather")],
+    [(Layout(tp=2), "auto"), (Layout(tp=2, ep=2), "local"), (Layout(ep=4), "local"), (Layout(dp=2, ep=2), "all_gather")],
     ids=str,
 )
 def test_official_formats_stay_within_their_limits_where_sums_are_cut(
@@ -117,7 +130,9 @@ def test_official_formats_stay_within_their_limits_where_sums_are_cut(
 @pytest.mark.parametrize(
     ("layout", "dispatcher"),
     [
+        (Layout(tp=2), "auto"),
         (Layout(tp=2, ep=2), "local"),
+        (Layout(dp=2, ep=2), "all_gather"),
         (Layout(dp=2, ep=2), "all_to_all"),
         (Layout(dp=2, tp=2, ep=4), "all_gather"),
     ],
@@ -139,6 +154,7 @@ def test_weights_that_stay_quantized_can_be_shared(ranks: Ranks, quantized_job: 
 @pytest.mark.parametrize(
     ("layout", "dispatcher", "redundant", "resident"),
     [
+        (Layout(ep=2), "all_to_all", 2, False),
         (Layout(ep=4), "all_to_all", 4, True),
         (Layout(ep=2), "local", 0, True),
         (Layout(dp=2, ep=2), "all_gather", 2, True),
@@ -169,7 +185,7 @@ def test_experts_move_where_they_are_needed_and_results_stay(
 
 @pytest.mark.parametrize(
     ("layout", "redundant"),
-    [(Layout(ep=2), 2), (Layout(tp=2, ep=2), None), (Layout(dp=2, ep=2), None)],
+    [(Layout(ep=2), 2), (Layout(tp=2, ep=2), None), (Layout(tp=2), None), (Layout(dp=2, ep=2), None)],
     ids=str,
 )
 def test_steps_of_few_tokens_have_the_bits_of_each_part_by_itself(

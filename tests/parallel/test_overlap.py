@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dsv4lite.layout import Layout
 from dsv4lite.models import moe
-from dsv4lite.models import share as share_module
+from dsv4lite.models import shard as shard_module
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
-from dsv4lite.models.share import UNSHARED_TOKENS, Share
+from dsv4lite.models.shard import UNSHARED_TOKENS, ModelShard
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
 from tests.golden import tiny_checkpoint, tiny_ids
@@ -78,21 +78,21 @@ def noted(mesh: Mesh, job: Job, least: int) -> tuple[list[str], Tensor | None]:
     block.shared.register_forward_pre_hook(lambda module, args: log.append(f"second {len(args[0])}"))
     work = block.experts.forward
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(share_module, "UNSHARED_TOKENS", least)
+        patch.setattr(shard_module, "UNSHARED_TOKENS", least)
         patch.setattr(moe, "linear", linear)
         patch.setattr(block.experts, "forward", lambda *args: [log.append("experts"), work(*args)][1])
         return log, run(model, mesh, job)
 
 
 @pytest.mark.parametrize(
-    ("layout", "dispatcher", "there", "back"),
+    ("dispatcher", "there", "back"),
     [
-        (Layout(dp=2, ep=2), "all_gather", ["allgather"], "reduce_scatter"),
-        (Layout(dp=2, ep=2), OwnAllGather, ["allgather"], "reduce_scatter"),
-        (Layout(dp=2, tp=2, ep=4), "all_to_all", ["alltoall", "alltoall"], "alltoall"),  # first how many rows
+        ("all_gather", ["allgather"], "reduce_scatter"),
+        (OwnAllGather, ["allgather"], "reduce_scatter"),
+        ("all_to_all", ["alltoall", "alltoall"], "alltoall"),  # first how many rows
     ],
-    ids=str,
 )
+@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(dp=2, tp=2, ep=4)], ids=str)
 def test_shared_expert_runs_while_rows_are_on_their_way_there_and_back(
     ranks: Ranks, job: Job, layout: Layout, dispatcher: str | DispatcherFactory, there: list[str], back: str
 ) -> None:
@@ -106,9 +106,8 @@ def test_shared_expert_runs_while_rows_are_on_their_way_there_and_back(
         assert events[: len(before) + 7] == [*before, *went, f"begin {back}", f"second {tokens}", f"wait {back}"]
 
 
-@pytest.mark.parametrize(
-    ("layout", "dispatcher"), [(TOGETHER[0], "local"), (TOGETHER[1], "all_gather"), (TOGETHER[0], "all_to_all")], ids=str
-)
+@pytest.mark.parametrize("dispatcher", ["local", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("layout", TOGETHER, ids=str)
 def test_copies_share_the_shared_expert_of_many_tokens(ranks: Ranks, job: Job, layout: Layout, dispatcher: str) -> None:
     (_, expected), *_ = ranks.run(noted, job, UNSHARED_TOKENS, layout=ONE)
     answers = ranks.run(noted, replace(job, dispatcher=dispatcher), 4, layout=layout)
@@ -122,9 +121,9 @@ def test_copies_share_the_shared_expert_of_many_tokens(ranks: Ranks, job: Job, l
 @pytest.mark.parametrize("layout", [ONE, Layout(tp=2), Layout(dp=2, ep=2), Layout(ep=4), *TOGETHER], ids=str)
 def test_shared_expert_of_every_token_is_added_by_one_copy(layout: Layout) -> None:
     for tokens in (1, UNSHARED_TOKENS, UNSHARED_TOKENS + 1, 1001):
-        shares = [Share.of(PLAIN, V4_TENSORS, Mesh.outline(layout, rank)) for rank in range(layout.world)]
+        shards = [ModelShard.of(PLAIN, V4_TENSORS, Mesh.outline(layout, rank)) for rank in range(layout.world)]
         for tp in range(layout.tp):
             for dp in range(layout.dp):
-                parts = [range(tokens)[s.shared_tokens(tokens)] for s in shares if (s.mesh.place.tp, s.mesh.place.dp) == (tp, dp)]
+                parts = [range(tokens)[s.shared_tokens(tokens)] for s in shards if (s.mesh.place.tp, s.mesh.place.dp) == (tp, dp)]
                 assert sorted(token for part in parts for token in part) == list(range(tokens))
                 assert tokens <= UNSHARED_TOKENS or max(map(len, parts)) == -(-tokens // layout.copies)

@@ -15,7 +15,7 @@ from dsv4lite.errors import ConfigError
 from dsv4lite.layout import Layout
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.tensors import V4_SHARDING, V4_TENSORS, official_shapes
-from dsv4lite.models.share import shards_of
+from dsv4lite.models.shard import shards_of
 from dsv4lite.parallel.shard import Cut, Experts, Replicate, Shards, Split, blocks_of, pattern_of, slice_for
 from tests.tiny import flash, pro
 

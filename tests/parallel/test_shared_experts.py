@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,13 +25,14 @@ from dsv4lite.parallel import mesh as mesh_module
 from dsv4lite.request import Prompt, RequestOutput, SamplingParams
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, SequencePlan, StepPlan, StepShape
 from dsv4lite.speculation.speculator import DraftProposer
-from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of
+from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of, same_outputs
 from tests.parallel.ranks import Ranks
-from tests.parallel.requests import assert_same
-from tests.parallel.test_external import Job, job_of, on_ranks
+from tests.parallel.requests import TOLERANCE
+from tests.parallel.test_external import Job, on_host
 from tests.recorded import Recording, record, without_device
 
 PROMPTS = prompts_of((5, 9, 40, 290), SMALL["vocab_size"], seed=5)
+TWO, FOUR = Layout(dp=2, ep=2), Layout(dp=2, tp=2, ep=4)
 COLLECTIVES = ("allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base", "broadcast")
 Drafted = list[tuple[int, tuple[int, ...]]]
 
@@ -83,7 +84,6 @@ def as_on_a_device(log: Log, **sizes: Any) -> Iterator[None]:
         runner = building(probe, *args)
         options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, **sizes}
         runner._graphs = StepGraphs(runner.model, runner.cache, **options, sampling=runner.sampler, drafter=runner._drafter)
-        runner._last_token = runner._tokens._last_token = runner._graphs.last_token
         return runner
 
     def init(recording: Recording, *args: Any) -> None:
@@ -133,11 +133,8 @@ def random_requests(llm: LLM) -> None:
             )
             llm.generate({"prompt_token_ids": prompt}, params)
 
-    threads = [threading.Thread(target=ask, args=(random.Random(seed),)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(ask, map(random.Random, range(4))))
 
 
 def generate(model: Path, settings: Job, rank: int) -> tuple[list[RequestOutput], int, Log]:
@@ -156,20 +153,32 @@ def generate(model: Path, settings: Job, rank: int) -> tuple[list[RequestOutput]
     return outputs, replays, log
 
 
-def test_replicas_with_uneven_loads_give_what_one_rank_gives_by_the_same_collectives(ranks: Ranks, model: Path) -> None:
-    with LLM(str(model), **MODEST) as llm:
+def sizes_of(layout: Layout) -> dict[str, Any]:
+    """Return the settings of a layout, with the dispatcher whose steps can be captured."""
+    sizes = {"data_parallel_size": layout.dp, "tensor_parallel_size": layout.tp, "expert_parallel_size": layout.ep}
+    return {**sizes, "dispatcher": "all_gather"}
+
+
+@pytest.mark.parametrize(("layout", "deterministic"), [(TWO, False), (TWO, True), (FOUR, False)], ids=str)
+def test_replicas_with_uneven_loads_give_what_one_rank_gives_by_the_same_collectives(
+    ranks: Ranks, model: Path, layout: Layout, deterministic: bool
+) -> None:
+    settings = {**MODEST, "deterministic": deterministic}
+    with LLM(str(model), **settings) as llm:
         expected = requests(llm)
-    settings = {**MODEST, "data_parallel_size": 2, "expert_parallel_size": 2, "dispatcher": "all_gather"}
-    job = job_of(ranks, model, generate, settings, 2)
-    (outputs, count, first), (_, _, second) = ranks.run(on_ranks, job, layout=Layout(dp=2))
-    assert_same(outputs, expected)
-    assert [shape for _, shape in first.replays] == [shape for _, shape in second.replays]
-    counts = [{one, other} for (one, _), (other, _) in zip(first.replays[:count], second.replays, strict=False)]
+    answers = on_host(ranks, model, generate, {**settings, **sizes_of(layout)}, layout.world)
+    (outputs, count, first), logs = answers[0], [log for _, _, log in answers]
+    same_outputs(outputs, expected, tolerance=TOLERANCE)
+    steps = list(zip(*(log.replays for log in logs), strict=True))
+    assert all(len({shape for _, shape in step}) == 1 for step in steps)  # the same graph on every rank
+    counts = [{count for count, _ in step} for step in steps[:count]]
     assert {0, 1} in counts and {1, 2} in counts and {2} in counts
-    assert first.collectives == second.collectives
-    assert {name for name, _ in first.collectives} == {"_allgather_base", "_reduce_scatter_base"}
-    for log in (first, second):
-        assert log.freed == ["graph"] * (len(log.freed) - 1) + ["group"] and len(log.freed) > 1
+    for log in logs:
+        assert log.freed == sorted(log.freed) and set(log.freed) == {"graph", "group"}
+        if layout.tp == 1:  # else each replica has collectives of its own, too
+            assert log.collectives == first.collectives
+            assert {name for name, _ in log.collectives} == {"_allgather_base", "_reduce_scatter_base"}
+            assert log.freed.count("group") == 1
 
 
 def drafting(model: Path, settings: Job, *, leads: bool = True) -> tuple[list[RequestOutput], Drafted]:
@@ -204,13 +213,12 @@ def draft_on_ranks(model: Path, settings: Job, rank: int) -> tuple[list[RequestO
         return *drafting(model, settings, leads=rank == 0), log
 
 
-def test_ranks_that_replay_steps_draft_as_one_rank(ranks: Ranks, model: Path) -> None:
+@pytest.mark.parametrize("layout", [TWO, FOUR], ids=str)
+def test_ranks_that_replay_steps_draft_as_one_rank(ranks: Ranks, model: Path, layout: Layout) -> None:
     expected, known = drafting(model, dict(MODEST))
-    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 4}
-    job = job_of(ranks, model, draft_on_ranks, {**MODEST, **sizes, "dispatcher": "all_gather"}, 4)
-    answers = ranks.run(on_ranks, job, layout=Layout(dp=4))
+    answers = on_host(ranks, model, draft_on_ranks, {**MODEST, **sizes_of(layout)}, layout.world)
     outputs, drafted, _ = answers[0]
-    assert_same(outputs, expected)
+    same_outputs(outputs, expected, tolerance=TOLERANCE)
     assert drafted == known and sum(len(drafts) for _, drafts in known) > 10
     steps = list(zip(*(log.replays for _, _, log in answers), strict=True))
     assert all(len({shape for _, shape in step}) == 1 for step in steps)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dsv4lite.engine import engine as engine_module
 from dsv4lite.errors import EngineDeadError
-from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
 from dsv4lite.request import SamplingParams
-from tests.e2e.engines import MODEST
+from tests.e2e.engines import MODEST, thread_of
 from tests.parallel.ranks import Ranks
 from tests.parallel.requests import PROMPTS
-from tests.parallel.test_external import Job, job_of, on_ranks
+from tests.parallel.test_external import Job, on_host
 from tests.parallel.trouble import ALARM, Fails, LeaderSleeps, Sleeps
 
 SETTINGS = {**MODEST, "expert_parallel_size": 2}
@@ -52,11 +52,14 @@ def assert_errors(errors: list[Failure], trouble: type[Fails]) -> None:
         assert message.startswith(f"rank {rank} (process ") and message.endswith(f") {reason}; phase: step")
 
 
-def test_step_that_does_not_end_ends_every_request(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("executor", "trouble"), [("thread", Fails), ("thread", Sleeps), ("process", LeaderSleeps)])
+def test_step_that_does_not_end_ends_every_request(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, executor: Any, trouble: type[Fails]
+) -> None:
     monkeypatch.setenv(ALARM, str(tmp_path / "never"))
-    with LLM(str(model), **SETTINGS, executor="process", dispatcher=LeaderSleeps, step_timeout_s=STEP_S[LeaderSleeps]) as llm:
+    with LLM(str(model), **SETTINGS, executor=executor, dispatcher=trouble, step_timeout_s=STEP_S[trouble]) as llm:
         errors = failures(llm)
-    assert_errors(errors, LeaderSleeps)
+    assert_errors(errors, trouble)
 
 
 def test_thread_that_does_not_return_from_its_step_does_not_block_close(
@@ -66,7 +69,7 @@ def test_thread_that_does_not_return_from_its_step_does_not_block_close(
     monkeypatch.setattr(engine_module, "_LAST_STEP_S", 0.1)
     monkeypatch.setattr(engine_module, "_JOIN_POLL_S", 0.05)
     with LLM(str(model), **SETTINGS, executor="thread", dispatcher=LeaderSleeps, step_timeout_s=0.5) as llm:
-        thread = llm._session.engine("test")._thread  # type: ignore[attr-defined]
+        thread = thread_of(llm)
         errors = failures(llm)
     assert thread.is_alive()  # its step has not ended
     assert_errors(errors, LeaderSleeps)
@@ -85,15 +88,15 @@ def stumble(model: Path, settings: Job, rank: int) -> list[Failure]:
             errors = failures(llm)
             alarm.touch()  # the sleeping rank wakes up only after every request has failed
             return errors
-        llm._session.engine("test")._thread.join(30)  # type: ignore[attr-defined]
+        thread_of(llm).join(30)
         return failures(llm)
 
 
-@pytest.mark.parametrize("trouble", [Fails, Sleeps])
+@pytest.mark.parametrize("trouble", [Fails, Sleeps, LeaderSleeps])
 def test_step_that_does_not_end_ends_every_request_of_the_host(
     ranks: Ranks, model: Path, tmp_path: Path, trouble: type[Fails]
 ) -> None:
     settings = {**SETTINGS, "dispatcher": trouble, "step_timeout_s": STEP_S[trouble], "alarm": str(tmp_path / "alarm")}
-    first, second = ranks.run(on_ranks, job_of(ranks, model, stumble, settings, 2), layout=Layout(dp=2))
+    first, second = on_host(ranks, model, stumble, settings, 2)
     assert_errors(first, trouble)
     assert len(second) == len(first)  # the other rank's engine is dead, too

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from dsv4lite.engine.wire import PlanReader, PlanWriter
 from dsv4lite.errors import CheckpointError, EngineDeadError, EngineStateError, InvalidRequestError
 from dsv4lite.parallel.channel import Channel, Closed, encode, portable
-from dsv4lite.scheduling.step_plan import SequencePlan, StepPlan
+from dsv4lite.request import TokenLogprob
+from dsv4lite.scheduling.step_plan import Sampled, SequencePlan, StepPlan
 
 
 def pair() -> tuple[Channel, Channel]:
@@ -70,6 +71,15 @@ def test_tensors_travel_by_value(dtype: torch.dtype) -> None:
     assert arrived["x"].dtype == dtype and arrived["empty"].shape == (0, 3)
     assert torch.equal(arrived["x"].float(), sent.float())
     arrived["x"].fill_(0)  # its memory is its own
+
+
+def test_results_of_a_step_arrive() -> None:
+    logprob = TokenLogprob(logprob=-1.0, rank=2, token_ids=torch.tensor([1, 2]), values=torch.tensor([-1.0, -2.0]))
+    here, there = pair()
+    here.send({4: Sampled(token_id=9, logprob=logprob)})
+    arrived = there.receive(5.0)[4]
+    assert arrived.token_id == 9 and arrived.logprob.rank == 2
+    assert torch.equal(arrived.logprob.values, logprob.values)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,12 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dsv4lite.kernels
 from dsv4lite.config import tiny_model
 from dsv4lite.kernels import dispatch
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.models.config import PassBytes
-from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.workspace import _model_pass, workspace
@@ -100,13 +96,15 @@ class Ledger(TorchDispatchMode):
         allocator.give_back(*taken)
 
 
+def tensor_of(given: Any) -> Tensor:
+    """The first tensor of some arguments, also in tuples."""
+    return next(tensor_of(one) if isinstance(one, tuple) else one for one in given if isinstance(one, (Tensor, tuple)))
+
+
 @pytest.fixture
 def nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ops prepare their kernels on the meta device, and launch none of them."""
-    for info in pkgutil.walk_packages(dsv4lite.kernels.__path__, "dsv4lite.kernels."):
-        module = importlib.import_module(info.name)
-        if "use_triton" in vars(module):
-            monkeypatch.setattr(module, "use_triton", lambda *given: dispatch.first_tensor(given).device == META)
+    monkeypatch.setattr(dispatch, "use_triton", lambda *given: tensor_of(given).device == META)
     monkeypatch.setattr(triton_jit.JITFunction, "run", lambda *args, **options: None)
 
 
@@ -131,7 +129,7 @@ def pass_of(model: DeepseekV4, cache: StateCache, tokens: int, longest: int) -> 
         singles=tokens == 1,
     )
     token_ids = torch.empty(tokens, dtype=torch.int64, device=META)
-    batch = Batch.of(token_ids, paging, model.rotary, max_tokens=longest, deterministic=model.numerics.deterministic)
+    batch = model.batch(token_ids, paging, max_tokens=longest)
     model.logits(model(batch, cache.layers)[:8])
 
 
@@ -172,7 +170,7 @@ CASES: Mapping[str, tuple[V4Config, int, int]] = {
 
 
 def whole_workspace(model: DeepseekV4, numerics: Numerics, *, tokens: int, sequences: int, longest: int) -> int:
-    step = workspace(model.config, numerics, model.share, tokens=tokens, longest=longest)
+    step = workspace(model.config, numerics, model.shard, tokens=tokens, longest=longest)
     return step_bytes(step, numerics, model.config.vocab_size, tokens=tokens, sequences=sequences, listed=0)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -22,20 +21,13 @@ from dsv4lite.sampling.samples import Samples
 from dsv4lite.sampling.state import random_stream
 from dsv4lite.scheduling.step_plan import Sampled, SequencePlan
 from dsv4lite.text.structured import StructuredOutputs
+from tests.e2e.engines import tensor_bytes
 
 INF = math.inf
 V = 61
 EOS = 1
 OPEN, CLOSE = 58, 59
 STREAM_OF_SEED_0 = (-1398245620, -1067685636)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def request(
@@ -102,6 +94,18 @@ def tokens(results: Sequence[Sampled]) -> list[int]:
 def scored(result: Sampled) -> TokenLogprob:
     assert result.logprob is not None
     return result.logprob
+
+
+def same_sampled(one: Sampled, other: Sampled) -> None:
+    """Assert that two rows have the same error, or the same token and bits of log-probabilities."""
+    assert str(one.error) == str(other.error)
+    if one.error is None:
+        assert one.token_id == other.token_id
+        assert (one.logprob is None) == (other.logprob is None)
+    if one.logprob is not None and other.logprob is not None:
+        assert (one.logprob.logprob, one.logprob.rank) == (other.logprob.logprob, other.logprob.rank)
+        assert torch.equal(one.logprob.token_ids, other.logprob.token_ids)
+        assert torch.equal(one.logprob.values, other.logprob.values)
 
 
 def distribution(result: Sampled, vocab_size: int = V) -> dict[int, float]:
@@ -252,6 +256,48 @@ def test_sampler_agrees_with_the_reference(rows: list[tuple[dict[str, object], l
 # ----------------------------------------------------------------------------------------------------------------- draws
 
 
+def test_greedy_takes_the_best_token_and_the_lowest_of_equal_ones() -> None:
+    logits = torch.zeros((3, V))
+    logits[0, [9, 4, 30]] = 2.0
+    logits[1, 60] = 1e-3
+    assert tokens(Driver(*[request(temperature=0.0)] * 3).step(logits)) == [4, 60, 0]
+
+
+def test_greedy_and_drawn_rows_share_a_batch() -> None:
+    logits = normal(6)
+    requests = [request(request_id=str(i), temperature=0.0 if i % 2 else 1.0) for i in range(6)]
+    together = tokens(Driver(*requests).step(logits))
+    assert [together[i] for i in (1, 3, 5)] == logits.argmax(-1)[[1, 3, 5]].tolist()
+    for i in (0, 2, 4):
+        assert tokens(Driver(requests[i]).step(logits[i : i + 1])) == [together[i]]
+
+
+def test_draws_have_the_processed_distribution() -> None:
+    """Temperature, penalties, bias, min_p, top_k and top_p at once: 20,000 sequences draw from the same logits."""
+    params = dict(temperature=1.3, repetition_penalty=1.2, logit_bias={3: 2.0}, min_p=0.02, top_k=12, top_p=0.93, **ALL)
+    logits, count = normal(1, seed=5), 20_000
+    reference = Reference(request(**params))
+    z = torch.tensor(reference.processed(logits[0].tolist()), dtype=torch.float64)
+    assert reference.clear
+    params["logprobs"] = None
+    sampler, shared = sampler_of(places=count), request(**params)
+    for i in range(count):
+        sampler.add(i, shared, i)
+    samples = sample(sampler, logits.expand(count, -1).contiguous(), [run_of(i, 3) for i in range(count)])
+    counts = torch.bincount(samples.out[0], minlength=V).double()
+    expected = z.softmax(-1) * count
+    kept = expected > 0
+    assert counts[~kept].sum() == 0 and expected[kept].min() > 5 and kept.sum() > 5
+    freedom = int(kept.sum()) - 1
+    limit = freedom * (1 - 2 / (9 * freedom) + 4.753 * math.sqrt(2 / (9 * freedom))) ** 3  # once in a million
+    assert ((counts - expected)[kept] ** 2 / expected[kept]).sum() < limit
+    biased = expected.clone()
+    order = expected.argsort(descending=True)
+    biased[order[0]] -= 0.03 * count
+    biased[order[2]] += 0.03 * count
+    assert ((counts - biased)[kept] ** 2 / biased[kept]).sum() > limit
+
+
 def test_draws_repeat_with_the_seed_whatever_engine_and_batch() -> None:
     logits = torch.zeros((1, V))
 
@@ -330,13 +376,32 @@ def test_rows_come_out_the_same_bits_alone_and_in_a_batch(vocab_size: int) -> No
         results = batch.step(logits[order], order)
         for i, driver in alone.items():
             mine, theirs = driver.step(logits[i : i + 1])[0], results[order.index(i)]
-            assert mine.token_id == theirs.token_id and mine.error is theirs.error is None
-            assert (mine.logprob is None) == (theirs.logprob is None)
-            if mine.logprob is not None and theirs.logprob is not None:
-                assert mine.logprob.logprob == theirs.logprob.logprob and mine.logprob.rank == theirs.logprob.rank
-                assert torch.equal(mine.logprob.token_ids, theirs.logprob.token_ids)
-                assert torch.equal(mine.logprob.values, theirs.logprob.values)
+            assert mine.error is None
+            same_sampled(mine, theirs)
         order = order[::-1] if step == 0 else order[5:] + order[:5]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_sampler_agrees_with_the_cpu() -> None:
+    requests = [request(prompt=range(2 + i % 5), request_id=str(i), **mixed_params(i)) for i in range(42)]
+    samplers = {device: sampler_of(device=device) for device in ("cpu", "cuda")}
+    for sampler in samplers.values():
+        for i, r in enumerate(requests):
+            sampler.add(i, r, 0)
+    for step in range(5):
+        logits = normal(42, seed=step)
+        runs = [run_of(i, len(r.prompt_token_ids) + step) for i, r in enumerate(requests)]
+        got = {device: sample(s, logits.to(device), runs).to_host() for device, s in samplers.items()}
+        for i in range(42):
+            cpu, cuda = got["cpu"][i], got["cuda"][i]
+            assert cpu.token_id == cuda.token_id
+            for s in samplers.values():
+                s.accept(i, cpu.token_id)
+            if cpu.logprob is not None:
+                assert scored(cuda).logprob == pytest.approx(cpu.logprob.logprob, abs=1e-5)
+                assert torch.equal(scored(cuda).token_ids, cpu.logprob.token_ids)
+                assert not scored(cuda).values.is_cuda and not scored(cuda).values.is_pinned()
 
 
 @pytest.mark.parametrize("bad", [math.nan, INF, -INF])
@@ -479,6 +544,11 @@ def test_min_tokens_holds_back_the_end_exactly_that_long() -> None:
     ]
 
 
+def test_min_tokens_without_an_end_of_sequence_changes_nothing() -> None:
+    logits = normal(1)
+    assert tokens(Driver(request(eos=None, temperature=0.0, min_tokens=5)).step(logits)) == [int(logits.argmax())]
+
+
 # ------------------------------------------------------------------------------------------------------------- logprobs
 
 
@@ -502,6 +572,27 @@ def test_raw_logprobs_are_those_of_the_model_bit_by_bit() -> None:
     assert values.tolist() == pytest.approx(logits.double().log_softmax(-1).gather(1, ids[:, None])[:, 0].tolist(), abs=1e-5)
 
 
+def test_processed_logprobs_are_those_of_the_distribution_that_was_sampled_from() -> None:
+    logits = normal(2)
+    params = {"temperature": 0.5, "top_k": 3, "logit_bias": {4: 20.0}}
+    results = Driver(request(**params, **ALL), request(**{**params, "logprobs": V})).step(logits)
+    biased = logits.double()
+    biased[:, 4] += 20
+    kept = biased[0].topk(3)
+    assert distribution(results[0]) == pytest.approx(
+        dict(zip(kept.indices.tolist(), (kept.values / 0.5).log_softmax(-1).tolist())), abs=1e-4
+    )
+    assert len(distribution(results[1])) == V
+    assert distribution(results[1])[4] == pytest.approx(float(logits[1].double().log_softmax(-1)[4]), abs=1e-4)
+
+
+def test_rank_counts_strictly_better_tokens() -> None:
+    logits = torch.zeros((1, V))
+    logits[0, [4, 5]] = 1.0
+    (result,) = Driver(request(allowed_token_ids=[30], logprobs=3)).step(logits)
+    assert scored(result).rank == 3 and scored(result).token_ids.tolist() == [4, 5, 0]
+
+
 def test_logprobs_are_returned_only_where_asked_for() -> None:
     driver = Driver(request(), request(logprobs=0), request(), request(logprobs=2, logprobs_mode="processed"))
     results = driver.step(normal(4))
@@ -522,12 +613,9 @@ def always(*favoured: int) -> Tensor:
 
 def test_thinking_ends_when_its_budget_is_spent() -> None:
     driver = Driver(request(prompt=[4, OPEN], think=True, temperature=0.0, thinking_budget=3))
-    waits, got = [], []
-    for _ in range(6):
-        waits.append(driver.sampler.needs_host(0))
-        got += tokens(driver.step(always(30)))
+    assert driver.sampler.prepare([run_of(0, 2)]).ruled == (0,)
+    got = [tokens(driver.step(always(30)))[0] for _ in range(6)]
     assert got == [30, 30, 30, CLOSE, 30, 30]
-    assert waits == [False, False, True, True, False, False]
 
 
 @pytest.mark.parametrize("prompt", [(4,), (OPEN, 4, CLOSE), (CLOSE,)])
@@ -558,21 +646,9 @@ def test_opening_tags_inside_thinking_spend_budget() -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 5])
-def test_thinking_budget_is_exact_when_steps_run_ahead(budget: int) -> None:
-    """With one token in flight, the host lags by one token except where ``needs_host`` says that it must not."""
+def test_thinking_budget_is_exact(budget: int) -> None:
     driver = Driver(request(prompt=[OPEN], think=True, temperature=0.0, thinking_budget=budget))
-    known: list[int] = []
-    in_flight: int | None = None
-    for _ in range(8):
-        if in_flight is not None and driver.sampler.needs_host(0):
-            driver.sampler.accept(0, in_flight)
-            known.append(in_flight)
-            in_flight = None
-        token = driver.step(always(30), accept=False)[0].token_id
-        if in_flight is not None:
-            driver.sampler.accept(0, in_flight)
-            known.append(in_flight)
-        in_flight = token
+    known = [tokens(driver.step(always(30)))[0] for _ in range(8)]
     assert known == ([30] * budget + [CLOSE] + [30] * 8)[: len(known)] and CLOSE in known
 
 
@@ -623,7 +699,7 @@ def test_structured_outputs_follow_the_grammar_to_its_end() -> None:
     grammars = Grammars([CountUp(10, 12, 12), CountUp(20, 30, 21)])
     constrained = {"temperature": 0.0, "structured_outputs": GRAMMAR}
     driver = Driver(request(**constrained), request(temperature=0.0), request(ignore_eos=True, **constrained), grammars=grammars)
-    assert [driver.sampler.needs_host(i) for i in range(3)] == [True, False, True]
+    assert driver.sampler.prepare([run_of(i, driver.lengths[i]) for i in range(3)]).ruled == (0, 2)
     logits = always(40, EOS).expand(3, -1)
     assert [tokens(driver.step(logits)) for _ in range(5)] == [
         [10, 40, 20],
@@ -698,6 +774,15 @@ def test_settings_that_no_tensor_can_hold_fail_before_any_step() -> None:
             dry_run(request(**wrong), V)
 
 
+def test_a_grammar_with_penalties_and_a_draw_keeps_to_the_grammar() -> None:
+    driver = Driver(
+        request(structured_outputs=GRAMMAR, presence_penalty=1.0, top_p=0.9, **ALL), grammars=Grammars([CountUp(10, 20, 10)])
+    )
+    driver.step(normal(1))
+    (result,) = driver.step(normal(1, seed=1, spread=0.1))
+    assert set(distribution(result)) <= {11, EOS}
+
+
 # ----------------------------------------------------------------------------------------------------------------- state
 
 
@@ -706,24 +791,16 @@ def test_sequences_that_wait_hold_no_tensors() -> None:
     kinds = [{"allowed_token_ids": [3]}, {"bad_words_ids": [[4]]}, {"presence_penalty": 1.0}, {"logit_bias": {4: 1.0}}]
     matchers = [CountUp(10, 20, 20) for _ in range(10)]
     sampler = sampler_of(vocab_size, grammars=Grammars(list(matchers)))
-    before = held_bytes()
+    before = tensor_bytes()
     for i in range(50):
         sampler.add(i, request(request_id=str(i), **(kinds[i % 4] if i < 40 else {"structured_outputs": GRAMMAR})), 0)
-    assert held_bytes() == before
+    assert tensor_bytes() == before
     samples = sample(sampler, normal(4, vocab_size), [run_of(i, 3) for i in range(4)]).to_host()
-    assert samples[0].token_id == 3 and held_bytes() > before + vocab_size
+    assert samples[0].token_id == 3 and tensor_bytes() > before + vocab_size
     for i in range(50):
         sampler.remove(i)
     del samples
-    assert held_bytes() <= before + 1000
-
-
-def held_bytes() -> int:
-    """Count the bytes of all tensors that Python knows of."""
-    gc.collect()
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-    return sum(storages.values())
+    assert tensor_bytes() <= before + 1000
 
 
 def test_removed_sequences_leave_nothing_behind() -> None:
@@ -732,14 +809,14 @@ def test_removed_sequences_leave_nothing_behind() -> None:
     references = [sys.getrefcount(r.params) for r in requests]
     for i, r in enumerate(requests):
         sampler.add(i, r, 0)
-    before = held_bytes()
+    before = tensor_bytes()
     sample(sampler, normal(40), [run_of(i, 3) for i in range(40)])
-    assert held_bytes() > before
+    assert tensor_bytes() > before
     assert sampler.num_sequences == 40
     for i in range(40):
         sampler.remove(i)
         sampler.remove(i)
-    assert sampler.num_sequences == 0 and held_bytes() == before
+    assert sampler.num_sequences == 0 and tensor_bytes() == before
     assert [sys.getrefcount(r.params) for r in requests] == references
 
 
@@ -779,7 +856,7 @@ def test_token_of_a_removed_sequence_is_ignored() -> None:
     assert driver.sampler.num_sequences == 0
 
 
-def test_needs_host_names_what_the_device_cannot_decide() -> None:
+def test_host_rules_are_what_the_device_cannot_decide() -> None:
     kinds = (
         {},
         {"temperature": 0.0, "presence_penalty": 1.0, "min_tokens": 3},
@@ -787,4 +864,4 @@ def test_needs_host_names_what_the_device_cannot_decide() -> None:
         {"bad_words_ids": [[3, 4]]},
     )
     driver = Driver(*[request(**kind) for kind in kinds])
-    assert [driver.sampler.needs_host(i) for i in range(4)] == [False, False, False, True]
+    assert driver.sampler.prepare([run_of(i, driver.lengths[i]) for i in range(4)]).ruled == (3,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -20,18 +20,10 @@ from dsv4lite.scheduling.step_plan import Sampled
 from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
 from dsv4lite.text.tokenizer import Tokenizer
 from tests.e2e.engines import FIRST_LETTER, LETTERS, write_tokenizer
-from tests.sampling.test_sampler import CLOSE, EOS, OPEN, Reference, params_strategy, run_of, sample, sampler_of
+from tests.sampling.test_sampler import CLOSE, EOS, OPEN, Reference, params_strategy, run_of, same_sampled, sample, sampler_of
 from tests.sampling.test_sampler import request as make_request
 
 V = 13
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Text:
@@ -80,14 +72,7 @@ def same(ours: Sequence[Sequence[Sampled]], theirs: Sequence[Sequence[Sampled]])
     for mine, others in zip(ours, theirs, strict=True):
         assert len(mine) == len(others)
         for one, other in zip(mine, others, strict=True):
-            assert str(one.error) == str(other.error)
-            if one.error is None:
-                assert one.token_id == other.token_id
-                assert (one.logprob is None) == (other.logprob is None)
-            if one.logprob is not None and other.logprob is not None:
-                assert (one.logprob.logprob, one.logprob.rank) == (other.logprob.logprob, other.logprob.rank)
-                assert torch.equal(one.logprob.token_ids, other.logprob.token_ids)
-                assert torch.equal(one.logprob.values, other.logprob.values)
+            same_sampled(one, other)
 
 
 def drafter(
@@ -180,7 +165,7 @@ def test_samples_count_accepted_drafts_and_name_the_token_that_follows(
 # ------------------------------------------------------------------------------------------------------------ distributions
 
 SMALL = 8
-SEQUENCES = 2000
+SEQUENCES, ROUNDS = 2000, 50
 FOLLOWS = {"a": "bdf", "b": "ace", "c": "bdfh", "e": "afgi"}  # what a grammar lets begin a text, and come then
 CASES: Mapping[str, Mapping[str, object]] = {
     "plain": {},
@@ -231,10 +216,8 @@ def allowed_after(tokens: Sequence[int], vocab_size: int) -> Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafted_tokens_have_the_processed_distribution(name: str, request: pytest.FixtureRequest) -> None:
-    """Pairs of draws; the first of each is drafted by a model that is off, with the very noise that verifies the draft."""
+    """200,000 draws, in pairs; the first of each is drafted by a model that is off, with the very noise that verifies the draft."""
     grammar = "structured_outputs" in CASES[name]
-    restarts = name in ("grammar", "penalised")  # after the prompt again, with other noise
-    rounds = 25 if restarts else 50
     grammars = request.getfixturevalue("letters") if grammar else None
     vocab_size = grammars.vocab_size if grammar else SMALL
     made = make_request((5, 6, 2), **CASES[name])
@@ -257,9 +240,9 @@ def test_drafted_tokens_have_the_processed_distribution(name: str, request: pyte
     off = (table[2] + torch.randn(vocab_size, generator=torch.Generator().manual_seed(4))).expand(SEQUENCES, -1)
     pairs = torch.zeros(vocab_size * vocab_size, dtype=torch.float64)
     right = 0
-    for turn in range(rounds):
+    for turn in range(ROUNDS):
         place = 3 + 2 * turn
-        for i in ids if restarts or not turn else ():
+        for i in ids if name in ("grammar", "penalised") or not turn else ():  # after the prompt again, with other noise
             sampler.remove(i)
             sampler.add(i, made, i)
         sampler.prepare([run_of(i, place) for i in ids])
@@ -274,6 +257,6 @@ def test_drafted_tokens_have_the_processed_distribution(name: str, request: pyte
         again = sample(sampler, table[first[wrong]], [run_of(i, place + 1) for i in wrong.tolist()])
         second = second.index_copy(0, wrong, again.out[0].long())
         pairs += torch.bincount(first * vocab_size + second, minlength=vocab_size * vocab_size)
-    assert pairs.sum() == SEQUENCES * rounds
+    assert pairs.sum() == 100_000
     assert 0.3 < right / pairs.sum() < 0.9
     check_pairs(pairs.view(vocab_size, vocab_size), expected)

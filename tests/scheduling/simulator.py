@@ -137,10 +137,9 @@ class Device:
         return results
 
     def prepare(self, plan: StepPlan) -> None:
-        for page, first, last in plan.zero_rows:
-            assert page >= 0 and 0 <= first < last <= WINDOW_PAGE_TOKENS
-            rows = self.drafter_rows.setdefault(page, [None] * WINDOW_PAGE_TOKENS)
-            rows[first:last] = [ZEROED] * (last - first)
+        for page, row in plan.zero_rows:
+            assert page >= 0 and 0 <= row < WINDOW_PAGE_TOKENS
+            self.drafter_rows.setdefault(page, [None] * WINDOW_PAGE_TOKENS)[row] = ZEROED
         for slot in plan.resets:
             self.state[slot], self.rows[slot], self.owner[slot] = {0: EMPTY}, [] if self.has_state else None, None
         for snapshot, slot in plan.restores:
@@ -338,8 +337,8 @@ class Harness:
                 assert update.token_ids
 
     def plan(self, max_drafts: int | None = None) -> StepPlan | None:
+        self.take(self.scheduler.expire(self.now))
         plan = self.scheduler.schedule(self.now, max_drafts)
-        self.take(self.scheduler.pop_expired())
         for key in self.outputs.keys() - self.ends.keys():
             deadline = self.requests[key[0]].deadline
             assert deadline is None or deadline > self.now, "a deadline was missed"
@@ -386,8 +385,7 @@ class Harness:
         room = self.most_outstanding + ((undrafted and self.limits.stages == 1) or self.ahead)
         if self.outstanding and (plan is None or len(self.outstanding) > room):
             self.update()
-        if len(self.plans) % 4 == 0 or plan is None:  # what is lost stays lost
-            self.scheduler.check()
+        self.scheduler.check()
         return plan
 
     def abort(self, request_id: str | None, index: int | None = None) -> None:

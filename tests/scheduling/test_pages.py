@@ -3,11 +3,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4lite.paging import PAGE_TOKENS
-from dsv4lite.scheduling.pages import IdPool, Pools, first_window_page
+from dsv4lite.scheduling.pages import IdPool, Pools, first_window_page, pages_for
 from dsv4lite.scheduling.prefix_cache import CachedPrefix, PrefixCache
 
 
@@ -16,7 +16,7 @@ def text(num_tokens: int, seed: int = 1) -> list[int]:
 
 
 def make_cache(*, grow: int = 16, window: int = 16, snapshots: int = 4) -> tuple[Pools, PrefixCache]:
-    pools = Pools.sized(grow=grow, window=window, slots=2, snapshots=snapshots)
+    pools = Pools(grow=grow, window=window, slots=2, snapshots=snapshots)
     return pools, PrefixCache(pools)
 
 
@@ -38,6 +38,10 @@ def check(pools: Pools, cache: PrefixCache, held: Counter[int] | None = None) ->
     pools.grow.check(held or Counter(), Counter(i for c in checkpoints for i in c.grow))
     pools.window.check(Counter(), Counter(i for c in checkpoints for i in c.window))
     pools.snapshots.check(Counter(), Counter(i for c in checkpoints for i in c.snapshot))
+
+
+def test_pages_for_counts_started_pages() -> None:
+    assert [pages_for(n) for n in (0, 1, 255, 256, 257, 512)] == [0, 1, 1, 1, 2, 2]
 
 
 def test_first_window_page_keeps_what_the_next_token_sees() -> None:
@@ -69,14 +73,21 @@ def test_pool_check_names_a_leak() -> None:
         pool.check(Counter(ids), Counter())
 
 
+HELD_TWICE_AND_CACHED = [(call, 0) for call in ("share", "pin", "release", "release", "share", "unpin", "release")]
+
+
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from(("allocate", "share", "release", "pin", "unpin")), st.integers(0, 5)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(("allocate", "share", "release", "pin", "unpin")), st.integers(0, 6)), max_size=60))
+@example([("allocate", 4), ("allocate", 4), ("allocate", 0)])
+@example([("allocate", 6), *HELD_TWICE_AND_CACHED])
 def test_pool_counts_hold_after_any_calls(calls: list[tuple[str, int]]) -> None:
+    """All ids of a call are allocated or none; an id is free once its last holder and the cache have given it up."""
     pool, refs, pins = IdPool("page", 6), Counter[int](), Counter[int]()
     for call, i in calls:
         if call == "allocate":
             ids = pool.allocate(i)
             assert (ids is None) == (i > 6 - len(refs.keys() | pins.keys()))
+            assert ids is None or len(set(ids)) == len(ids) == i
             refs.update(ids or ())
         elif call == "share" and (refs[i] or pins[i]):
             pool.share([i])
@@ -92,6 +103,7 @@ def test_pool_counts_hold_after_any_calls(calls: list[tuple[str, int]]) -> None:
             pins[i] -= 1
         refs, pins = +refs, +pins
         pool.check(refs, pins)
+        assert (pool.num_free, pool.num_available) == (6 - len(refs.keys() | pins.keys()), 6 - len(refs))
 
 
 def test_chain_keys_cover_all_tokens_before() -> None:
@@ -160,8 +172,8 @@ def test_cache_pins_shared_pages_once_per_checkpoint() -> None:
     pools.grow.release(grow)
     pools.window.release(window)
     check(pools, cache)
-    assert pools.grow.stats().cached == 2
-    assert cache.evict_one() and pools.grow.stats().cached == 2, "the longer prefix needs both pages"
+    assert pools.grow.num_available - pools.grow.num_free == 2
+    assert cache.evict_one() and pools.grow.num_available - pools.grow.num_free == 2, "the longer prefix needs both pages"
     assert cache.evict_one() and pools.grow.num_free == 16 and not cache.evict_one()
 
 
@@ -199,6 +211,12 @@ def test_cache_allocation_that_cannot_succeed_evicts_nothing() -> None:
     assert ids is not None
     assert cache.allocate(pools.grow, 4) is None and len(cache) == 1
     check(pools, cache, Counter(ids))
+
+
+def test_cache_without_snapshots_captures_nothing() -> None:
+    pools, cache = make_cache(snapshots=0)
+    assert put(pools, cache, text(256)) is None
+    check(pools, cache)
 
 
 def test_cache_does_not_evict_what_is_captured_but_not_inserted() -> None:

@@ -17,7 +17,7 @@ from dsv4lite.scheduling.scheduler import Sampled, Scheduler, SchedulerLimits
 def make(replicas: int = 2, *, max_num_seqs: int = 4, placement: ReplicaPlacement = "prefix") -> tuple[Replicas, list[Scheduler]]:
     limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=512, max_model_len=2048, window=128)
     schedulers = [
-        Scheduler(limits, Pools.sized(grow=32, window=64, slots=max_num_seqs, snapshots=8), first_seq_id=i * SEQ_IDS)
+        Scheduler(limits, Pools(grow=32, window=64, slots=max_num_seqs, snapshots=8), first_seq_id=i * SEQ_IDS)
         for i in range(replicas)
     ]
     return Replicas(schedulers, placement), schedulers
@@ -29,8 +29,8 @@ def request(name: str, prompt: list[int], **settings: object) -> Request:
 
 
 def step(both: Replicas, now: float = 0.0) -> list[SequenceUpdate]:
+    news = both.expire(now)
     plan = both.schedule(now)
-    news = both.pop_expired()
     if plan is not None:
         results = {s.seq_id: Sampled(token_id=7) for s in plan.sequences if s.sample}
         news += both.update(plan, results)
@@ -128,8 +128,8 @@ def test_requests_of_all_replicas_end_once_and_leave_nothing() -> None:
     assert both.schedule(1e9) is None
     both.check()
     stats = both.stats()
-    assert (stats.num_running, stats.num_waiting, stats.grow.total) == (0, 0, 96)
-    assert stats.grow.free + stats.grow.cached == 96 and stats.slots.free == 12
+    assert (stats.num_running, stats.num_waiting, stats.num_pages) == (0, 0, 96)
+    assert stats.available_pages == 96 and sum(s._pools.slots.num_free for s in schedulers) == 12
     assert stats.prompt_tokens == sum(s.stats().prompt_tokens for s in schedulers)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import subprocess
 import sys
+import weakref
+from typing import Any
 
 import pytest
 
 from dsv4lite.errors import CapacityError, ContextLengthError, InvalidRequestError
 from dsv4lite.paging import WINDOW_PAGE_TOKENS
+from dsv4lite.request import SequenceUpdate
 from dsv4lite.scheduling.pages import Pools, pages_for
 from dsv4lite.scheduling.scheduler import Sampled, Scheduler, SchedulerLimits, Sequence, SequencePlan, StepPlan
 from dsv4lite.scheduling.sequence import State, WaitingQueue, make_sequences
@@ -42,7 +46,7 @@ def make(
         enable_prefix_caching=caching,
         max_drafts=drafts,
     )
-    pools = Pools.sized(grow=grow, window=window_pages, slots=seqs if slots is None else slots, snapshots=snapshots)
+    pools = Pools(grow=grow, window=window_pages, slots=seqs if slots is None else slots, snapshots=snapshots)
     return Harness(limits, pools, overlap=overlap, right=(lambda: right) if drafts else None, ahead=bool(drafts))
 
 
@@ -69,6 +73,20 @@ def finish(harness: Harness, request_id: str) -> None:
     raise AssertionError(f"{request_id} does not end")
 
 
+def sample(harness: Harness, token_id: int, now: float = 0.0) -> list[SequenceUpdate]:
+    """Run a step without the device, in which every sequence that samples gets this token."""
+    plan = harness.scheduler.schedule(now)
+    assert plan is not None
+    return harness.scheduler.update(plan, {part.seq_id: Sampled(token_id=token_id) for part in plan.sequences if part.sample})
+
+
+def serve(harness: Harness, request_id: str, prompt: list[int], **settings: Any) -> int:
+    """Run a request to its end, by default one token; return how many tokens of its prompt were cached."""
+    harness.add(request(request_id, prompt, **{"max_tokens": 1, **settings}))
+    finish(harness, request_id)
+    return harness.cached[request_id, 0]
+
+
 # ------------------------------------------------------------------------------------------------------------ batching
 
 
@@ -84,6 +102,15 @@ def test_plan_mixes_decode_and_chunked_prefill() -> None:
     assert spans(plan) == [(0, 32, 33), (1, 198, 250), (2, 0, 40)]
     assert [part.sample for part in plan.sequences] == [True, True, True] and plan.num_tokens == 93
     assert spans(h.step()) == [(0, 33, 34), (1, 250, 251), (2, 40, 41)]
+    h.drain()
+
+
+def test_plan_lists_single_tokens_first() -> None:
+    h = make(room=100, caching=False)
+    h.add(request("long", text(120), max_tokens=3))
+    assert spans(h.step()) == [(0, 0, 100)]
+    h.add(request("one", [7], max_tokens=3))
+    assert spans(h.step()) == [(1, 0, 1), (0, 100, 120)]
     h.drain()
 
 
@@ -175,49 +202,30 @@ def test_plans_share_page_tuples_until_a_page_is_added() -> None:
 # -------------------------------------------------------------------------------------------------------- prefix cache
 
 
-def test_prefill_ends_on_the_last_page_boundary_of_the_prompt() -> None:
-    h = make()
-    h.add(request("a", text(600), max_tokens=1))
-    first = h.step()
-    assert spans(first) == [(0, 0, 512)] and len(first.saves) == 1
-    second = h.step()
-    assert spans(second) == [(0, 512, 600)] and not second.saves
-    h.drain()
-
-
-def test_prefill_is_not_cut_without_prefix_caching() -> None:
-    h = make(caching=False)
-    h.add(request("a", text(600), max_tokens=1))
-    plan = h.step()
-    assert spans(plan) == [(0, 0, 600)] and not plan.saves
-
-
-def test_prefill_stops_at_prefixes_to_cache() -> None:
-    h = make(room=4096, every=512)
-    h.add(request("a", text(1500), max_tokens=1))
-    ends, saves = [], 0
-    while ("a", 0) not in h.ends:
-        plan = h.step()
-        ends.append(part_of(plan, 0).end)
-        saves += len(plan.saves)
-    assert ends == [512, 1024, 1280, 1500] and saves == 3
-
-
-def test_prefill_makes_no_small_chunks_to_reach_a_prefix_to_cache() -> None:
-    """With room for slightly less than the distance of checkpoints, every other chunk was tiny."""
-    h = make(room=1000, every=1024)
-    h.add(request("a", text(4000), max_tokens=1))
-    plans = []
+@pytest.mark.parametrize(
+    ("settings", "ends", "saves"),
+    [
+        ({}, [512, 600], [1, 0]),
+        ({"caching": False}, [600], [0]),
+        ({"room": 4096, "every": 512}, [512, 1024, 1280, 1500], [1, 1, 1, 0]),
+        ({"room": 1000, "every": 1024}, [768, 1536, 2304, 3072, 3840, 4000], [1, 1, 1, 1, 1, 0]),
+    ],
+    ids=["last page boundary", "no caching", "every prefix to cache", "no small chunks"],
+)
+def test_prefill_stops_where_a_prefix_is_cached(settings: dict[str, Any], ends: list[int], saves: list[int]) -> None:
+    """With room for slightly less than the distance of cached prefixes, every other chunk was once tiny."""
+    h, plans = make(**settings), list[StepPlan | None]()
+    h.add(request("a", text(ends[-1]), max_tokens=1))
     while ("a", 0) not in h.ends:
         plans.append(h.step())
-    assert [part_of(plan, 0).end for plan in plans] == [768, 1536, 2304, 3072, 3840, 4000]
-    assert [len(plan.saves) for plan in plans] == [1, 1, 1, 1, 1, 0]
+    assert [spans(plan) for plan in plans] == [[(0, start, end)] for start, end in zip([0, *ends], ends)]
+    assert [len(part.saves) for part in plans if part is not None] == saves
+    h.drain()
 
 
 def test_hit_restores_the_longest_prefix_and_runs_the_rest() -> None:
     h = make()
-    h.add(request("a", text(600), max_tokens=1))
-    finish(h, "a")
+    serve(h, "a", text(600))
     h.add(request("b", text(600) + text(100, 2), max_tokens=4))
     plan = h.step()
     assert spans(plan) == [(1, 512, 700)] and len(plan.restores) == 1 and not plan.resets
@@ -234,9 +242,24 @@ def test_hit_leaves_a_token_to_run(length: int, cached: int) -> None:
     h.add(request("a2", text(257), max_tokens=1))
     finish(h, "a")
     finish(h, "a2")
-    h.add(request("b", text(length), max_tokens=2))
-    finish(h, "b")
-    assert h.cached["b", 0] == cached
+    assert serve(h, "b", text(length), max_tokens=2) == cached
+    h.drain()
+
+
+def test_prefix_of_the_same_step_is_not_hit() -> None:
+    h = make(room=2048)
+    for name in "ab":
+        h.add(request(name, text(300), max_tokens=2))
+    plan = h.step()
+    assert spans(plan) == [(0, 0, 256), (1, 0, 256)] and not plan.restores
+    assert h.scheduler.stats().checkpoints == 1
+    h.drain()
+
+
+def test_salts_do_not_share() -> None:
+    h = make()
+    for name, salt, cached in (("a", None, 0), ("b", "x", 0), ("c", "", 0), ("d", "x", 256), ("e", None, 256)):
+        assert serve(h, name, text(300), salt=salt) == cached
     h.drain()
 
 
@@ -246,33 +269,25 @@ def test_reset_hides_prefixes_and_keeps_running_sequences() -> None:
     h.step()
     h.bump()
     h.step()
-    h.add(request("new", text(300), max_tokens=1))
-    finish(h, "new")
-    assert h.cached["new", 0] == 0
+    assert serve(h, "new", text(300)) == 0
     assert h.scheduler.stats().checkpoints == 2, "one of each epoch; the old sequence adds no more"
     finish(h, "old")
     assert h.scheduler.stats().checkpoints == 2
-    h.add(request("again", text(300), max_tokens=1))
-    finish(h, "again")
-    assert h.cached["again", 0] == 256
+    assert serve(h, "again", text(300)) == 256
     h.drain()
 
 
 def test_experts_of_cached_tokens_are_unknown_so_they_run() -> None:
     h = make()
     for name in "ab":
-        h.add(request(name, text(300), return_routed_experts=True, max_tokens=1))
-        finish(h, name)
-        assert h.cached[name, 0] == 0
+        assert serve(h, name, text(300), return_routed_experts=True) == 0
 
 
 def test_state_of_pages_alone_is_cached_without_snapshots() -> None:
     limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=1024, max_model_len=1024, window=0, snapshots=False)
-    h = Harness(limits, Pools.sized(grow=16, window=0, slots=2, snapshots=0))
+    h = Harness(limits, Pools(grow=16, window=0, slots=2, snapshots=0))
     for name, cached in (("a", 0), ("b", 512)):
-        h.add(request(name, text(600), max_tokens=1))
-        finish(h, name)
-        assert h.cached[name, 0] == cached
+        assert serve(h, name, text(600)) == cached
     h.drain()
 
 
@@ -296,19 +311,23 @@ def test_decode_replaces_its_cached_prefix_until_a_lasting_one_is_due(overlap: b
             counts.append([c.num_tokens for c in h.scheduler._cache.prefixes()])
     assert counts == [[256], [512], [512, 768], [512, 1024], [512, 1024, 1280]]
     tokens = h.outputs["a", 0]
-    h.add(request("b", text(100) + tokens[:-1], max_tokens=1))
-    finish(h, "b")
-    assert h.cached["b", 0] == 1280
+    assert serve(h, "b", text(100) + tokens[:-1]) == 1280
     h.drain()
 
 
-def test_prefix_with_its_last_token_in_flight_is_cached_when_it_arrives() -> None:
+def until_a_prefix_is_saved() -> Harness:
+    """Return a host whose last plan saves a prefix, with the prefix's last token in flight."""
     h = make(overlap=True)
     h.add(request("a", text(250), max_tokens=20))
     while not (h.plans and h.plans[-1].saves):
         h.plan()
         if not h.plans[-1].saves:
             h.update() if len(h.outstanding) == 2 else None
+    return h
+
+
+def test_prefix_with_its_last_token_in_flight_is_cached_when_it_arrives() -> None:
+    h = until_a_prefix_is_saved()
     assert part_of(h.plans[-1], 0).token_ids == (-1,) and part_of(h.plans[-1], 0).end == 256
     assert h.scheduler.stats().checkpoints == 0
     h.update()
@@ -317,12 +336,7 @@ def test_prefix_with_its_last_token_in_flight_is_cached_when_it_arrives() -> Non
 
 
 def test_abort_drops_a_prefix_whose_last_token_is_in_flight() -> None:
-    h = make(overlap=True)
-    h.add(request("a", text(250), max_tokens=20))
-    while not (h.plans and h.plans[-1].saves):
-        h.plan()
-        if not h.plans[-1].saves:
-            h.update() if len(h.outstanding) == 2 else None
+    h = until_a_prefix_is_saved()
     h.abort("a")
     h.scheduler.check()
     assert h.pools.snapshots.num_free == 16
@@ -331,8 +345,7 @@ def test_abort_drops_a_prefix_whose_last_token_is_in_flight() -> None:
 
 def test_error_forgets_the_prefixes_of_the_sequence() -> None:
     h = make()
-    h.add(request("other", text(300, 2), max_tokens=1))
-    finish(h, "other")
+    serve(h, "other", text(300, 2))
     h.add(request("a", text(300), max_tokens=9), fails_at=3)
     finish(h, "a")
     assert h.ends["a", 0].finish_reason == "error" and h.ends["a", 0].error is not None
@@ -343,15 +356,23 @@ def test_error_forgets_the_prefixes_of_the_sequence() -> None:
 # --------------------------------------------------------------------------------------------------------------- score
 
 
+def test_score_covers_each_prompt_token_once() -> None:
+    h = make(room=200)
+    h.add(request("a", text(600), score_from=150, max_tokens=1))
+    scores = []
+    while ("a", 0) not in h.ends:
+        scores.append(part_of(h.step(), 0).score)
+    assert scores == [(149, 200), (200, 400), (400, 512), (512, 599)]
+    h.drain()
+
+
 def test_score_limits_the_hit() -> None:
     h = make()
     h.add(request("a", text(900), max_tokens=1))
     h.add(request("a2", text(300), max_tokens=1))
     finish(h, "a")
     finish(h, "a2")
-    h.add(request("b", text(900), score_from=500, max_tokens=1))
-    finish(h, "b")
-    assert h.cached["b", 0] == 256
+    assert serve(h, "b", text(900), score_from=500) == 256
     h.drain()
 
 
@@ -381,6 +402,16 @@ def test_scores_are_passed_on_with_the_updates() -> None:
         assert [u.prompt_logprobs is score for u in updates] == [True]
         marks.append(updates[0].finish_reason)
     assert marks == [None, "length"]
+
+
+def test_preempted_prompt_is_not_scored_twice() -> None:
+    h = make(room=300, caching=False)
+    h.add(request("a", text(800), score_from=1, max_tokens=3))
+    h.step()
+    h.preempt_all()
+    parts = [part_of(h.step(), 0).score for _ in range(3)]
+    assert parts == [None, (300, 600), (600, 799)]
+    h.drain()
 
 
 # --------------------------------------------------------------------------------------------------------------- forks
@@ -416,8 +447,7 @@ def test_fork_on_a_page_boundary_copies_the_compressor_state_only() -> None:
 
 def test_fork_right_after_a_hit() -> None:
     h = make(room=4096)
-    h.add(request("a", text(513), max_tokens=1))
-    finish(h, "a")
+    serve(h, "a", text(513))
     h.add(request("b", text(513), n=3, max_tokens=4))
     plan = h.step()
     assert spans(plan) == [(1, 512, 513), (2, 512, 513), (3, 512, 513)]
@@ -443,6 +473,42 @@ def test_completions_without_a_place_wait_and_compute_their_own() -> None:
     h.drain()
     assert h.cached["a", 2] == h.cached["a", 3] == 512
     assert [len(h.device.truths[i].scored) for i in range(4)] == [599, 0, 0, 0]
+
+
+def test_completions_wait_through_a_preemption_of_their_leader() -> None:
+    h = make(room=300)
+    h.add(request("a", text(600), n=2, max_tokens=3))
+    h.step()
+    h.preempt_all()
+    assert h.scheduler.num_waiting == 2
+    h.drain()
+    assert sum(len(plan.slot_copies) for plan in h.plans) == 1
+
+
+@pytest.mark.parametrize(
+    ("length", "steps", "aborted", "waiting"), [(600, 1, (0, 2), 1), (20, 4, (1,), 0)], ids=["leader", "one of three"]
+)
+def test_completions_outlive_others(length: int, steps: int, aborted: tuple[int, ...], waiting: int) -> None:
+    h = make(room=300)
+    h.add(request("a", text(length), n=3, max_tokens=9))
+    for _ in range(steps):
+        h.step()
+    for index in aborted:
+        h.abort("a", index=index)
+        assert h.scheduler.abort("a", index=index) == []
+    assert h.scheduler.num_waiting == waiting
+    h.drain()
+    assert [h.ends["a", i].finish_reason == "abort" for i in range(3)] == [i in aborted for i in range(3)]
+    assert {h.ends["a", i].finish_reason for i in range(3)} == {"abort", "length"}
+
+
+def test_fork_larger_than_the_step_goes_on_in_the_next() -> None:
+    h = make(seqs=8, room=4, caching=False)
+    h.add(request("a", text(4), n=6, max_tokens=3))
+    assert spans(h.step()) == [(0, 0, 3)]
+    assert [s for s, _, _ in spans(h.step())] == [0, 1, 2, 3]
+    assert h.scheduler.num_running == 6
+    h.drain()
 
 
 # ---------------------------------------------------------------------------------------------------------- preemption
@@ -490,9 +556,8 @@ def test_preempted_sequence_resumes_from_its_own_cached_prefix() -> None:
 
 def test_cached_prefixes_are_evicted_before_a_sequence_is_preempted() -> None:
     h = make(grow=4, max_len=1000)
-    h.add(request("a", text(600), max_tokens=1))
-    finish(h, "a")
-    assert h.scheduler.stats().grow.cached == 2
+    serve(h, "a", text(600))
+    assert h.pools.grow.num_available - h.pools.grow.num_free == 2
     h.add(request("b", text(300, 2), max_tokens=600))
     h.drain()
     assert h.scheduler.stats().preemptions == 0
@@ -500,8 +565,7 @@ def test_cached_prefixes_are_evicted_before_a_sequence_is_preempted() -> None:
 
 def test_request_that_cannot_start_yet_leaves_the_cache_alone() -> None:
     h = make(grow=8, max_len=2000, room=4096)
-    h.add(request("a", text(300), max_tokens=1))
-    finish(h, "a")
+    serve(h, "a", text(300))
     h.add(request("b", text(900, 2), max_tokens=60))
     h.step()
     h.add(request("big", text(1800, 3), max_tokens=1))
@@ -538,6 +602,18 @@ def test_no_sequence_starts_in_a_step_that_preempted_one() -> None:
     h.drain()
 
 
+def test_preempted_sequence_gets_its_token_in_flight() -> None:
+    h = make(overlap=True, caching=False)
+    h.add(request("a", text(100), max_tokens=9))
+    h.plan()
+    seq = h.scheduler.sequences_of("a")[0]
+    h.scheduler._preempt(seq)
+    assert h.plan() is None, "it waits for its token"
+    h.update()
+    assert spans(h.plan()) == [(0, 0, 101)]
+    h.drain()
+
+
 # ------------------------------------------------------------------------------------------------------------- overlap
 
 
@@ -552,6 +628,13 @@ def test_overlap_plans_with_the_token_in_flight() -> None:
     assert h.plan() is None, "the third token is in flight and the last"
     h.update()
     assert len(h.outputs["a", 0]) == 3 and not h.scheduler.has_work()
+
+
+def test_overlap_never_runs_beyond_max_model_len() -> None:
+    h = make(overlap=True, caching=False, max_len=20)
+    h.add(request("a", text(10)))
+    h.drain()
+    assert len(h.outputs["a", 0]) == 10 and max(part.end for plan in h.plans for part in plan.sequences) == 19
 
 
 def test_overlap_gives_the_state_back_with_the_last_step_in_flight() -> None:
@@ -590,21 +673,6 @@ def test_overlap_waits_for_the_host_where_it_must_see_the_token(params: dict[str
     h.drain()
 
 
-def test_need_of_the_host_can_change_from_step_to_step() -> None:
-    h = make(overlap=True, caching=False)
-    asked = []
-    h.scheduler = Scheduler(h.limits, h.pools, needs_host=lambda seq: asked.append(seq.index) or len(seq.tokens) == 11)
-    h.add(request("a", text(10), max_tokens=4))
-    h.plan()
-    assert not asked, "no token is in flight yet"
-    assert part_of(h.plan(), 0).token_ids == (-1,)
-    h.update()
-    assert h.plan() is None
-    h.update()
-    assert part_of(h.plan(), 0).token_ids == (h.outputs["a", 0][1],)
-    h.drain()
-
-
 def test_plans_are_updated_in_order_and_at_most_two_are_open() -> None:
     h = make(overlap=True)
     h.add(request("a", text(10), max_tokens=9))
@@ -639,27 +707,28 @@ def test_first_token_ends_the_sequence_as_asked(
 ) -> None:
     h = make()
     h.add(request("a", text(10), **params))
-    plan = h.scheduler.schedule(0.0)
-    assert plan is not None
-    (update,) = h.scheduler.update(plan, {0: Sampled(token_id=token)})
+    (update,) = sample(h, token)
     assert (update.token_ids, update.finish_reason, update.stop_reason) == ((token,), reason, stop)
     assert h.scheduler.has_work() == (reason is None)
     h.scheduler.check()
 
 
+def test_min_tokens_holds_for_exactly_that_many() -> None:
+    h = make()
+    h.add(request("a", text(10), ignore_eos=False, min_tokens=2))
+    reasons = []
+    while h.scheduler.has_work():
+        reasons += [u.finish_reason for u in sample(h, EOS)]
+    assert reasons == [None, None, "stop"]
+
+
 def test_updates_carry_the_start_and_the_cached_tokens_once() -> None:
     h = make()
     h.now = 5.0
-    h.add(request("a", text(300), max_tokens=1))
-    finish(h, "a")
+    serve(h, "a", text(300))
     h.now = 9.0
     h.add(request("b", text(300), max_tokens=2))
-    plan = h.scheduler.schedule(9.0)
-    assert plan is not None
-    (first,) = h.scheduler.update(plan, {1: Sampled(token_id=9)})
-    plan = h.scheduler.schedule(10.0)
-    assert plan is not None
-    (second,) = h.scheduler.update(plan, {1: Sampled(token_id=9)})
+    (first,), (second,) = sample(h, 9, now=9.0), sample(h, 9, now=10.0)
     assert (h.ends["a", 0].started, first.started, first.cached_tokens) == (5.0, 9.0, 256)
     assert (second.started, second.cached_tokens, second.finish_reason) == (9.0, 0, "length")
 
@@ -688,11 +757,39 @@ def test_deadline_ends_all_sequences_of_a_request_once() -> None:
     h.now = 10.0
     h.step()
     assert {key: end.finish_reason for key, end in h.ends.items()} == {("a", i): "deadline" for i in range(3)}
-    assert h.scheduler.pop_expired() == []
+    assert h.scheduler.expire(h.now) == []
     finish(h, "b")
     h.now = 12.0
     h.drain()
     assert h.ends["b", 0].finish_reason == "length"
+
+
+def test_deadline_of_an_ended_request_does_not_touch_its_successor() -> None:
+    h = make()
+    serve(h, "a", text(10), deadline=10.0)
+    h.scheduler.add(request("a", text(10), max_tokens=5))
+    h.now = 20.0
+    assert h.scheduler.expire(h.now) == [] and h.scheduler.schedule(h.now) is not None
+
+
+def test_deadlines_of_ended_requests_are_forgotten() -> None:
+    """They once stayed until their time, of every request that had one."""
+
+    class Name(str):
+        __slots__ = ("__weakref__",)
+
+    h = make()
+    scheduler, names = h.scheduler, []
+    for number in range(300):
+        name = Name(number)
+        names.append(weakref.ref(name))
+        scheduler.add(request(name, text(10), deadline=1e12 + number, max_tokens=5))
+        if number % 10:
+            scheduler.abort(name)
+        del name
+    gc.collect()
+    assert sum(name() is not None for name in names) <= 2 * 30 + 20
+    assert len(scheduler.expire(1e12 + 299)) == 30 and not scheduler.has_work()
 
 
 def test_deadlines_pass_without_a_step_too() -> None:
@@ -752,6 +849,24 @@ def test_step_is_planned_after_unresolved_drafts_while_the_waiting_sequence_has_
     assert not h.scheduler.foresees(2)
     h.drain()
     assert list(h.ends) == [("a", 0), ("big", 0), ("small", 0)]
+
+
+def test_end_after_unresolved_drafts_drops_what_was_planned_there() -> None:
+    h = make(drafts=2)
+    h.add(request("a", text(10), max_tokens=60, ignore_eos=False, stop_token_ids=tuple(range(1, 12))))
+    h.drain()
+    assert h.ends["a", 0].finish_reason == "stop" and h.plans[-1].sequences[0].unresolved is not None
+
+
+def test_deadline_drops_the_token_in_flight() -> None:
+    h = make(overlap=True)
+    h.add(request("a", text(10), deadline=1.0, max_tokens=5))
+    h.plan()
+    h.now = 1.0
+    assert h.plan() is None
+    h.update()
+    assert h.ends["a", 0].finish_reason == "deadline" and h.outputs["a", 0] == []
+    h.check_end()
 
 
 def test_abort_frees_at_once_and_is_idempotent() -> None:
@@ -823,11 +938,22 @@ def test_requests_without_anything_to_do_are_refused() -> None:
 def test_pools_must_hold_one_longest_sequence(lacking: str) -> None:
     limits = SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=513, window=128)
     sizes = {"grow": pages_for(512), "window": limits.window_pages, "slots": 1, "snapshots": 0}
-    Scheduler(limits, Pools.sized(**sizes))
+    Scheduler(limits, Pools(**sizes))
     sizes[lacking] -= 1
     with pytest.raises(CapacityError, match="max_model_len=513") as caught:
-        Scheduler(limits, Pools.sized(**sizes))
+        Scheduler(limits, Pools(**sizes))
     assert caught.value.advice
+
+
+def test_the_longest_sequence_runs_in_the_smallest_pools() -> None:
+    limits = SchedulerLimits(
+        max_num_seqs=1, max_num_batched_tokens=100, max_model_len=1025, window=128, prefix_checkpoint_tokens=256
+    )
+    h = Harness(limits, Pools(grow=4, window=limits.window_pages, slots=1, snapshots=1))
+    h.add(request("a", text(500)))
+    h.add(request("b", text(1024, 2)))
+    h.drain()
+    assert len(h.outputs["a", 0]) == 525
 
 
 def test_nothing_to_do_makes_no_plan() -> None:
@@ -842,15 +968,27 @@ def test_stats_count() -> None:
     h.step()
     stats = h.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.preemptions, stats.checkpoints) == (2, 1, 0, 1)
-    assert (stats.slots.total, stats.slots.free, stats.grow.free, stats.snapshots.cached) == (3, 1, 60, 1)
+    assert (stats.num_pages, stats.available_pages) == (64, h.pools.grow.num_available)
+    slots, snapshots = h.pools.slots, h.pools.snapshots
+    cached = snapshots.num_available - snapshots.num_free
+    assert (slots.total, slots.num_free, h.pools.grow.num_free, cached) == (3, 1, 60, 1)
 
 
 def test_check_notices_a_lost_page() -> None:
     h = make()
     h.add(request("a", text(300), max_tokens=300))
     h.step()
-    h.scheduler.sequences_of("a")[0].pages.pop()
+    seq = h.scheduler.sequences_of("a")[0]
+    seq.pages = seq.pages[:-1]
     with pytest.raises(AssertionError, match="grow page: wrong references"):
+        h.scheduler.check()
+
+
+def test_check_notices_a_lost_sequence() -> None:
+    h = make()
+    h.add(request("a", text(300), max_tokens=300))
+    h.scheduler._waiting.pop()
+    with pytest.raises(AssertionError, match="lost"):
         h.scheduler.check()
 
 

@@ -368,7 +368,7 @@ message = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(
     st.lists(message, min_size=1, max_size=9),
     st.sampled_from([(PREVIEW, "none", ""), (PREVIEW, "high", ""), (PREVIEW, "max", EFFORT_1), (REFRESHED, "max", EFFORT_2)]),

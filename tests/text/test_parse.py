@@ -67,32 +67,69 @@ def joined(pieces: Sequence[ParsedChat]) -> ParsedChat:
 # ---- reasoning and content ----
 
 
-def test_worked_example_has_reasoning_and_content() -> None:
-    assert parse(f"Simple.</think>4.{EOS}", thinking=True) == ParsedChat(reasoning="Simple.", content="4.", tool_calls=())
+Calls = list[tuple[str, str]]
+F: Calls = [("f", "{}")]
+A: Calls = [("f", '{"a": "1"}')]
+V: Calls = [("f", '{"text": "v"}')]
+HALF_OPEN = "<｜DSML｜parameter name="
+IN_G = invoke("g") + CLOSE
+# What was complete of a block that is cut.
+CUT: list[tuple[str, Calls]] = [
+    ("<｜DSML｜inv", []),
+    ('<｜DSML｜invoke name="f', []),
+    ('<｜DSML｜invoke name="f">\n', F),
+    (f'<｜DSML｜invoke name="f">\n{parameter("a", "1")}\n<｜DSML｜parameter name="b" string="true">unfini', A),
+    (invoke("f", parameter("a", "1")) + "\n</｜DSML｜tool", A),
+]
+OUTPUTS: list[tuple[bool, str, str, str, Calls]] = [
+    (True, f"Simple.</think>4.{EOS}", "Simple.", "4.", []),
+    (False, f"4.{EOS}", "", "4.", []),
+    (True, "So far</thi", "So far</thi", "", []),
+    # <think> is ignored at the start, and is text elsewhere.
+    (True, "<think>a<think>b", "a<think>b", "", []),
+    (False, "<think>a<think>b", "", "a<think>b", []),
+    # A stray end of thinking is dropped, and what comes after end-of-sequence.
+    (False, "</think>a</think>b", "", "ab", []),
+    (True, "r</think>a</think>b", "r", "ab", []),
+    (False, f"a{EOS}b", "", "a", []),
+    (True, f"a{EOS}b</think>c", "a", "", []),
+    # Two newlines at most belong to a block.
+    *(
+        (False, f"a{newlines}<｜DSML｜tool_calls>\n{invoke('f')}{CLOSE}", "", "a" + left, F)
+        for newlines, left in (("", ""), ("\n", ""), ("\n\n", ""), ("\n\n\n", "\n"))
+    ),
+    # A block in unclosed reasoning ends it; its tag has variants, and spaces may come before the names of elements.
+    (True, f"I call.{OPEN}{invoke('f')}{CLOSE}", "I call.", "", F),
+    *(
+        (False, f"a\n\n<｜DSML｜{name}>\n{invoke('f')}\n</｜DSML｜{name}>b", "", "a", F)
+        for name in ("toolcalls", "function_calls", " tool_calls")
+    ),
+    (False, (OPEN + invoke("f", parameter("text", "v")) + CLOSE).replace("｜DSML｜", "｜DSML｜ "), "", "", V),
+    # Text after a block and between its tags is dropped, and so are parameters outside of calls.
+    (False, f"a{OPEN}{invoke('f')}{CLOSE}\nbye{OPEN}{IN_G}{EOS}", "", "a", F),
+    (
+        False,
+        f"{OPEN}now <｜DSML｜nonsense>\n{invoke('f', 'x <y>', parameter('text', 'v'), '</｜DSML｜parameter>')}z{CLOSE}",
+        "",
+        "",
+        V,
+    ),
+    (False, OPEN + parameter("a", "1") + invoke("f") + CLOSE, "", "", F),
+    # An unclosed call and an unfinished tag end at the next one.
+    (False, OPEN + invoke("f", parameter("a", "1")).removesuffix("</｜DSML｜invoke>") + IN_G, "", "", [*A, ("g", "{}")]),
+    (False, OPEN + invoke("f", HALF_OPEN, parameter("a", "1")).removesuffix(">") + IN_G, "", "", [*A, ("g", "{}")]),
+    *((False, f"a{OPEN}{cut}{end}", "", "a", calls) for cut, calls in CUT for end in ("", EOS)),
+]
 
 
-def test_non_thinking_output_is_content() -> None:
-    assert parse(f"4.{EOS}") == ParsedChat(reasoning="", content="4.", tool_calls=())
-
-
-def test_reasoning_cut_off_is_all_reasoning() -> None:
-    assert parse("So far</thi", thinking=True) == ParsedChat(reasoning="So far</thi", content="", tool_calls=())
-
-
-@pytest.mark.parametrize("thinking", [True, False])
-def test_repeated_think_at_the_start_is_ignored_and_elsewhere_text(thinking: bool) -> None:
-    parsed = parse("<think>a<think>b", thinking=thinking)
-    assert (parsed.reasoning or parsed.content) == "a<think>b"
-
-
-def test_stray_end_of_thinking_is_dropped() -> None:
-    assert parse("</think>a</think>b").content == "ab"
-    assert parse("r</think>a</think>b", thinking=True) == ParsedChat(reasoning="r", content="ab", tool_calls=())
-
-
-def test_text_after_eos_is_dropped() -> None:
-    assert parse(f"a{EOS}b").content == "a"
-    assert parse(f"a{EOS}b</think>c", thinking=True) == ParsedChat(reasoning="a", content="", tool_calls=())
+@pytest.mark.parametrize(("thinking", "text", "reasoning", "content", "calls"), OUTPUTS)
+def test_output_has_reasoning_content_and_calls(thinking: bool, text: str, reasoning: str, content: str, calls: Calls) -> None:
+    parsed = parse(text, thinking=thinking)
+    assert (parsed.reasoning, parsed.content, [(call.name, call.arguments) for call in parsed.tool_calls]) == (
+        reasoning,
+        content,
+        calls,
+    )
 
 
 @given(st.text("<｜DSML/think>\n ab", max_size=40).filter(lambda t: "think>" not in t), st.booleans())
@@ -130,72 +167,6 @@ def test_block_has_calls_in_order() -> None:
             ToolCall(id="call_1", name="g", arguments="{}"),
         ),
     )
-
-
-def test_two_newlines_at_most_belong_to_the_block() -> None:
-    for newlines, left in (("", ""), ("\n", ""), ("\n\n", ""), ("\n\n\n", "\n")):
-        assert parse(f"a{newlines}<｜DSML｜tool_calls>\n{invoke('f')}{CLOSE}").content == "a" + left
-
-
-def test_block_in_unclosed_reasoning_ends_it() -> None:
-    parsed = parse(f"I call.{OPEN}{invoke('f')}{CLOSE}", thinking=True)
-    assert (parsed.reasoning, parsed.content, len(parsed.tool_calls)) == ("I call.", "", 1)
-
-
-@pytest.mark.parametrize("name", ["toolcalls", "function_calls", " tool_calls"])
-def test_variants_of_the_block_tag_are_accepted(name: str) -> None:
-    parsed = parse(f"a\n\n<｜DSML｜{name}>\n{invoke('f')}\n</｜DSML｜{name}>b")
-    assert parsed.content == "a"
-    assert [c.name for c in parsed.tool_calls] == ["f"]
-
-
-def test_spaces_before_element_names_are_accepted() -> None:
-    text = (OPEN + invoke("f", parameter("text", "v")) + CLOSE).replace("｜DSML｜", "｜DSML｜ ")
-    assert [c.arguments for c in parse(text).tool_calls] == ['{"text": "v"}']
-
-
-def test_text_after_the_block_is_dropped() -> None:
-    assert parse(f"a{OPEN}{invoke('f')}{CLOSE}\nbye{OPEN}{invoke('g')}{CLOSE}{EOS}") == parse(f"a{OPEN}{invoke('f')}{CLOSE}")
-
-
-def test_text_between_tags_is_dropped() -> None:
-    text = OPEN + "now <｜DSML｜nonsense>\n" + invoke("f", "x <y>", parameter("text", "v"), "</｜DSML｜parameter>") + "z" + CLOSE
-    assert [c.arguments for c in parse(text).tool_calls] == ['{"text": "v"}']
-
-
-def test_unclosed_invoke_ends_at_the_next_one() -> None:
-    text = OPEN + invoke("f", parameter("a", "1")).removesuffix("</｜DSML｜invoke>") + invoke("g") + CLOSE
-    assert [(c.name, c.arguments) for c in parse(text).tool_calls] == [("f", '{"a": "1"}'), ("g", "{}")]
-
-
-def test_unfinished_tag_ends_at_the_next_one() -> None:
-    half_open = "<｜DSML｜parameter name="
-    text = OPEN + invoke("f", half_open, parameter("a", "1")).removesuffix(">") + invoke("g") + CLOSE
-    assert [(c.name, c.arguments) for c in parse(text).tool_calls] == [("f", '{"a": "1"}'), ("g", "{}")]
-
-
-def test_parameter_outside_an_invoke_is_dropped() -> None:
-    assert [c.arguments for c in parse(OPEN + parameter("a", "1") + invoke("f") + CLOSE).tool_calls] == ["{}"]
-
-
-@pytest.mark.parametrize(
-    ("cut", "calls"),
-    [
-        ("<｜DSML｜inv", []),
-        ('<｜DSML｜invoke name="f', []),
-        ('<｜DSML｜invoke name="f">\n', [("f", "{}")]),
-        (
-            '<｜DSML｜invoke name="f">\n' + parameter("a", "1") + '\n<｜DSML｜parameter name="b" string="true">unfini',
-            [("f", '{"a": "1"}')],
-        ),
-        (invoke("f", parameter("a", "1")) + "\n</｜DSML｜tool", [("f", '{"a": "1"}')]),
-    ],
-)
-@pytest.mark.parametrize("end", ["", EOS])
-def test_truncated_block_keeps_what_was_complete(cut: str, calls: list[tuple[str, str]], end: str) -> None:
-    parsed = parse(f"a{OPEN}{cut}{end}")
-    assert parsed.content == "a"
-    assert [(c.name, c.arguments) for c in parsed.tool_calls] == calls
 
 
 def test_call_comes_when_it_is_complete() -> None:
@@ -284,7 +255,7 @@ fragments = st.sampled_from(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.lists(fragments, max_size=14).map("".join), st.booleans(), st.data())
 def test_any_text_parses_the_same_however_it_is_cut(text: str, thinking: bool, data: st.DataObject) -> None:
     whole = streamed(text, thinking, [])

@@ -161,6 +161,7 @@ def test_grammar_that_cannot_be_enforced_is_rejected(compiler: GrammarCompiler, 
 
 def test_specification_is_a_copy() -> None:
     assert StructuredOutputs.from_dict({"choice": ["a", "b"]}) == StructuredOutputs(choice=("a", "b"))
+    assert StructuredOutputs.from_dict({"json": {"type": "object"}}).json == '{"type": "object"}'
     schema = {"enum": ["a"]}
     spec = StructuredOutputs(json=schema)
     schema["enum"].append("b")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -151,26 +152,18 @@ def test_from_folder_reads_both_spellings_of_a_token(tmp_path: Path, entry: obje
     assert (loaded.bos_token_id, loaded.eos_token_id, loaded.add_bos_token) == (256, None, True)
 
 
-def test_from_folder_without_vocabulary_is_a_checkpoint_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
-        Tokenizer.from_folder(tmp_path)
-
-
-@pytest.mark.parametrize("vocabulary", ["{", "{}", "[1]"])
-def test_from_folder_with_broken_vocabulary_is_a_checkpoint_error(tmp_path: Path, vocabulary: str) -> None:
-    with pytest.raises(CheckpointError, match="cannot read"):
-        Tokenizer.from_folder(save(tmp_path, vocabulary=vocabulary))
-
-
-@pytest.mark.parametrize("config", ["{", "[]"])
-def test_from_folder_with_broken_configuration_is_a_checkpoint_error(tmp_path: Path, config: str) -> None:
-    with pytest.raises(CheckpointError, match="tokenizer_config"):
-        Tokenizer.from_folder(save(tmp_path, config=config))
-
-
-def test_from_folder_names_a_configured_token_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="eos_token '</s>' is not in the vocabulary"):
-        Tokenizer.from_folder(save(tmp_path, config={"bos_token": "<s>", "eos_token": "</s>"}))
+@pytest.mark.parametrize(
+    ("saved", "problem"),
+    [
+        *(({"vocabulary": vocabulary}, "cannot read") for vocabulary in ("{", "{}", "[1]")),
+        *(({"config": config}, "tokenizer_config") for config in ("{", "[]")),
+        ({"config": {"bos_token": "<s>", "eos_token": "</s>"}}, "eos_token '</s>' is not in the vocabulary"),
+        (None, r"tokenizer\.json is missing"),
+    ],
+)
+def test_from_folder_with_broken_files_is_a_checkpoint_error(tmp_path: Path, saved: dict[str, Any] | None, problem: str) -> None:
+    with pytest.raises(CheckpointError, match=problem):
+        Tokenizer.from_folder(tmp_path if saved is None else save(tmp_path, **saved))
 
 
 def test_vocabulary_that_is_not_byte_level_is_unsupported() -> None:
@@ -195,6 +188,12 @@ def test_detokenizer_never_shows_a_replacement_character_for_valid_text(text: st
     assert not any("�" in piece for piece in pieces)
     assert stream.flush() == ""
     assert "".join(pieces) == text
+
+
+def test_detokenizer_holds_a_character_until_its_last_byte() -> None:
+    ids = [next(i for i in range(400) if REAL.id_to_bytes(i) == bytes([b])) for b in "😀".encode()]
+    stream = Detokenizer(REAL)
+    assert [stream.push([id]) for id in ids] == ["", "", "", "😀"]
 
 
 def test_detokenizer_replaces_invalid_bytes_and_flushes_an_unfinished_character_once() -> None:
@@ -241,6 +240,14 @@ def test_stop_strings_hold_back_only_what_may_begin_one() -> None:
     assert stream.push("nd> more") == ("", "</end>")
     assert stream.push("ignored") == ("", "</end>")
     assert stream.flush() == ""
+
+
+def test_stop_strings_across_detokenized_tokens() -> None:
+    ids = REAL.encode("The end.\n\nQuestion: next")
+    detokenizer, stops = Detokenizer(REAL), StopStrings(["\n\nQuestion:"])
+    pieces = [stops.push(detokenizer.push([id])) for id in ids]
+    assert "".join(text for text, _ in pieces) == "The end."
+    assert pieces[-1][1] == "\n\nQuestion:"
 
 
 def test_stop_strings_prefer_the_longest_that_ends_together() -> None:

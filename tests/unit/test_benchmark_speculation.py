@@ -47,7 +47,7 @@ def test_engines_are_compared_on_a_cpu(program: ModuleType, capsys: pytest.Captu
 
 def test_drafter_is_right_whenever_it_shall_be(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "START", 2)
-    line = "--layers 0 --device cpu --batch 2 --context 9 --steps 3 --guesses 0 1 --acceptance 1"
+    line = "--layers 0 --device cpu --batch 2 --context 9 --steps 3 --drafts 0 1 --acceptance 1"
     rows = asyncio.run(program.run(program.arguments(line.split())))
-    assert [(row["guesses"], row["batch"]) for row in rows] == [(0, 2), (1, 2)]
+    assert [(row["drafts"], row["batch"]) for row in rows] == [(0, 2), (1, 2)]
     assert [row["tokens_per_s"] * row["step_s"] / row["batch"] for row in rows] == pytest.approx([1, 2], rel=0.3)

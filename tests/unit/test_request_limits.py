@@ -18,29 +18,42 @@ SURROGATE = "a\ud800b"
 INT32 = 2**31
 
 
+COUNTS = ("n", "max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "thinking_budget")
+
+
 @pytest.mark.parametrize("value", [10**400, HUGE, -HUGE, 2.5, "3", True, [HUGE]], ids=lambda value: type(value).__name__)
-@pytest.mark.parametrize(
-    "name", ["n", "max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "thinking_budget", "seed"]
-)
+@pytest.mark.parametrize("name", [*COUNTS, "seed"])
 def test_integers_outside_their_range_are_invalid(name: str, value: object) -> None:
     with pytest.raises(InvalidRequestError, match=f"^{name}=") as caught:
         SamplingParams(**{name: value})  # type: ignore[arg-type]
     assert caught.value.parameter == name and len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize("name", ["n", "max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "thinking_budget"])
-def test_counts_are_int32_and_seeds_have_64_bits(name: str) -> None:
-    for setting, least, most in ((name, 1, INT32 - 1), ("seed", -(2**63), 2**64 - 1)):
-        for value in (least, most):
-            assert getattr(SamplingParams(**{setting: value}), setting) == value  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequestError, match=str(most)):
-            SamplingParams(**{setting: most + 1})  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        *((name, (1, INT32 - 1), (INT32,)) for name in COUNTS),
+        ("seed", (-(2**63), 2**64 - 1), (-(2**63) - 1, 2**64)),
+    ],
+)
+def test_counts_are_int32_and_seeds_have_64_bits(name: str, good: tuple[int, ...], bad: tuple[int, ...]) -> None:
+    for value in good:
+        assert getattr(SamplingParams(**{name: value}), name) == value  # type: ignore[arg-type]
+    for value in bad:
+        with pytest.raises(InvalidRequestError, match=str(good[-1])):
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_numbers_beyond_floats_are_invalid(name: str) -> None:
+    """``math.isfinite`` raises OverflowError for such an integer."""
+    with pytest.raises(InvalidRequestError, match=f"{name}=<an integer of 1329 bits>"):
+        SamplingParams(**{name: 10**400})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        *({name: 10**400} for name in ("temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty")),
         {"stop_token_ids": [INT32]},
         {"stop_token_ids": [HUGE]},
         {"allowed_token_ids": [5, INT32]},

@@ -257,23 +257,32 @@ def test_reading_follows_the_disk_whatever_is_asked(tmp_path: Path) -> None:
     assert infos == sorted(infos, key=lambda info: (info.file, info.offset))
 
 
-@pytest.mark.usefixtures("small_blocks")
-def test_reading_a_part_touches_little_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = some_tensors(count=30)
-    found = write(tmp_path, tensors)
-    read_bytes = 0
-    original = module._read_into
+@pytest.fixture
+def reads(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes each read takes from a file."""
+    found, original = list[int](), module._read_into
 
     def counted(file: Path, offset: int, target: memoryview) -> None:
-        nonlocal read_bytes
-        read_bytes += len(target)
+        found.append(len(target))
         original(file, offset, target)
 
     monkeypatch.setattr(module, "_read_into", counted)
+    return found
+
+
+def test_reading_a_part_touches_little_else(tmp_path: Path, reads: list[int]) -> None:
+    found = write(tmp_path, some_tensors(count=30))
     wanted = [Wanted(found.headers[f"t{i}"]) for i in (3, 11, 12, 25)]
     assert read_all(wanted).keys() == {"t3", "t11", "t12", "t25"}
     useful = sum(item.info.nbytes for item in wanted)
-    assert useful <= read_bytes <= useful + 3 * module._GAP_BYTES
+    assert useful <= sum(reads) <= useful + 3 * module._GAP_BYTES
+
+
+@pytest.mark.parametrize(("rows", "lengths"), [(50, [120, 120]), (20, [320])])
+def test_wide_gap_is_skipped_and_a_narrow_one_read_along(tmp_path: Path, reads: list[int], rows: int, lengths: list[int]) -> None:
+    found = write(tmp_path, {"a": torch.zeros(30), "b": torch.zeros(rows), "c": torch.zeros(30)})
+    read_all([Wanted(found.headers["a"]), Wanted(found.headers["c"])])
+    assert reads == lengths
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -103,7 +103,6 @@ class AttentionInputs(NamedTuple):
         ratio: Tokens of a compressed entry; 0 without entries.
         selected_TK: int32 ascending entries of every token that sees more than K; others, and all tokens if it is ``None``, attend
             to every entry they see.
-        splits: Programs that share a token's rows; part of what the result's bits depend on.
         window_size: Latest positions that a token sees, itself included.
         norm_eps: Not ``None``: queries are as their product has left them, and are normed, with this, and rotated here, as
             ``head_norms`` does it; on packed rows with ``DECODE_SPLITS`` or more.
@@ -122,7 +121,6 @@ class AttentionInputs(NamedTuple):
     sin: Tensor
     ratio: int
     selected_TK: Tensor | None = None
-    splits: int = 1
     window_size: int = WINDOW
     norm_eps: float | None = None
     any_order: bool = False
@@ -158,7 +156,7 @@ class AttentionInputs(NamedTuple):
             "RATIO": max(self.ratio, 1),
             "TOP_K": 0 if self.selected_TK is None else self.selected_TK.shape[1],
             "WINDOW": self.window_size,
-            "SPLITS": self.splits,
+            "SPLITS": self.paging.splits,
             "ROWS": rows,
             "GPU": on_gpu(self.q_THC.device),
         }
@@ -175,7 +173,7 @@ class AttentionInputs(NamedTuple):
 
     def room_for_splits(self) -> tuple[Tensor, Tensor]:
         """Return room for each split's sums, and for its peak and total, float32 [splits, T, H, C or 2]."""
-        parts = torch.empty(self.splits, *self.q_THC.shape, dtype=torch.float32, device=self.q_THC.device)
+        parts = torch.empty(self.paging.splits, *self.q_THC.shape, dtype=torch.float32, device=self.q_THC.device)
         return parts, torch.empty(*parts.shape[:3], 2, dtype=torch.float32, device=parts.device)
 
 

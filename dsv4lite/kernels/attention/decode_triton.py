@@ -296,9 +296,9 @@ def decode_attention_triton(given: AttentionInputs) -> Tensor:
     assert q.stride(2) == 1 and q.stride(1) == channels, q.stride()
     parts, stats = given.room_for_splits()
     # Small pieces for layers whose rows are hardly more than the window's.
-    small = given.splits >= _SMALL_SPLITS and (given.ratio == 0 or given.ratio >= WINDOW)
+    small = given.paging.splits >= _SMALL_SPLITS and (given.ratio == 0 or given.ratio >= WINDOW)
     rows, warps = (32, 4) if small else (64, 8)
-    _decode_kernel[(tokens * triton.cdiv(heads, _HEADS), given.splits)](
+    _decode_kernel[(tokens * triton.cdiv(heads, _HEADS), given.paging.splits)](
         *given.tensors(), given.cos, given.sin, parts, stats, given.paging.grow_SP.stride(0), given.paging.window_SP.stride(0),
         q.stride(0), given.scale * LOG2_E, given.norm_eps or 0.0, **given.layer(rows), **given.places(), HEADS=_HEADS,
         SINGLES=given.paging.singles, NORM=given.norm_eps is not None,

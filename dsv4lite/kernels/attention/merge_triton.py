@@ -72,12 +72,11 @@ def merged(given: AttentionInputs, parts: Tensor, stats: Tensor, rows: int, *, f
     """Return the result of attention.
 
     Args:
-        given: Inputs of attention.
         parts, stats: From ``given.room_for_splits``, written.
         rows: Of a piece; split s has pieces s, s + splits, …
         fills: A window that is not full yet has fewer pieces, not empty ones.
     """
-    q, splits = given.q_THC, triton.next_power_of_2(given.splits)
+    q, splits = given.q_THC, triton.next_power_of_2(given.paging.splits)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _merge_kernel[(q.shape[0] * q.shape[1],)](
         parts,

@@ -299,36 +299,33 @@ def _attend_kernel(
 
 def paged_attention_triton(given: AttentionInputs) -> Tensor:
     """See ``attention.paged_attention``; of packed rows 64 channels rotate, after 64, 192 or 448 others."""
-    (tokens, heads, channels), fmt = given.q_THC.shape, given.window.format
+    (tokens, heads, channels), fmt, splits = given.q_THC.shape, given.window.format, given.paging.splits
     rope, packed = 2 * given.cos.shape[1], isinstance(fmt, Fp8Kv)
     if isinstance(fmt, Fp8Kv):
         assert fmt.rope == rope == KV_GROUP and fmt.nope in (64, 192, 448), (fmt, rope)
     else:
         assert isinstance(fmt, UnquantizedRow) and fmt.dtype == given.q_THC.dtype and channels % 2 == 0 and rope <= channels, fmt
         assert given.fresh_TB.is_contiguous()
-    assert fmt.width == channels and (given.entries is None or (given.entries.format == fmt and given.ratio > 0)), (
-        fmt,
-        given.ratio,
-    )
+    assert fmt.width == channels and (given.entries is None or (given.entries.format == fmt and given.ratio > 0)), fmt
     assert given.cos.shape == given.sin.shape and len(given.cos) == tokens
     assert given.cos.is_contiguous() and given.sin.is_contiguous()
     assert given.fresh_TB.shape == (tokens, fmt.data_bytes + fmt.scale_bytes) and given.fresh_TB.stride(1) == 1
     assert given.selected_TK is None or given.selected_TK.is_contiguous()
     if tokens == 0:
         return torch.empty(given.q_THC.shape, dtype=given.q_THC.dtype, device=given.q_THC.device)
-    if packed and given.splits >= DECODE_SPLITS:
+    if packed and splits >= DECODE_SPLITS:
         return decode_attention_triton(given)
     assert given.norm_eps is None
     q = given.q_THC.contiguous()
     given, capability = given._replace(q_THC=q), capability_of(q.device)
-    tile = tile_for(heads, capability) if packed else unquantized_tile_for(heads, fmt.data_bytes, given.splits, capability)
-    out = q if given.splits > 1 else torch.empty_like(q)  # that of splits is made by those who add them
-    parts, stats = given.room_for_splits() if given.splits > 1 else (out, out)
-    _attend_kernel[(tokens * triton.cdiv(heads, tile.heads), given.splits)](
+    tile = tile_for(heads, capability) if packed else unquantized_tile_for(heads, fmt.data_bytes, splits, capability)
+    out = q if splits > 1 else torch.empty_like(q)  # that of splits is made by those who add them
+    parts, stats = given.room_for_splits() if splits > 1 else (out, out)
+    _attend_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](
         *given.tensors(), given.sink_H, given.cos, given.sin, out, parts, stats,
         given.paging.grow_SP.stride(0), given.paging.window_SP.stride(0), given.scale * LOG2_E,
         **given.layer(tile.rows), **given.places(), HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages,
         PADDED=given.padded_width, ROPE=rope, PACKED=packed,
         num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
-    return out if given.splits == 1 else merged(given, parts, stats, tile.rows, fills=True)
+    return out if splits == 1 else merged(given, parts, stats, tile.rows, fills=True)

@@ -368,29 +368,13 @@ def compress_step_triton(given: CompressInputs) -> None:
     grow, slots, copies = paging.grow_SP, paging.slots_S, paging.state_copy_S
     strides = (state.shape[1], projected.stride(0), memory.stride(0), grow.stride(0), eps)
     inputs = (projected, ape, norm_weight, state, memory, cos_T, sin_T)
+    spans = (slots, copies, paging.first_S, paging.rows_S, paging.lens_S, paging.drafts_S)
     if paging.singles or tokens <= SEQUENCE_TOKENS:
-        spans = (slots, copies, paging.first_S, paging.rows_S, paging.lens_S, paging.drafts_S, grow)
         entry |= {"enable_fp_fusion": False, "launch_pdl": dependent_launch(projected.device)}
-        _sequence_kernel[(len(slots),)](*inputs, *spans, *strides, **entry)
+        _sequence_kernel[(len(slots),)](*inputs, *spans, grow, *strides, **entry)
         return
     of_tokens = (paging.positions_T, paging.sequence_T, slots, copies, paging.first_S, grow, tokens)
     grid = (triton.cdiv(tokens, ratio),)
     _entry_kernel[grid](*inputs, *of_tokens, *strides, **entry, STAGES=stages, enable_fp_fusion=False)
-    _state_kernel[(len(slots), triton.cdiv(width, 64 * STATE_ROWS))](
-        projected,
-        ape,
-        state,
-        slots,
-        copies,
-        paging.first_S,
-        paging.rows_S,
-        paging.lens_S,
-        paging.drafts_S,
-        state.shape[1],
-        projected.stride(0),
-        **shape,
-        ROWS=STATE_ROWS,
-        STAGES=stages,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+    shape |= {"ROWS": STATE_ROWS, "STAGES": stages, "num_warps": 1, "enable_fp_fusion": False}
+    _state_kernel[(len(slots), triton.cdiv(width, 64 * STATE_ROWS))](projected, ape, state, *spans, *strides[:2], **shape)

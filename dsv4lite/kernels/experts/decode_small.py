@@ -20,7 +20,7 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_outputs
 from dsv4lite.kernels.gemm import fp8_linear
-from dsv4lite.kernels.routing import Copies, Router, route, take_copies
+from dsv4lite.kernels.routing import Copies, Router, own_slots, route, take_copies
 from dsv4lite.kernels.swiglu import swiglu_quantize
 
 DECODE_SMALL_TOKENS = 16
@@ -33,25 +33,24 @@ class Held(NamedTuple):
     Attributes:
         partial: Routed experts are cut by width: what they return is a part, float32.
         shared_partial: So is the shared expert.
-        first: Slots are counted through all ranks: this rank's begin with this one.
+        first: Slots are counted through all ranks: this rank's begin with this one. ``None``: it has all slots.
         copies: Which slots experts have; ``None`` if each has the one of its id.
     """
 
     partial: bool = False
     shared_partial: bool = False
-    first: int = 0
+    first: int | None = None
     copies: Copies | None = None
 
     def own_slots(self, chosen_TK: Tensor, count: int) -> Tensor:
         """Return slots counted from this rank's first, of its ``count``; ``count`` for those of others."""
         slots_TK = chosen_TK if self.copies is None else take_copies(chosen_TK, self.copies)
-        # Slots before the first become the largest numbers.
-        return ((slots_TK - self.first) & torch.iinfo(torch.int64).max).clamp_(max=count)
+        return slots_TK if self.first is None else own_slots(slots_TK, self.first, count)
 
 
-def suits_decode_small(tokens: int, top_k: int) -> bool:
-    """Return whether ``moe_decode_small`` is for so many tokens."""
-    return 0 < tokens <= DECODE_SMALL_TOKENS and top_k <= _MOST_EXPERTS
+def most_decode_small(top_k: int) -> int:
+    """Return the most tokens, of ``top_k`` experts each, that ``moe_decode_small`` is for."""
+    return DECODE_SMALL_TOKENS if top_k <= _MOST_EXPERTS else 0
 
 
 class MoeInputs(NamedTuple):

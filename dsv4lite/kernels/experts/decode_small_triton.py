@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.counters import counters_of
-from dsv4lite.kernels.dispatch import capability_of, on_gpu
+from dsv4lite.kernels.dispatch import capability_of
 from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, MoeInputs
 from dsv4lite.kernels.experts.grouping_triton import Block
@@ -25,7 +25,7 @@ from dsv4lite.kernels.gemm import scale_rows
 from dsv4lite.kernels.gemm.triton import GROUPED_TILES, product_tile, splits_of
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
-from dsv4lite.kernels.routing.triton import route_rows
+from dsv4lite.kernels.routing.triton import _router_constants, route_rows
 from dsv4lite.kernels.swiglu.triton import swiglu_groups
 
 _OUTS = 64  # of one program of the shared expert, as of any product of few rows
@@ -210,12 +210,8 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: T
     logits_TE, router, x_scales, limit, held = given.logits_TE, given.router, given.x_scales, given.limit, given.held
     (tokens, experts), top_k, device, groups = logits_TE.shape, router.top_k, logits_TE.device, work.groups
     table, positions, bias, copies = router.table_VK, router.positions_T, router.bias_E, held.copies
-    assert logits_TE.dtype == torch.float32 and logits_TE.stride(1) == 1 and 0 < tokens <= work.block.rows, logits_TE.shape
-    assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
-    assert table is None or (table.is_contiguous() and table.shape[1] == top_k)
-    assert (
-        router.token_ids_T is not None and router.token_ids_T.is_contiguous() and (positions is None or positions.is_contiguous())
-    )
+    constants = _router_constants(logits_TE, router)
+    assert 0 < tokens <= work.block.rows and router.token_ids_T is not None and router.token_ids_T.is_contiguous(), tokens
     assert h_TI.dtype == torch.bfloat16 and h_TI.is_contiguous(), h_TI.dtype
     assert copies is None or (copies.slots_EC.is_contiguous() and len(copies.slots_EC) == experts + 1)
     load_E = None if copies is None else copies.load_E
@@ -251,17 +247,11 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: T
         router.scale,
         inputs,
         limit,
-        held.first,
-        EXPERTS=experts,
-        HELD=work.experts,
+        held.first or 0,
+        **constants,
+        HELD=len(work.w2.codes),
         COPIES=0 if copies is None else copies.slots_EC.shape[1],
         COUNTS=load_E is not None,
-        BLOCK=triton.next_power_of_2(experts),
-        TOP_K=top_k,
-        TOP_TILE=triton.next_power_of_2(top_k),
-        BIASED=bias is not None,
-        FIXED=table is not None,
-        PADDED=positions is not None,
         TOKENS=tile,
         ROWS=work.block.rows,
         FILL=triton.next_power_of_2(tile * top_k * work.block.rows),
@@ -273,7 +263,6 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: T
         SHARERS=sharers,
         ALIGNED=inputs % FP8_GROUP == 0,
         NATIVE=work.native,
-        GPU=on_gpu(logits_TE.device),
         num_warps=num_warps,
         enable_fp_fusion=False,
         launch_pdl=dependent_launch(device),

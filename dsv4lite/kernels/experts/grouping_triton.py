@@ -52,7 +52,6 @@ def block_for(pairs: int, experts: int, few: Blocks, many: Blocks) -> Block:
 
     Args:
         pairs: Of token and expert.
-        experts: How many there are.
         few: By the most pairs.
         many: By the most pairs of each expert; the last has no limit.
     """
@@ -185,8 +184,6 @@ def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups
     Args:
         slots_TK: Experts, int64; those of ``experts`` or more are none.
         x_scales: Scale bytes of the inputs, uint8 [T, D / 128]; ``None`` if these are not quantized.
-        experts: How many there are.
-        groups: To fill.
     """
     bins = triton.next_power_of_2(experts + 1)
     counts, counted = groups.count, groups.pairs >= COUNT_FROM

@@ -307,10 +307,8 @@ class Work:
     """
 
     block: Block
-    experts: int
     top_k: int
-    hidden: int
-    width: int
+    w2: Tiles
     native: bool
     groups: Groups
     u_words: Tensor
@@ -323,10 +321,8 @@ class Work:
         groups = Groups.allocate(tokens, top_k, experts, (hidden, width), block.rows, device, by_token=by_token)
         return cls(
             block=block,
-            experts=experts,
             top_k=top_k,
-            hidden=hidden,
-            width=width,
+            w2=w2,
             native=native_e4m3(w2.codes),
             groups=groups,
             u_words=torch.empty(groups.most, width // FP8_GROUP, block.rows, dtype=torch.int32, device=device),
@@ -335,12 +331,12 @@ class Work:
     @property
     def gate_up_programs(self) -> int:
         """How many programs the first product has."""
-        return self.groups.most * (self.width // HALF_ROWS // self.block.tiles)
+        return self.groups.most * (self.w2.shape[2] // HALF_ROWS // self.block.tiles)
 
     @property
     def down_programs(self) -> int:
         """How many programs the second product has."""
-        return self.groups.most * (self.hidden // TILE_ROWS // self.block.tiles)
+        return self.groups.most * (self.w2.shape[1] // TILE_ROWS // self.block.tiles)
 
     def room(self, columns: int, dtype: torch.dtype) -> Tensor:
         """Return a place for a row of each pair, [pairs, columns]."""
@@ -354,7 +350,7 @@ class Work:
         self, x_codes: Tensor, weight_TK: Tensor, w13: Tiles, limit: float, u_codes: Tensor
     ) -> tuple[Tensor | int | float, ...]:
         """Return what ``gate_up_tile`` takes after its number; codes of ``u`` go to ``u_codes``, their scales to ``u_words``."""
-        groups, u = self.groups, self.room(self.width, torch.bfloat16)
+        groups, u = self.groups, self.room(self.w2.shape[2], torch.bfloat16)
         blocks = (groups.order, groups.owner, groups.count)
         places = (weight_TK, u, u_codes, self.u_words, groups.arrivals, groups.pairs, limit)
         return (self.numbers(x_codes), groups.x_words, w13.codes, w13.scales, *blocks, *places)
@@ -362,8 +358,8 @@ class Work:
     def constants(self, weights: Tiles) -> dict[str, int | bool | None]:
         """Return how both products are compiled and launched."""
         return {
-            "HIDDEN": self.hidden,
-            "WIDTH": self.width,
+            "HIDDEN": self.w2.shape[1],
+            "WIDTH": self.w2.shape[2],
             "ROWS": self.block.rows,
             "TILES": self.block.tiles,
             "STAGES": self.block.num_stages,

@@ -73,9 +73,7 @@ _UNQUANTIZED_TILES: Tiles = (
     (None, Tile(rows=128, outs=128, swap=False, num_warps=8, num_stages=3)),
 )
 _WEIGHT_ONLY_TILES: Tiles = (
-    (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=4)),
-    (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=4)),
-    (SPLIT_MAX_ROWS, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=3)),
+    *_UNQUANTIZED_TILES[:3],
     (None, Tile(rows=128, outs=128, swap=True, num_warps=8, num_stages=3)),
 )
 _OPERAND_BYTES = {_FP8_TILES: (1, 1), _UNQUANTIZED_TILES: (2, 2), _WEIGHT_ONLY_TILES: (2, 1)}  # inputs, weights
@@ -359,7 +357,9 @@ def fp8_linear_triton(
     (rows, inputs), outs = x_codes.shape, len(w_codes)
     assert x_scales.shape == (rows, _blocks_of(inputs)) and w_codes.shape[1] == inputs, (x_scales.shape, w_codes.shape)
     out = torch.empty(rows, 1, outs, dtype=dtype, device=x_codes.device)
-    x, w, codes = _fp8_operands(x_codes, w_codes)
+    x, w, codes = x_codes.contiguous(), w_codes, capability_of(x_codes.device) < 89
+    if codes:  # the chip does not know e4m3: kernels read bytes
+        x, w = x.view(torch.uint8), w.view(torch.uint8)
     operands = (x[:, None], x_scales.contiguous(), w[None], w_scales)
     _launch(_FP8_TILES, operands, out, FP8_X=True, CODES=codes, SCALE_ROWS=scale_rows(w_codes, w_scales))
     return out[:, 0]
@@ -438,14 +438,6 @@ def _results_of(x_MGK: Tensor, w_GNK: Tensor) -> tuple[int, int, int]:
     return len(x_MGK), len(w_GNK), w_GNK.shape[1]
 
 
-def _fp8_operands(x_codes: Tensor, w_codes: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Return codes as kernels take them, and whether that is as bytes, where the chip does not know e4m3."""
-    x_codes = x_codes.contiguous()
-    if capability_of(x_codes.device) >= 89:
-        return x_codes, w_codes, False
-    return x_codes.view(torch.uint8), w_codes.view(torch.uint8), True
-
-
 def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor | None, out: Tensor) -> Tensor:
     """Multiply by weights in bfloat16, or in FP8 with their scales."""
     even = w_GNK.shape[2] % FP8_GROUP == 0
@@ -479,7 +471,10 @@ def _launch(
         tile = replace(tile, num_stages=min(tile.num_stages, SHORT_STAGES))
     fold = rows > SPLIT_MAX_ROWS and splits > 1
     programs = 1 if fold else splits
-    parts, arrivals = _room_for(programs, out)
+    parts, arrivals = out, out
+    if programs > 1:  # one part is the result itself
+        parts = torch.empty(programs, *out.shape, dtype=torch.float32, device=out.device)
+        arrivals = counters_of(out.device)
     _product_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(outs, tile.outs) * groups, programs)](
         *operands,
         parts,
@@ -520,10 +515,3 @@ def _library_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype) -> Tensor:
         for g, w_NK in enumerate(w_GNK):
             torch.mm(x_MGK[:, g], w_NK.t(), out_dtype=dtype, out=out[:, g])
     return out
-
-
-def _room_for(parts: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where a kernel puts the parts of a result, and the counters of arrivals; one part is the result itself."""
-    if parts == 1:
-        return out, out
-    return torch.empty(parts, *out.shape, dtype=torch.float32, device=out.device), counters_of(out.device)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.dispatch import by_most, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.hc import KERNEL_STREAMS, HcEntered, HcInputs, HcMix, has_kernel
 from dsv4lite.kernels.quantize import FP8_GROUP
@@ -52,7 +52,7 @@ TILES: tuple[tuple[int | None, Tile], ...] = (
 
 def tile_for(tokens: int) -> Tile:
     """Return how to run for a number of tokens."""
-    return next(tile for most, tile in TILES if most is None or tokens <= most)
+    return by_most(TILES, tokens)
 
 
 def units_of(width: int) -> int:
@@ -431,7 +431,6 @@ def leave_enter_triton(
     """Launch the first half of ``hc_enter``.
 
     Args:
-        streams_TND: The streams.
         pending: A sub-layer's output to write, and its mix; ``None`` writes nothing.
         fn: By which the result is projected; ``None`` projects nothing.
         row_tile: Any number means the same: a token's bits are its own.
@@ -462,7 +461,7 @@ def leave_enter_triton(
             units if tile.whole else 1,
             WIDTH=width,
             ROWS=rows,
-            ROWS_TILE=_rows_tile(rows),
+            ROWS_TILE=max(16, triton.next_power_of_2(rows)),  # at least the rows of one instruction of the tensor cores
             TOKENS=tile.tokens,
             UNIT=UNIT_CHANNELS,
             PROGRAMS=programs,
@@ -475,11 +474,6 @@ def leave_enter_triton(
             enable_fp_fusion=False,
         )
     return out, sums
-
-
-def _rows_tile(rows: int) -> int:
-    """Return how many rows of weights a program multiplies by, at least one tensor-core instruction's."""
-    return max(16, 1 << (rows - 1).bit_length())
 
 
 def collapse_triton(streams_TND: Tensor, sums: Tensor, given: HcInputs) -> HcEntered:

@@ -161,7 +161,6 @@ def select_paged(scores_NE: Tensor, paging: Paging, ratio: int, begin: int, out:
         scores_NE: bfloat16 or float32; what is not visible may hold anything.
         paging: Positions of the tokens.
         ratio: Tokens of an entry.
-        begin: First token.
         out: Contiguous int32 [N, top_k]; tokens that see no more than ``top_k`` entries may leave anything.
     """
     visible_N = _visible(paging, ratio, begin, len(scores_NE))

@@ -20,11 +20,10 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.quantize import quantize_fp8
+from dsv4lite.kernels.quantize import FP8_GROUP, quantize_fp8
 from dsv4lite.kernels.rope import rope
 from dsv4lite.kernels.rows import RowStore, UnquantizedRow, pack_rows
 
-QUERY_GROUP = 128
 WINDOW_TOKENS = 128
 
 
@@ -65,7 +64,7 @@ def latent_norms(given: LatentInputs) -> tuple[Tensor, Tensor | None, Tensor]:
     if padding_T is not None:
         latent_TK = latent_TK.masked_fill(padding_T[:, None], 0.0)
     qr_TR = rms_norm(latent_TK[:, :rank], q_norm, eps)
-    query = (qr_TR, None) if isinstance(window.format, UnquantizedRow) else quantize_fp8(qr_TR, QUERY_GROUP)
+    query = (qr_TR, None) if isinstance(window.format, UnquantizedRow) else quantize_fp8(qr_TR, FP8_GROUP)
     kv_TC = rope(rms_norm(latent_TK[:, rank:], kv_norm, eps), cos, sin)
     rows_N, addresses_N = paging.once(
         ("written", window_tokens, window.rows_per_page), lambda: _written(paging, window_tokens, window.rows_per_page)

@@ -32,11 +32,6 @@ def rms_norm_kernel(
         tl.store(out + row * N + column, to_bf16(y, NATIVE), mask=inside)
 
 
-def _warps(block: int) -> int:
-    """Return how many warps share a row: 16 channels or more for each thread of the wide ones."""
-    return min(8, max(1, block // 512))
-
-
 def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """See ``norm.rms_norm``."""
     assert x.dtype in (torch.bfloat16, torch.float32), x.dtype
@@ -56,7 +51,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
             BLOCK=block,
             WEIGHTED=weight is not None,
             NATIVE=native_e4m3(x),
-            num_warps=_warps(block),
+            num_warps=min(8, max(1, block // 512)),  # 16 channels or more for each thread of the wide ones
             enable_fp_fusion=False,
         )
     return out

@@ -92,10 +92,10 @@ def part_of_experts(parts: ExpertSum) -> Tensor:
     return total if parts.shared_TD is None else total + parts.shared_TD
 
 
-def fits(inbox: Inbox, count: int, hidden: int) -> bool:
-    """Return whether rows of so many tokens of each rank go through an inbox: a number and the call's take two of its places."""
+def most_rows(inbox: Inbox, hidden: int) -> int:
+    """Return the most tokens of each rank whose rows go through an inbox: a number and the call's take two of its places."""
     there, back = hidden // 2 + hidden // 4 + -(-hidden // 128) + 2, hidden
-    return 0 < 2 * count * -(-max(there, back) // BLOCK) * BLOCK <= inbox.numbers
+    return inbox.numbers // (2 * -(-max(there, back) // BLOCK) * BLOCK)
 
 
 def all_gather(rows: TokenRows, inbox: Inbox, count: int) -> TokenRows:
@@ -103,7 +103,7 @@ def all_gather(rows: TokenRows, inbox: Inbox, count: int) -> TokenRows:
 
     Args:
         rows: This rank's, contiguous; not more than ``count``.
-        inbox: Of this rank, that serves for nothing but ``all_gather`` and ``reduce_scatter``, and ``fits``.
+        inbox: Of this rank, that serves for nothing but ``all_gather`` and ``reduce_scatter``; see ``most_rows``.
         count: Rows of every rank in what is returned: those that it has not have a negative position, and are zero.
     """
     from dsv4lite.kernels.peer_memory.triton import all_gather_triton
@@ -120,10 +120,16 @@ def lengthened(rows: TokenRows, count: int) -> TokenRows:
     """Return so many rows: those that are given, and of no token."""
     if len(rows.x_TD) == count:
         return rows
-    longer = TokenRows(*(tensor.new_empty(count, *tensor.shape[1:]) for tensor in rows))
-    for whole, part, rest in zip(longer, rows, (0, 0, 0, 0, -1), strict=True):
-        whole[: len(part)] = part
-        whole[len(part) :] = rest
+    return TokenRows(*(padded(tensor, count, rest) for tensor, rest in zip(rows, (0, 0, 0, 0, -1), strict=True)))
+
+
+def padded(part: Tensor, count: int, value: int) -> Tensor:
+    """Return ``count`` rows: those of a tensor, and of ``value``."""
+    if len(part) == count:
+        return part
+    longer = part.new_empty(count, *part.shape[1:])
+    longer[: len(part)] = part
+    longer[len(part) :] = value
     return longer
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
 from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.experts.triton import sum_of_token
-from dsv4lite.kernels.peer_memory import BLOCK, EMPTY, TURNS, Inbox, TokenRows, fits
+from dsv4lite.kernels.peer_memory import BLOCK, EMPTY, TURNS, Inbox, TokenRows, most_rows
 
 _WARPS = 8
 _PATIENCE = 1 << 12  # polls of what has arrived between two of the host's word, whose memory is far away
@@ -87,12 +87,27 @@ def all_reduce_kernel(
     tl.store(calls + block, call + 1)
 
 
+def _constants(inbox: Inbox) -> dict[str, int]:
+    """Return what is compiled in, and how programs are launched, of every collective."""
+    return {"RANKS": len(inbox.addresses) - 1, "BLOCK": BLOCK, "TURNS": TURNS, "PATIENCE": _PATIENCE, "num_warps": _WARPS}
+
+
+def _experts_of(parts: ExpertSum) -> dict[str, int]:
+    """Return the sizes of a sum over experts."""
+    return {"TOP_K": parts.outputs_TKD.shape[1], "EXPERTS": parts.experts, "HIDDEN": parts.outputs_TKD.shape[2]}
+
+
+def _places(inbox: Inbox, tokens: int, count: int) -> tuple[Tensor, Tensor, int, int, int, int]:
+    """Return what kernels that send words take of an inbox, and of the numbers of tokens."""
+    return inbox.addresses, inbox.calls, tokens, count, inbox.rank, inbox.numbers // (2 * BLOCK)
+
+
 def all_reduce_triton(part: Tensor | ExpertSum, inbox: Inbox, dtype: torch.dtype, also: Tensor | None = None) -> Tensor:
     """Launch ``all_reduce``."""
     chosen, sizes = None, {"TOP_K": 0, "EXPERTS": 0, "HIDDEN": BLOCK}
     if isinstance(part, ExpertSum):
         assert also is None and part.outputs_TKD.shape[2] % BLOCK == 0, part.outputs_TKD.shape
-        sizes = {"TOP_K": part.outputs_TKD.shape[1], "EXPERTS": part.experts, "HIDDEN": part.outputs_TKD.shape[2]}
+        sizes = _experts_of(part)
         chosen, part, also, _ = part
         shape = part[:, 0].shape
     else:
@@ -111,15 +126,11 @@ def all_reduce_triton(part: Tensor | ExpertSum, inbox: Inbox, dtype: torch.dtype
         out.numel(),
         inbox.rank,
         inbox.numbers,
-        RANKS=len(inbox.addresses) - 1,
-        BLOCK=BLOCK,
         ADDED=also is not None,
         NATIVE=native_e4m3(part),
         EMPTY=EMPTY,
-        TURNS=TURNS,
-        PATIENCE=_PATIENCE,
         **sizes,
-        num_warps=_WARPS,
+        **_constants(inbox),
     )
     return out
 
@@ -219,7 +230,7 @@ def all_gather_triton(rows: TokenRows, inbox: Inbox, count: int) -> TokenRows:
     """Launch ``all_gather``."""
     tokens, hidden = rows.x_TD.shape
     ranks = len(inbox.addresses) - 1
-    assert 0 < tokens <= count and hidden % 4 == 0 and fits(inbox, count, hidden), (tokens, count, hidden)
+    assert 0 < tokens <= count <= most_rows(inbox, hidden) and hidden % 4 == 0, (tokens, count, hidden)
     assert (
         inbox.numbers % (2 * BLOCK) == 0
         and rows.x_TD.dtype == torch.bfloat16
@@ -231,21 +242,12 @@ def all_gather_triton(rows: TokenRows, inbox: Inbox, count: int) -> TokenRows:
     all_gather_kernel[(count * parts,)](
         *_as_sent(rows),
         *_as_sent(every),
-        inbox.addresses,
-        inbox.calls,
-        tokens,
-        count,
-        inbox.rank,
-        inbox.numbers // (2 * BLOCK),
-        RANKS=ranks,
+        *_places(inbox, tokens, count),
         X=hidden // 2,
         CODES=hidden // 4,
         SCALES=scales,
         PARTS=parts,
-        BLOCK=BLOCK,
-        TURNS=TURNS,
-        PATIENCE=_PATIENCE,
-        num_warps=_WARPS,
+        **_constants(inbox),
     )
     return every
 
@@ -256,7 +258,7 @@ def _as_sent(rows: TokenRows) -> tuple[Tensor, ...]:
 
 def reduce_scatter_triton(parts: ExpertSum, inbox: Inbox, tokens: int, dtype: torch.dtype) -> Tensor:
     """Launch ``reduce_scatter``."""
-    outputs, shared, (every, top_k, hidden) = parts.outputs_TKD, parts.shared_TD, parts.outputs_TKD.shape
+    outputs, shared, (every, _, hidden) = parts.outputs_TKD, parts.shared_TD, parts.outputs_TKD.shape
     ranks = len(inbox.addresses) - 1
     count, pieces = every // ranks, triton.cdiv(hidden, BLOCK)
     assert every == ranks * count and 0 < tokens <= count and 2 * count * pieces * BLOCK <= inbox.numbers, (every, ranks, tokens)
@@ -268,22 +270,11 @@ def reduce_scatter_triton(parts: ExpertSum, inbox: Inbox, tokens: int, dtype: to
         parts.slots_TK,
         outputs if shared is None else shared,
         out,
-        inbox.addresses,
-        inbox.calls,
-        tokens,
-        count,
-        inbox.rank,
-        inbox.numbers // (2 * BLOCK),
-        RANKS=ranks,
-        TOP_K=top_k,
-        EXPERTS=parts.experts,
-        HIDDEN=hidden,
+        *_places(inbox, tokens, count),
         SHARED=shared is not None,
         PARTS=pieces,
-        BLOCK=BLOCK,
         NATIVE=native_e4m3(outputs),
-        TURNS=TURNS,
-        PATIENCE=_PATIENCE,
-        num_warps=_WARPS,
+        **_experts_of(parts),
+        **_constants(inbox),
     )
     return out

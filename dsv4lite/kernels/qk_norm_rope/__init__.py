@@ -18,8 +18,10 @@ from torch import Tensor
 from dsv4lite.kernels.attention import DECODE_SPLITS
 from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.norm import rms_norm_heads
+from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import hadamard, round_fp4
 from dsv4lite.kernels.rope import rope
+from dsv4lite.kernels.rows import RowStore, UnquantizedRow
 
 
 class HeadInputs(NamedTuple):
@@ -31,8 +33,8 @@ class HeadInputs(NamedTuple):
         index_heads, index_dim: Hi and Ci; no index heads if Hi is 0.
         cos, sin: float32 [T, rope / 2].
         eps: Of the norm.
-        fp4: Transform and round index heads, as keys of quantized models are.
-        splits: Of the attention that follows.
+        window: Rows that the queries will attend to: if packed, index heads are transformed and rounded, as the keys are.
+        paging: The step.
     """
 
     query_TK: Tensor
@@ -43,13 +45,18 @@ class HeadInputs(NamedTuple):
     cos: Tensor
     sin: Tensor
     eps: float
-    fp4: bool = True
-    splits: int = 1
+    window: RowStore
+    paging: Paging
+
+    @property
+    def fp4(self) -> bool:
+        """Whether index heads are transformed and rounded to FP4."""
+        return not isinstance(self.window.format, UnquantizedRow)
 
     @property
     def normed_by_attention(self) -> bool:
         """Attention of few tokens norms and rotates the queries itself: packed rows, ``DECODE_SPLITS`` or more, no index heads."""
-        return self.fp4 and self.splits >= DECODE_SPLITS and not self.index_heads
+        return self.fp4 and self.paging.splits >= DECODE_SPLITS and not self.index_heads
 
 
 @op("qk_norm_rope.triton:head_norms_triton", suits=lambda given: not given.normed_by_attention)

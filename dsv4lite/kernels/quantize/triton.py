@@ -34,18 +34,13 @@ def _rows_of(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-def _tile(width: int, group: int) -> int:
-    """Return how many groups one program takes."""
-    groups = -(-width // group)
-    return min(max(1, _TILE // group), 1 << (groups - 1).bit_length())
-
-
 def quantize_fp8_triton(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """See ``quantize.quantize_fp8``; ``group`` is a power of two."""
     assert group & (group - 1) == 0 and x.dtype in (torch.bfloat16, torch.float32), (group, x.dtype)
     rows = _rows_of(x)
     count, width = rows.shape
-    groups, tile = triton.cdiv(width, group), _tile(width, group)
+    groups = triton.cdiv(width, group)
+    tile = min(max(1, _TILE // group), 1 << (groups - 1).bit_length())  # groups of one program
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = torch.empty(*x.shape[:-1], groups, dtype=torch.uint8, device=x.device)
     if codes.numel():

@@ -118,6 +118,12 @@ class Copies(NamedTuple):
     load_E: Tensor | None
 
 
+def own_slots(slots_TK: Tensor, first: int, count: int) -> Tensor:
+    """Return slots counted from a rank's first, of its ``count``; ``count`` for those of others."""
+    # Slots before the first become the largest numbers.
+    return ((slots_TK - first) & torch.iinfo(torch.int64).max).clamp_(max=count)
+
+
 def take_copies(chosen_TK: Tensor, copies: Copies) -> Tensor:
     """Count the chosen experts, and return their slots; tokens take the copies of an expert in turn."""
     # A pass that only asks which kernels there are leaves unwritten what was chosen.

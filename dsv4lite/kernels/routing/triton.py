@@ -123,15 +123,31 @@ def route_kernel(
     tl.store(weights + at, weight, mask=used)
 
 
-def route_triton(logits_TE: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """See ``routing.route``."""
-    (tokens, experts), (top_k, scale, bias_E, table_VK, token_ids_T, positions_T, *_) = logits_TE.shape, router
+def _router_constants(logits_TE: Tensor, router: Router) -> dict[str, int]:
+    """Check a router's tensors, and return what is compiled in of it."""
+    experts, (top_k, _, bias_E, table_VK, token_ids_T, positions_T, *_) = logits_TE.shape[1], router
     assert logits_TE.dtype == torch.float32 and logits_TE.stride(1) == 1 and top_k <= experts, (logits_TE.shape, top_k)
     assert bias_E is None or (bias_E.dtype == torch.float32 and bias_E.is_contiguous())
     assert positions_T is None or positions_T.is_contiguous()
     if table_VK is not None:
         assert table_VK.is_contiguous() and table_VK.shape[1] == top_k
         assert token_ids_T is not None and token_ids_T.is_contiguous()
+    return {
+        "EXPERTS": experts,
+        "BLOCK": triton.next_power_of_2(experts),
+        "TOP_K": top_k,
+        "TOP_TILE": triton.next_power_of_2(top_k),
+        "BIASED": bias_E is not None,
+        "FIXED": table_VK is not None,
+        "PADDED": positions_T is not None,
+        "GPU": on_gpu(logits_TE.device),
+    }
+
+
+def route_triton(logits_TE: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """See ``routing.route``."""
+    tokens, (top_k, scale, bias_E, table_VK, token_ids_T, positions_T, *_) = len(logits_TE), router
+    constants = _router_constants(logits_TE, router)
     chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits_TE.device)
     if tokens:
@@ -145,14 +161,7 @@ def route_triton(logits_TE: Tensor, router: Router) -> tuple[Tensor, Tensor]:
             weights,
             logits_TE.stride(0),
             scale,
-            EXPERTS=experts,
-            BLOCK=triton.next_power_of_2(experts),
-            TOP_K=top_k,
-            TOP_TILE=triton.next_power_of_2(top_k),
-            BIASED=bias_E is not None,
-            FIXED=table_VK is not None,
-            PADDED=positions_T is not None,
-            GPU=on_gpu(logits_TE.device),
+            **constants,
             num_warps=1,
             enable_fp_fusion=False,
         )

@@ -272,3 +272,9 @@ class GradientStore(RowStore, ReferenceOnly):
         """Store rows at addresses int64 [N], all valid and different."""
         assert self._matrix is not None
         self._matrix = self._matrix.index_copy(0, addresses_N, rows_NC.to(self._matrix.dtype))
+
+
+def store_for_pass(fmt: RowFormat, num_pages: int, rows_per_page: int, device: torch.device) -> RowStore:
+    """Return a store for one pass, which lets gradients through if there are any and its rows are numbers."""
+    kind = GradientStore if torch.is_grad_enabled() and isinstance(fmt, UnquantizedRow) else RowStore
+    return kind(fmt, num_pages, rows_per_page, device)

@@ -128,8 +128,8 @@ class Needs(enum.Flag):
     LISTS = enum.auto()
 
 
-EVERYTHING = Needs.EDITS | Needs.DRAWS | Needs.NUCLEI | Needs.BEST | Needs.SEARCHES | Needs.SCORES | Needs.LISTS
 NOTHING = Needs(0)
+EVERYTHING = ~NOTHING
 
 
 class RowMasks(NamedTuple):

@@ -50,7 +50,6 @@ def place_spans(given_XS: Tensor, width: int, last_token: Tensor, next_3C: Tenso
 
     Args:
         given_XS: int32 [at least FIELDS + W, S].
-        width: W.
         last_token: int64 [slots + 1], the token sampled last in each slot.
         next_3C: int64, of what follows the accepted tokens of each span of the step before: its position, the copy of the
             compressor state that holds there, the token.

@@ -39,7 +39,6 @@ def swiglu_quantize(h_TI: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 
     Args:
         h_TI: bfloat16 [T, 2 I], contiguous: gate, then up.
-        limit: Of the activation.
 
     Returns:
         Codes float8_e4m3fn [T, I] and scale bytes uint8 [T, ceil(I / 128)].

@@ -111,7 +111,7 @@ class MlaConfig(ModelConfig):
 
     Attributes:
         q_lora_rank: Of the query latent; 0 if queries are projected directly.
-        kv_lora_rank: Of the latent that keys and values of all heads share.
+        kv_lora_rank: Of the latent that keys and values of all heads shard.
         nope_dim, rope_dim: Channels of a query and key without position, and with.
         value_dim: Channels of a value.
         dense_width: Hidden channels of a layer without experts.

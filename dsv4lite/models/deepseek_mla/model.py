@@ -23,18 +23,19 @@ from dsv4lite.kernels.latent_rows import LatentRowInputs, store_latent_rows
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
+from dsv4lite.kernels.rows import store_for_pass
 from dsv4lite.models.deepseek_mla.batch import Batch
 from dsv4lite.models.deepseek_mla.config import MlaConfig, Yarn
 from dsv4lite.models.deepseek_mla.state import state_spec
 from dsv4lite.models.deepseek_mla.tensors import MLA_TENSORS
 from dsv4lite.models.moe import MoE, SharedExpert, Tokens, rebalance_experts
 from dsv4lite.models.partial_sums import embedding, side_by_side, total
-from dsv4lite.models.share import Share
+from dsv4lite.models.shard import ModelShard
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.state.spec import StateSpec
-from dsv4lite.state.store import LayerCache
-from dsv4lite.state.whole import whole_sequence
+from dsv4lite.state.paging import make_paging, whole_sequence
+from dsv4lite.state.spec import StateSizes, StateSpec
+from dsv4lite.state.store import LayerCache, StateCache
 from dsv4lite.weights.quant import Matrix, NamedSlots, Numerics, Slot, TensorSlot, linear, parameter
 
 _LATENT_EPS = 1e-6  # of the latents' norms, whatever ``rms_norm_eps`` says: official code and transformers
@@ -80,11 +81,11 @@ class Indexer(nn.Module):
 class Attention(nn.Module):
     """Multi-head latent attention to all tokens before, or to those that the indexer selects (MLA specification 3.3 to 3.7)."""
 
-    def __init__(self, config: MlaConfig, numerics: Numerics, share: Share) -> None:
+    def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard) -> None:
         super().__init__()
         c = self.config = config
-        self.numerics, self.share = numerics, share
-        heads = self.heads = share.part(c.num_attention_heads)
+        self.numerics, self.shard = numerics, shard
+        heads = self.heads = shard.part(c.num_attention_heads)
         dense, rank = partial(Matrix, numerics=numerics, rounds_input=True, fp8=True), c.q_lora_rank
         queries = heads * (c.nope_dim + c.rope_dim)
         # Queries, or the latent that they come from, above the latent of keys and values.
@@ -108,8 +109,8 @@ class Attention(nn.Module):
         q_THC = rope(query_TK.unflatten(1, (self.heads, -1)), *batch.rope_T)
         rows = (cache.stores["latent"], batch.paging, self.wkv_b.weight, c.rope_dim, c.attention_scale)
         o_THC = latent_attention(LatentAttentionInputs(q_THC, *rows, selected_TK, not self.numerics.deterministic))
-        output = linear(o_THC.flatten(1), self.wo, self.share.partial_dtype(x_TD.dtype))
-        return total(self.share.mesh.tp, output, x_TD.dtype)
+        output = linear(o_THC.flatten(1), self.wo, self.shard.partial_dtype(x_TD.dtype))
+        return total(self.shard.mesh.tp, output, x_TD.dtype)
 
     def feed(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> tuple[Tensor, Tensor | None]:
         """Store what later tokens read.
@@ -141,17 +142,17 @@ class Attention(nn.Module):
 class Dense(nn.Module):
     """The SwiGLU of a layer without experts."""
 
-    def __init__(self, config: MlaConfig, numerics: Numerics, share: Share) -> None:
+    def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard) -> None:
         super().__init__()
-        self.share = share
-        self.mlp = SharedExpert(config, numerics, share.part(config.dense_width))
+        self.shard = shard
+        self.mlp = SharedExpert(config, numerics, shard.part(config.dense_width))
 
     def forward(self, tokens: Tokens) -> Tensor:
         """Return [T, D]; its tokens went to no experts."""
         if tokens.routed_TK is not None:
             tokens.routed_TK.fill_(-1)
         dtype = tokens.x_TD.dtype
-        return total(self.share.mesh.tp, self.mlp(linear(tokens.x_TD, self.mlp.w13), self.share.partial_dtype(dtype)), dtype)
+        return total(self.shard.mesh.tp, self.mlp(linear(tokens.x_TD, self.mlp.w13), self.shard.partial_dtype(dtype)), dtype)
 
     def slots(self, prefix: str) -> NamedSlots:
         yield from self.mlp.slots(prefix)
@@ -160,13 +161,13 @@ class Dense(nn.Module):
 class Block(nn.Module):
     """Attention and experts, each added to the residual (MLA specification 3.1)."""
 
-    def __init__(self, config: MlaConfig, numerics: Numerics, share: Share, *, routed: bool) -> None:
+    def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard, *, routed: bool) -> None:
         super().__init__()
         self.eps = config.norm_eps
         self.attn_norm = parameter(config.hidden_size, numerics=numerics)
         self.ffn_norm = parameter(config.hidden_size, numerics=numerics)
-        self.attn = Attention(config, numerics, share)
-        self.ffn = MoE(config, numerics, share, hashed=False) if routed else Dense(config, numerics, share)
+        self.attn = Attention(config, numerics, shard)
+        self.ffn = MoE(config, numerics, shard, hashed=False) if routed else Dense(config, numerics, shard)
 
     def forward(self, x_TD: Tensor, batch: Batch, cache: LayerCache, routed_TK: Tensor | None = None) -> Tensor:
         x_TD = x_TD + self.attn(rms_norm(x_TD, self.attn_norm, self.eps), batch, cache)
@@ -190,13 +191,13 @@ class Block(nn.Module):
 class Mtp(nn.Module):
     """Multi-token prediction: one more block that sees the normalised final hidden state and the next token (3.9)."""
 
-    def __init__(self, config: MlaConfig, numerics: Numerics, share: Share) -> None:
+    def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard) -> None:
         super().__init__()
         d = config.hidden_size
         self.eps = config.norm_eps
         self.enorm, self.hnorm, self.norm = (parameter(d, numerics=numerics) for _ in range(3))
         self.eh_proj = Matrix(d, 2 * d, numerics=numerics)
-        self.block = Block(config, numerics, share, routed=True)
+        self.block = Block(config, numerics, shard, routed=True)
 
     def mix(self, hidden_TD: Tensor, embedded_TD: Tensor) -> Tensor:
         """Return the block's input [T, D] from the normalised hidden state and the embedding of the token that follows."""
@@ -235,16 +236,16 @@ class DeepseekMla(nn.Module):
         super().__init__()
         c = self.config = config
         self.numerics = numerics
-        share = self.share = Share.of(config, MLA_TENSORS, mesh or Mesh.single(), dispatcher, redundant_experts)
-        drafts = with_mtp and share.last and c.num_mtp_layers > 0
-        if share.first or drafts:
-            self.embed = parameter(len(share.vocab), c.hidden_size, numerics=numerics, dtype=numerics.dtype)
-        if share.last:
-            self.head = Matrix(len(share.vocab), c.hidden_size, numerics=numerics)
+        shard = self.shard = ModelShard.of(config, MLA_TENSORS, mesh or Mesh(), dispatcher, redundant_experts)
+        drafts = with_mtp and shard.last and c.num_mtp_layers > 0
+        if shard.first or drafts:
+            self.embed = parameter(len(shard.vocab), c.hidden_size, numerics=numerics, dtype=numerics.dtype)
+        if shard.last:
+            self.head = Matrix(len(shard.vocab), c.hidden_size, numerics=numerics)
             self.norm = parameter(c.hidden_size, numerics=numerics)
-        self.blocks = tuple(Block(c, numerics, share, routed=c.routed[i]) for i in share.layers)
+        self.blocks = tuple(Block(c, numerics, shard, routed=c.routed[i]) for i in shard.layers)
         self.layers = nn.ModuleList(self.blocks)
-        self.mtps = tuple(Mtp(c, numerics, share) for _ in range(c.num_mtp_layers if drafts else 0))
+        self.mtps = tuple(Mtp(c, numerics, shard) for _ in range(c.num_mtp_layers if drafts else 0))
         self.mtp = nn.ModuleList(self.mtps)
         yarn = c.yarn or Yarn(factor=1.0, original_positions=c.max_positions)
         self.frequencies = rope_frequencies(
@@ -258,7 +259,7 @@ class DeepseekMla(nn.Module):
 
     @property
     def state_spec(self) -> StateSpec:
-        return state_spec(self.config, self.numerics, self.share, drafter=len(self.mtps) > 0)
+        return state_spec(self.config, self.numerics, self.shard, drafter=len(self.mtps) > 0)
 
     @property
     def hidden_shape(self) -> tuple[int, ...]:
@@ -286,7 +287,7 @@ class DeepseekMla(nn.Module):
         x_TD = self.embedded(batch.token_ids_T) if hidden_TD is None else hidden_TD
         for i, block in enumerate(self.blocks):
             x_TD = block(x_TD, batch, caches[i], None if batch.routed_TLK is None else batch.routed_TLK[:, i])
-        return rms_norm(x_TD, self.norm, self.config.norm_eps) if self.share.last else x_TD
+        return rms_norm(x_TD, self.norm, self.config.norm_eps) if self.shard.last else x_TD
 
     @contextmanager
     def brief(self) -> Iterator[None]:
@@ -300,11 +301,11 @@ class DeepseekMla(nn.Module):
 
     def embedded(self, token_ids_T: Tensor) -> Tensor:
         """Return embeddings [T, D]."""
-        return embedding(self.share.mesh.tp, self.embed, self.share.vocab, token_ids_T)
+        return embedding(self.shard.mesh.tp, self.embed, self.shard.vocab, token_ids_T)
 
     def logits(self, hidden_TD: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [T, V] of the next token, in ``out`` if given."""
-        return side_by_side(self.share.mesh.tp, lambda place: linear(hidden_TD, self.head, torch.float32, out=place), out)
+        return side_by_side(self.shard.mesh.tp, lambda place: linear(hidden_TD, self.head, torch.float32, out=place), out)
 
     @property
     def _mtp(self) -> Mtp:
@@ -336,10 +337,12 @@ class DeepseekMla(nn.Module):
 
     def prepare(self, token_ids: Sequence[int], *, drafter: bool = False) -> tuple[Batch, list[LayerCache]]:
         """Return one whole sequence as a step, and state for it alone: that of unquantized models lets gradients through."""
-        numerics, spec = self.numerics, state_spec(self.config, self.numerics, self.share, drafter=drafter)
-        exact = not (numerics.quantized or numerics.fp8_rows)
-        ids_T, paging, longest, layers = whole_sequence(token_ids, spec, numerics.device, differentiable=exact)
-        return self.batch(ids_T, paging, max_tokens=longest), layers
+        whole = whole_sequence(token_ids)
+        sizes = StateSizes(grow_pages=len(whole.pages), window_pages=0, slots=1, snapshots=0)
+        spec = state_spec(self.config, self.numerics, self.shard, drafter=drafter)
+        cache = StateCache.allocate(spec, sizes, self.numerics.device, rows=store_for_pass)
+        ids_T, paging, longest = make_paging([whole], self.numerics.device)
+        return self.batch(ids_T, paging, max_tokens=longest), cache.layers
 
     def one_pass(self, token_ids: Sequence[int]) -> Tensor:
         """Run one whole sequence without a lasting cache, differentiably; return the normalised final hidden state [T, D]."""
@@ -348,18 +351,18 @@ class DeepseekMla(nn.Module):
 
     def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
         """Choose the ranks of experts anew; see ``models.moe.rebalance_experts``."""
-        named = {f"layers.{i}.ffn.": block.ffn for i, block in enumerate(self.blocks, self.share.layers.start)}
+        named = {f"layers.{i}.ffn.": block.ffn for i, block in enumerate(self.blocks, self.shard.layers.start)}
         named |= {f"mtp.{i}.ffn.": mtp.block.ffn for i, mtp in enumerate(self.mtps)}
-        return rebalance_experts(self.share.mesh.ep, {name: ffn for name, ffn in named.items() if isinstance(ffn, MoE)})
+        return rebalance_experts(self.shard.mesh.ep, {name: ffn for name, ffn in named.items() if isinstance(ffn, MoE)})
 
     def slots(self) -> dict[str, Slot]:
         """Return the place of every tensor of the checkpoint, by its official name (matrices without their scales)."""
         named: dict[str, Slot] = {}
-        if self.share.first or self.mtps:
+        if self.shard.first or self.mtps:
             named["embed.weight"] = TensorSlot(self.embed)
-        if self.share.last:
+        if self.shard.last:
             named |= {"head.weight": self.head.whole(), "norm.weight": TensorSlot(self.norm)}
-        for i, block in enumerate(self.blocks, self.share.layers.start):
+        for i, block in enumerate(self.blocks, self.shard.layers.start):
             named.update(block.slots(f"layers.{i}."))
         for i, mtp in enumerate(self.mtps):
             named.update(mtp.slots(f"mtp.{i}."))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dsv4lite.kernels.rows import Fp8Key, Fp8Latent, RowFormat, UnquantizedRow, page_bytes
 from dsv4lite.models.deepseek_mla.config import MlaConfig
-from dsv4lite.models.share import Share
+from dsv4lite.models.shard import ModelShard
 from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.state.spec import LayerSpec, StateSpec, StoreSpec
 from dsv4lite.weights.quant import Numerics
@@ -28,12 +28,12 @@ def key_format(config: MlaConfig, numerics: Numerics) -> RowFormat:
     return Fp8Key(config.index_dim) if numerics.fp8_rows else UnquantizedRow(config.index_dim, numerics.dtype)
 
 
-def state_spec(config: MlaConfig, numerics: Numerics, share: Share, *, drafter: bool) -> StateSpec:
+def state_spec(config: MlaConfig, numerics: Numerics, shard: ModelShard, *, drafter: bool) -> StateSpec:
     """Return the state of a rank's hidden layers and, with ``drafter``, of the drafter's."""
     layer: LayerSpec = (StoreSpec("latent", latent_format(config, numerics)),)
     if config.selects:
         layer += (StoreSpec("keys", key_format(config, numerics)),)
-    return StateSpec(layers=(layer,) * (len(share.layers) + (config.num_mtp_layers if drafter else 0)))
+    return StateSpec(layers=(layer,) * (len(shard.layers) + (config.num_mtp_layers if drafter else 0)))
 
 
 def row_reads(config: MlaConfig, numerics: Numerics) -> int:

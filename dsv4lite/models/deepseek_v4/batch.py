@@ -6,16 +6,16 @@ Shapes: T tokens, S sequences, P pages.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import by_most
 from dsv4lite.kernels.paging import Paging
 
 # Programs that share a token's rows, by the most tokens of a step: few tokens alone do not fill a chip.
-SPLITS: tuple[tuple[float, int], ...] = ((4, 16), (12, 8), (32, 4), (100, 2), (math.inf, 1))
+SPLITS: tuple[tuple[int | None, int], ...] = ((4, 16), (12, 8), (32, 4), (100, 2), (None, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +57,43 @@ class Batch:
         rope_T: cos and sin of sliding-window layers.
         compress_rope_T: cos and sin of compressed layers.
         group_rope_T: By compression ratio, cos and sin of the first position of the group that each token is in.
-        splits: KV splits of attention, which change the last bits of its results.
+        most_unselected: Longest sequence whose every token attends to all compressed entries that it sees.
+        seen: Positions from which rows look back, and pages of what they see: ``paging``, unless rows see others after them.
+        ahead: How many more positions a row sees than the model's window has: later rows of its block.
     """
 
     token_ids_T: Tensor
     paging: Paging
     max_tokens: int
-    splits: int
     rope_T: tuple[Tensor, Tensor]
     compress_rope_T: tuple[Tensor, Tensor]
     group_rope_T: dict[int, tuple[Tensor, Tensor]]
+    most_unselected: int
+    seen: Paging
+    ahead: int = 0
     routed_TLK: Tensor | None = None
     most_tokens: int | None = None
     taps_TK: Tensor | None = None
 
+    @property
+    def selects(self) -> bool:
+        """Whether a token may see more compressed entries than it attends to."""
+        return self.max_tokens > self.most_unselected
+
     @classmethod
-    def of(cls, token_ids_T: Tensor, paging: Paging, rotary: Rotary, *, max_tokens: int, deterministic: bool) -> Batch:
+    def of(
+        cls, token_ids_T: Tensor, paging: Paging, rotary: Rotary, *, max_tokens: int, most_unselected: int, deterministic: bool
+    ) -> Batch:
         """Compute the angles and choose the KV splits: a deterministic model never splits."""
         main, compress, *groups = rotary.angles(paging.positions_T)
+        paging = replace(paging, splits=1 if deterministic else by_most(SPLITS, len(token_ids_T)))
         return cls(
             token_ids_T=token_ids_T,
             paging=paging,
             max_tokens=max_tokens,
-            splits=1 if deterministic else next(splits for most, splits in SPLITS if len(token_ids_T) <= most),
             rope_T=main,
             compress_rope_T=compress,
             group_rope_T=dict(zip(rotary.ratios, groups, strict=True)),
+            most_unselected=most_unselected,
+            seen=paging,
         )

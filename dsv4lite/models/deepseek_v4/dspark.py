@@ -20,29 +20,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dsv4lite.kernels.attention import AttentionInputs, paged_attention
 from dsv4lite.kernels.hc import hc_head
-from dsv4lite.kernels.latent_norm_store import LatentInputs, latent_norms
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
 from dsv4lite.kernels.rope import rope_angles
 from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config
-from dsv4lite.models.deepseek_v4.model import Attention, Block, Hc
+from dsv4lite.models.deepseek_v4.model import Block, Hc
 from dsv4lite.models.deepseek_v4.streams import Streams
-from dsv4lite.models.moe import Tokens
-from dsv4lite.models.share import Share
+from dsv4lite.models.shard import ModelShard
 from dsv4lite.paging import WINDOW_PAGE_TOKENS
 from dsv4lite.state.store import LayerCache
-from dsv4lite.weights.quant import Matrix, NamedSlots, Numerics, Rounded, TensorSlot, linear, parameter, rounded_linear
+from dsv4lite.weights.quant import Matrix, NamedSlots, Numerics, TensorSlot, linear, parameter
 
 Pick = Callable[[Tensor, int], Tensor]
 """Chooses drafts, int64 [S], from the logits float32 [S, V] of place k = 0, 1, … of the block."""
-
-
-def _best(logits_SV: Tensor, place: int) -> Tensor:
-    return logits_SV.argmax(-1)
 
 
 class Drafts(NamedTuple):
@@ -114,14 +106,14 @@ class DSparkDrafter(nn.Module):
     Ranks of tp share the blocks as they share layers, and each has all of the small heads.
     """
 
-    def __init__(self, config: V4Config, dspark: DSparkConfig, numerics: Numerics, share: Share) -> None:
+    def __init__(self, config: V4Config, dspark: DSparkConfig, numerics: Numerics, shard: ModelShard) -> None:
         super().__init__()
         d, rank = config.hidden_size, dspark.markov_rank
         self.config, self.numerics, self.block = config, numerics, dspark.block
         self.targets, self.noise_token_id = dspark.targets, dspark.noise_token_id
         self.main_proj = Matrix(d, d * len(dspark.targets), numerics=numerics, rounds_input=True, fp8=True)
         self.main_norm, self.norm = parameter(d, numerics=numerics), parameter(d, numerics=numerics)
-        self.blocks = tuple(Block(config, numerics, share, config.num_hidden_layers + i) for i in range(dspark.stages))
+        self.blocks = tuple(Block(config, numerics, shard, config.num_hidden_layers + i) for i in range(dspark.stages))
         self.stages = nn.ModuleList(self.blocks)
         self.hc_head = Hc(config, numerics, head=True)
         self.markov_w1 = parameter(config.vocab_size, rank, numerics=numerics, dtype=numerics.dtype)
@@ -141,7 +133,7 @@ class DSparkDrafter(nn.Module):
         caches: Sequence[LayerCache],
         embed: Callable[[Tensor], Tensor],
         project: Callable[[Tensor], Tensor],
-        pick: Pick = _best,
+        pick: Pick = lambda logits_SV, place: logits_SV.argmax(-1),
         most_sequences: int | None = None,
     ) -> Drafts:
         """Draft after each sequence's newest token.
@@ -169,11 +161,6 @@ class DSparkDrafter(nn.Module):
         confidence_SG = torch.sigmoid((features * self.confidence[0]).sum(-1))
         return Drafts(torch.stack(drafts, 1), logits_SGV, confidence_SG)
 
-    def take_part(self, most_sequences: int) -> None:
-        """Run this rank's experts on other ranks' blocks, with none of its own."""
-        for stage in self.blocks:
-            stage.ffn.take_part(most_sequences * self.block)
-
     def _backbone(
         self,
         anchors_S: Tensor,
@@ -186,40 +173,23 @@ class DSparkDrafter(nn.Module):
         c = self.config
         ids_SG = anchors_S[:, None].repeat(1, self.block)
         ids_SG[:, 1:] = self.noise_token_id
-        ids_T = ids_SG.flatten()
-        value_TND = embed(ids_T)[:, None].repeat(1, c.streams, 1)
-        streams = Streams(value_TND, c, self.numerics)
+        batch = Batch(
+            token_ids_T=ids_SG.flatten(),
+            paging=where.own,
+            max_tokens=c.max_positions,
+            rope_T=where.angles,
+            compress_rope_T=where.angles,
+            group_rope_T={},
+            most_unselected=c.max_positions,
+            seen=where.whole,
+            ahead=self.block,
+            most_tokens=most_tokens,
+        )
+        streams = Streams(embed(batch.token_ids_T)[:, None].repeat(1, c.streams, 1), c, self.numerics)
         for stage, cache in zip(self.blocks, caches, strict=True):
-            x_TD, x_rounded = streams.enter(stage.hc_attn.weights, stage.attn_norm)
-            streams.leave(self._attend(stage.attn, x_TD, x_rounded, where, cache))
-            x_TD, x_rounded = streams.enter(stage.hc_ffn.weights, stage.ffn_norm)
-            streams.leave(stage.ffn(Tokens(x_TD, ids_T, None, x_rounded, where.own.positions_T, most_tokens)))
+            stage(streams, batch, cache)
         h_TD = hc_head(streams.final(), self.hc_head.weights, None, c.hc_eps, c.norm_eps, self.numerics.row_tile)
         return h_TD.view(len(anchors_S), self.block, -1)
-
-    def _attend(self, attn: Attention, x_TD: Tensor, rounded: Rounded | None, where: DraftBlock, cache: LayerCache) -> Tensor:
-        """Return a stage's attention [T, D]: all rows of a block see the window before it and each other."""
-        c, angles = self.config, where.angles
-        norms = (attn.q_norm, attn.kv_norm, *angles, c.norm_eps)
-        latent = linear(x_TD, attn.wq_a_wkv, rounded=rounded)
-        qr_TR, qr_scales, fresh = latent_norms(LatentInputs(latent, *norms, cache.stores["window"], where.own, self.block))
-        query = rounded_linear(qr_TR, qr_scales, attn.wq_b, x_TD.dtype)
-        q_THC, _, norm_eps = head_norms(HeadInputs(query, attn.heads, c.head_dim, 0, 0, *angles, c.norm_eps))
-        given = AttentionInputs(
-            q_THC,
-            fresh,
-            cache.stores["window"],
-            None,
-            where.whole,
-            attn.attn_sink,
-            c.head_dim**-0.5,
-            *angles,
-            ratio=0,
-            window_size=c.window + self.block,
-            norm_eps=norm_eps,
-            any_order=not self.numerics.deterministic,
-        )
-        return attn.project_out(paged_attention(given))
 
     def slots(self, prefix: str) -> NamedSlots:
         """Name the tensors, stage by stage; the heads are with the last one."""

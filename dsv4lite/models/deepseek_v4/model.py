@@ -23,7 +23,7 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
 from dsv4lite.kernels.rope import rope_frequencies
-from dsv4lite.kernels.rows import RowStore
+from dsv4lite.kernels.rows import RowStore, store_for_pass
 from dsv4lite.models.deepseek_v4.batch import Batch, Rotary
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.state import state_spec
@@ -31,12 +31,12 @@ from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.moe import MoE, Tokens, rebalance_experts
 from dsv4lite.models.partial_sums import embedding, side_by_side, total
-from dsv4lite.models.share import Share, stages
+from dsv4lite.models.shard import ModelShard, stages
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.state.spec import StateSpec
-from dsv4lite.state.store import LayerCache
-from dsv4lite.state.whole import whole_sequence
+from dsv4lite.state.paging import make_paging, whole_sequence
+from dsv4lite.state.spec import StateSizes, StateSpec
+from dsv4lite.state.store import LayerCache, StateCache
 from dsv4lite.weights.quant import (
     Matrix,
     NamedSlots,
@@ -65,10 +65,10 @@ class Compressor(nn.Module):
         self.ape = parameter(ratio, self.columns, numerics=numerics)
         self.norm = parameter(width, numerics=numerics)
 
-    def forward(self, projected: Tensor, carry: Tensor, store: RowStore, batch: Batch) -> None:
+    def forward(self, projected: Tensor, state: Tensor, store: RowStore, batch: Batch) -> None:
         """Advance the compressor state; normalise, rotate and store the entries whose groups close."""
         tokens = (batch.paging, self.ratio, *batch.group_rope_T[self.ratio])
-        compress_step(CompressInputs(projected, self.ape, self.norm, carry, store, *tokens, self.eps, self.hadamard))
+        compress_step(CompressInputs(projected, self.ape, self.norm, state, store, *tokens, self.eps, self.hadamard))
 
     def slots(self, prefix: str, inputs: Matrix, begin: int) -> NamedSlots:
         """Name the tensors; the projections are rows of the layer's fused input matrix from ``begin`` on."""
@@ -81,17 +81,18 @@ class Compressor(nn.Module):
 class Attention(nn.Module):
     """Multi-query attention over the window and, by kind, selected (csa) or all (hca) compressed entries (spec 3.3-3.7)."""
 
-    def __init__(self, config: V4Config, numerics: Numerics, share: Share, layer: int) -> None:
+    def __init__(self, config: V4Config, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
         c = self.config = config
-        self.numerics, self.share = numerics, share
+        self.numerics, self.shard = numerics, shard
         self.kind, self.ratio = c.kind(layer), c.ratios[layer]
-        heads, channels = share.part(c.num_attention_heads), c.head_dim
-        self.heads, self.groups = heads, share.part(c.o_groups)
+        heads, channels = shard.part(c.num_attention_heads), c.head_dim
+        self.heads, self.groups = heads, shard.part(c.o_groups)
         self.attn_sink = parameter(heads, numerics=numerics)
         self.q_norm = parameter(c.q_lora_rank, numerics=numerics)
         self.kv_norm = parameter(channels, numerics=numerics)
-        index_rows = c.index_heads * c.index_dim if self.kind == "csa" else 0
+        self.index_heads = c.index_heads if self.kind == "csa" else 0
+        index_rows = self.index_heads * c.index_dim
         self._index_scale = float((c.index_dim * c.index_heads) ** -0.5)
         dense = partial(Matrix, numerics=numerics, fp8=True)
         self.wq_a_wkv = dense(c.q_lora_rank + channels, c.hidden_size, rounds_input=True, boundaries=[c.q_lora_rank])
@@ -118,15 +119,19 @@ class Attention(nn.Module):
         """
         c, paging, any_order = self.config, batch.paging, not self.numerics.deterministic
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
-        latent, project = self._enter(x_TD, rounded)
+        project: Callable[[], Tensor] | None = None
+        if self.ratio:
+            latent, project = pair(x_TD, self.wq_a_wkv, self.compress_in, rounded=rounded)
+        else:
+            latent = linear(x_TD, self.wq_a_wkv, rounded=rounded)
         norms = (self.q_norm, self.kv_norm, *angles, c.norm_eps)
         qr_TR, qr_scales, fresh = latent_norms(LatentInputs(latent, *norms, cache.stores["window"], paging, c.window))
         # Sequences that see at most top-k entries attend to all of them, without scores.
-        index_heads = c.index_heads if self.kind == "csa" and batch.max_tokens > c.most_unselected else 0
+        index_heads = self.index_heads if batch.selects else 0
         heads = (self.heads, c.head_dim, index_heads, c.index_dim)
         columns = self.heads * c.head_dim + index_heads * c.index_dim
         query = rounded_linear(qr_TR, qr_scales, self.wq_b, x_TD.dtype, rows=columns)
-        inputs = HeadInputs(query, *heads, *angles, c.norm_eps, self.numerics.quantized, batch.splits)
+        inputs = HeadInputs(query, *heads, *angles, c.norm_eps, cache.stores["window"], paging)
         q_THC, iq_THC, norm_eps = head_norms(inputs)
         del query, inputs
         weights_TH = self._compress(project, batch, cache, index_heads)
@@ -135,20 +140,9 @@ class Attention(nn.Module):
             assert weights_TH is not None
             keys = (cache.stores["keys"], paging, c.index_topk, batch.max_tokens // self.ratio, self._index_scale, any_order)
             selected_TK = choose_paged(IndexInputs(iq_THC, weights_TH, *keys))
-        rows = (fresh, cache.stores["window"], cache.stores.get("entries"), paging)
-        given = AttentionInputs(
-            q_THC,
-            *rows,
-            self.attn_sink,
-            c.head_dim**-0.5,
-            *angles,
-            self.ratio,
-            selected_TK,
-            batch.splits,
-            c.window,
-            norm_eps,
-            any_order,
-        )
+        rows = (fresh, cache.stores["window"], cache.stores.get("entries"), batch.seen)
+        scale, window = c.head_dim**-0.5, c.window + batch.ahead
+        given = AttentionInputs(q_THC, *rows, self.attn_sink, scale, *angles, self.ratio, selected_TK, window, norm_eps, any_order)
         return paged_attention(given)
 
     def feed(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch, cache: LayerCache) -> None:
@@ -157,29 +151,23 @@ class Attention(nn.Module):
         latent = linear(x_TD, self.wq_a_wkv, rounded=rounded)
         latent_norms(LatentInputs(latent, *norms, cache.stores["window"], batch.paging, self.config.window))
 
-    def _enter(self, x_TD: Tensor, rounded: Rounded | None) -> tuple[Tensor, Callable[[], Tensor] | None]:
-        """Return the latents, and a function that returns the inputs of compressors and indexer."""
-        if not self.ratio:
-            return linear(x_TD, self.wq_a_wkv, rounded=rounded), None
-        return pair(x_TD, self.wq_a_wkv, self.compress_in, rounded=rounded)
-
     def _compress(self, project: Callable[[], Tensor] | None, batch: Batch, cache: LayerCache, index_heads: int) -> Tensor | None:
         """Store the compressed entries and index keys whose groups close; return the weights [T, H] of ``index_heads``, if any."""
         if project is None:
             return None
         projected, width = project(), self.compressor.columns
-        self.compressor(projected[:, : 2 * width], cache.slots["carry"], cache.stores["entries"], batch)
+        self.compressor(projected[:, : 2 * width], cache.slots["compressor_state"], cache.stores["entries"], batch)
         if self.kind == "csa":
             part = projected[:, 2 * width : 2 * (width + self.key_compressor.columns)]
-            self.key_compressor(part, cache.slots["key_carry"], cache.stores["keys"], batch)
+            self.key_compressor(part, cache.slots["key_compressor_state"], cache.stores["keys"], batch)
         # A copy, so that the other columns are freed.
         return projected[:, -index_heads:].contiguous() if index_heads else None
 
     def project_out(self, o_THC: Tensor) -> Tensor:
         """Return the sub-layer's output [T, D] from the heads' results, rotated back."""
         o_TGK = o_THC.reshape(o_THC.shape[0], self.groups, -1)
-        partial_dtype = self.share.partial_dtype(o_THC.dtype)
-        return total(self.share.mesh.tp, grouped_then_linear(o_TGK, self.wo_a, self.wo_b, partial_dtype), o_THC.dtype)
+        partial_dtype = self.shard.partial_dtype(o_THC.dtype)
+        return total(self.shard.mesh.tp, grouped_then_linear(o_TGK, self.wo_a, self.wo_b, partial_dtype), o_THC.dtype)
 
     def slots(self, prefix: str) -> NamedSlots:
         c = self.config
@@ -226,13 +214,13 @@ class Hc(nn.Module):
 class Block(nn.Module):
     """Attention and experts, each between reading from and writing to the streams (specification 3.1)."""
 
-    def __init__(self, config: V4Config, numerics: Numerics, share: Share, layer: int) -> None:
+    def __init__(self, config: V4Config, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
         self.hc_attn, self.hc_ffn = Hc(config, numerics), Hc(config, numerics)
         self.attn_norm = parameter(config.hidden_size, numerics=numerics)
         self.ffn_norm = parameter(config.hidden_size, numerics=numerics)
-        self.attn = Attention(config, numerics, share, layer)
-        self.ffn = MoE(config, numerics, share, hashed=config.hashed(layer))
+        self.attn = Attention(config, numerics, shard, layer)
+        self.ffn = MoE(config, numerics, shard, hashed=config.hashed(layer))
 
     def forward(self, streams: Streams, batch: Batch, cache: LayerCache, routed_TK: Tensor | None = None) -> None:
         x_TD, rounded = streams.enter(self.hc_attn.weights, self.attn_norm)
@@ -253,7 +241,7 @@ class Block(nn.Module):
 class Mtp(nn.Module):
     """Multi-token prediction: one more block that sees the final streams and the next token (specification 3.9)."""
 
-    def __init__(self, config: V4Config, numerics: Numerics, share: Share, layer: int) -> None:
+    def __init__(self, config: V4Config, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
         d = config.hidden_size
         self.eps = config.norm_eps
@@ -261,7 +249,7 @@ class Mtp(nn.Module):
         self.e_proj = Matrix(d, d, numerics=numerics, rounds_input=True, fp8=True)
         self.h_proj = Matrix(d, d, numerics=numerics, rounds_input=True, fp8=True)
         self.hc_head = Hc(config, numerics, head=True)
-        self.block = Block(config, numerics, share, layer)
+        self.block = Block(config, numerics, shard, layer)
 
     def mix(self, streams_TND: Tensor, embedded_TD: Tensor) -> Tensor:
         """Return the block's streams [T, N, D] from the previous ones and the embedding of the token that follows."""
@@ -303,26 +291,26 @@ class DeepseekV4(nn.Module):
         super().__init__()
         c = self.config = config
         self.numerics = numerics
-        share = self.share = Share.of(config, V4_TENSORS, mesh or Mesh.single(), dispatcher, redundant_experts)
-        drafts = with_mtp and share.last and c.num_draft_layers > 0
+        shard = self.shard = ModelShard.of(config, V4_TENSORS, mesh or Mesh(), dispatcher, redundant_experts)
+        drafts = with_mtp and shard.last and c.num_draft_layers > 0
         self.targets = () if c.dspark is None or not with_mtp else c.dspark.targets
-        self.passes_taps = bool(self.targets) and self.targets[0] < stages(c, V4_TENSORS, share.mesh.pp.size)[-1].start
-        if share.first or drafts:
-            self.embed = parameter(len(share.vocab), c.hidden_size, numerics=numerics, dtype=numerics.dtype)
-        if share.last:
-            self.head = Matrix(len(share.vocab), c.hidden_size, numerics=numerics)
+        self.passes_taps = bool(self.targets) and self.targets[0] < stages(c, V4_TENSORS, shard.mesh.pp.size)[-1].start
+        if shard.first or drafts:
+            self.embed = parameter(len(shard.vocab), c.hidden_size, numerics=numerics, dtype=numerics.dtype)
+        if shard.last:
+            self.head = Matrix(len(shard.vocab), c.hidden_size, numerics=numerics)
             self.norm = parameter(c.hidden_size, numerics=numerics)
             self.hc_head = Hc(c, numerics, head=True)
-        self.blocks = tuple(Block(c, numerics, share, i) for i in share.layers)
+        self.blocks = tuple(Block(c, numerics, shard, i) for i in shard.layers)
         self.layers = nn.ModuleList(self.blocks)
         self._skipped: frozenset[int] = frozenset()
-        self.mtps = tuple(Mtp(c, numerics, share, c.num_hidden_layers + i) for i in range(c.num_mtp_layers if drafts else 0))
+        self.mtps = tuple(Mtp(c, numerics, shard, c.num_hidden_layers + i) for i in range(c.num_mtp_layers if drafts else 0))
         self.mtp = nn.ModuleList(self.mtps)
         self.dspark: DSparkDrafter | None = None
         if drafts and c.dspark is not None:
             from dsv4lite.models.deepseek_v4.dspark import DSparkDrafter  # which is made of the blocks above
 
-            self.dspark = DSparkDrafter(c, c.dspark, numerics, share)
+            self.dspark = DSparkDrafter(c, c.dspark, numerics, shard)
         self.rotary = Rotary.of(
             main=rope_frequencies(c.rope_dim, c.rope_theta),
             compress=rope_frequencies(
@@ -339,7 +327,7 @@ class DeepseekV4(nn.Module):
 
     @property
     def state_spec(self) -> StateSpec:
-        return state_spec(self.config, self.numerics, self.share, drafter=len(self.mtp) > 0 or self.dspark is not None)
+        return state_spec(self.config, self.numerics, self.shard, drafter=len(self.mtp) > 0 or self.dspark is not None)
 
     @property
     def hidden_shape(self) -> tuple[int, ...]:
@@ -352,7 +340,8 @@ class DeepseekV4(nn.Module):
         return (self.config.most_unselected,)
 
     def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
-        return Batch.of(token_ids_T, paging, self.rotary, max_tokens=max_tokens, deterministic=self.numerics.deterministic)
+        most, deterministic = self.config.most_unselected, self.numerics.deterministic
+        return Batch.of(token_ids_T, paging, self.rotary, max_tokens=max_tokens, most_unselected=most, deterministic=deterministic)
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache], streams_TND: Tensor | None = None) -> Tensor:
         """Run a step's tokens through the layers; return the streams [T, N, D] after the last one.
@@ -368,7 +357,7 @@ class DeepseekV4(nn.Module):
         drafter, taps_TK = self.dspark if len(caches) > len(self.layers) else None, batch.taps_TK
         if taps_TK is None and drafter is not None:
             taps_TK = self.empty_taps(len(batch.token_ids_T))
-        for i, (layer, block) in enumerate(zip(self.share.layers, self.blocks, strict=True)):
+        for i, (layer, block) in enumerate(zip(self.shard.layers, self.blocks, strict=True)):
             if layer in self._skipped:
                 continue
             block(streams, batch, caches[i], None if batch.routed_TLK is None else batch.routed_TLK[:, i])
@@ -382,9 +371,9 @@ class DeepseekV4(nn.Module):
     @contextmanager
     def brief(self) -> Iterator[None]:
         """Let passes skip layers that launch the kernels of two earlier ones: their results are of no use."""
-        kinds = [(self.config.ratios[layer], self.config.hashed(layer), layer in self.targets) for layer in self.share.layers]
+        kinds = [(self.config.ratios[layer], self.config.hashed(layer), layer in self.targets) for layer in self.shard.layers]
         alike = (kinds[:i].count(kind) >= 2 for i, kind in enumerate(kinds))
-        self._skipped = frozenset(layer for layer, skipped in zip(self.share.layers, alike, strict=True) if skipped)
+        self._skipped = frozenset(layer for layer, skipped in zip(self.shard.layers, alike, strict=True) if skipped)
         try:
             yield
         finally:
@@ -412,7 +401,7 @@ class DeepseekV4(nn.Module):
 
     def embedded(self, token_ids_T: Tensor) -> Tensor:
         """Return embeddings [T, D]."""
-        return embedding(self.share.mesh.tp, self.embed, self.share.vocab, token_ids_T)
+        return embedding(self.shard.mesh.tp, self.embed, self.shard.vocab, token_ids_T)
 
     def _streams(self, value_TND: Tensor) -> Streams:
         return Streams(value_TND, self.config, self.numerics)
@@ -420,10 +409,6 @@ class DeepseekV4(nn.Module):
     def logits(self, streams_TND: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [T, V] of the next token, in ``out`` if given."""
         return self._head(streams_TND, self.hc_head, self.norm, out)
-
-    @property
-    def _mtp(self) -> Mtp:
-        return self.mtps[0]
 
     def mtp_forward(self, streams_TND: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Run the MTP block; return its streams [T, N, D].
@@ -433,22 +418,24 @@ class DeepseekV4(nn.Module):
             batch: The same positions, with the *next* token at each.
             cache: The block's own window.
         """
-        streams = self._streams(self._mtp.mix(streams_TND, self.embedded(batch.token_ids_T)))
-        self._mtp.block(streams, batch, cache)
+        mtp = self.mtps[0]
+        streams = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T)))
+        mtp.block(streams, batch, cache)
         return streams.final()
 
     def mtp_take_part(self, most_tokens: int) -> None:
         """Do of ``mtp_forward`` what ``take_part`` does of ``forward``."""
-        self._mtp.block.ffn.take_part(most_tokens)
+        self.mtps[0].block.ffn.take_part(most_tokens)
 
     def mtp_feed(self, streams_TND: Tensor, batch: Batch, cache: LayerCache) -> None:
         """Store the MTP block's rows of a step's tokens; arguments are those of ``mtp_forward``."""
-        streams, block = self._streams(self._mtp.mix(streams_TND, self.embedded(batch.token_ids_T))), self._mtp.block
+        mtp = self.mtps[0]
+        streams, block = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T))), mtp.block
         block.attn.feed(*streams.enter(block.hc_attn.weights, block.attn_norm), batch, cache)
 
     def mtp_logits(self, streams_TND: Tensor) -> Tensor:
         """Return float32 logits [T, V] of the token after the next, from the MTP block's streams."""
-        return self._head(streams_TND, self._mtp.hc_head, self._mtp.norm)
+        return self._head(streams_TND, self.mtps[0].hc_head, self.mtps[0].norm)
 
     def draft_block(
         self,
@@ -471,7 +458,8 @@ class DeepseekV4(nn.Module):
     def draft_take_part(self, most_sequences: int) -> None:
         """Do of ``draft_block`` what ``take_part`` does of ``forward``."""
         assert self.dspark is not None
-        self.dspark.take_part(most_sequences)
+        for stage in self.dspark.blocks:
+            stage.ffn.take_part(most_sequences * self.dspark.block)
 
     def _head(self, streams_TND: Tensor, hc: Hc, norm: Tensor, out: Tensor | None = None) -> Tensor:
         c = self.config
@@ -480,13 +468,16 @@ class DeepseekV4(nn.Module):
 
     def project(self, normed_TD: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [T, V], in ``out`` if given."""
-        return side_by_side(self.share.mesh.tp, lambda place: linear(normed_TD, self.head, torch.float32, out=place), out)
+        return side_by_side(self.shard.mesh.tp, lambda place: linear(normed_TD, self.head, torch.float32, out=place), out)
 
     def prepare(self, token_ids: Sequence[int], *, drafter: bool = False) -> tuple[Batch, list[LayerCache]]:
         """Return one whole sequence as a step, and state for it alone: that of unquantized models lets gradients through."""
-        numerics, spec = self.numerics, state_spec(self.config, self.numerics, self.share, drafter=drafter)
-        ids_T, paging, longest, layers = whole_sequence(token_ids, spec, numerics.device, differentiable=not numerics.quantized)
-        return self.batch(ids_T, paging, max_tokens=longest), layers
+        whole = whole_sequence(token_ids)
+        sizes = StateSizes(grow_pages=len(whole.pages), window_pages=len(whole.window_pages), slots=1, snapshots=0)
+        spec = state_spec(self.config, self.numerics, self.shard, drafter=drafter)
+        cache = StateCache.allocate(spec, sizes, self.numerics.device, rows=store_for_pass)
+        ids_T, paging, longest = make_paging([whole], self.numerics.device)
+        return self.batch(ids_T, paging, max_tokens=longest), cache.layers
 
     def one_pass(self, token_ids: Sequence[int]) -> Tensor:
         """Run one whole sequence without a lasting cache, differentiably; return the final streams [T, N, D]."""
@@ -496,17 +487,17 @@ class DeepseekV4(nn.Module):
     def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
         """Choose the ranks of experts anew; see ``models.moe.rebalance_experts``."""
         drafting = tuple(mtp.block for mtp in self.mtps) if self.dspark is None else self.dspark.blocks
-        named = {f"layers.{i}.ffn.": block.ffn for i, block in enumerate(self.blocks, self.share.layers.start)}
-        return rebalance_experts(self.share.mesh.ep, named | {f"mtp.{i}.ffn.": block.ffn for i, block in enumerate(drafting)})
+        named = {f"layers.{i}.ffn.": block.ffn for i, block in enumerate(self.blocks, self.shard.layers.start)}
+        return rebalance_experts(self.shard.mesh.ep, named | {f"mtp.{i}.ffn.": block.ffn for i, block in enumerate(drafting)})
 
     def slots(self) -> dict[str, Slot]:
         """Return the place of every tensor of the checkpoint, by its official name (matrices without their scales)."""
         named: dict[str, Slot] = {}
-        if self.share.first or self.mtp or self.dspark is not None:
+        if self.shard.first or self.mtp or self.dspark is not None:
             named["embed.weight"] = TensorSlot(self.embed)
-        if self.share.last:
+        if self.shard.last:
             named |= {"head.weight": self.head.whole(), "norm.weight": TensorSlot(self.norm), **dict(self.hc_head.slots("hc_head"))}
-        for i, block in enumerate(self.blocks, self.share.layers.start):
+        for i, block in enumerate(self.blocks, self.shard.layers.start):
             named.update(block.slots(f"layers.{i}."))
         for i, mtp in enumerate(self.mtps):
             named.update(mtp.slots(f"mtp.{i}."))

@@ -17,7 +17,7 @@ from dsv4lite.kernels.indexer import SCORE_BYTES
 from dsv4lite.models.config import PassBytes
 from dsv4lite.models.deepseek_v4.batch import SPLITS
 from dsv4lite.models.deepseek_v4.config import V4Config
-from dsv4lite.models.share import Share
+from dsv4lite.models.shard import ModelShard
 from dsv4lite.weights.quant import Numerics
 
 _BF16, _FLOAT, _INT = 2, 4, 4
@@ -26,30 +26,29 @@ _EXPERT_ROWS = 64
 _SELECT_BINS, _SELECT_SEGMENT = 2 * 256, 4096  # histograms of scores too many for one program
 
 
-def workspace(config: V4Config, numerics: Numerics, share: Share, *, tokens: int, longest: int) -> PassBytes:
+def workspace(config: V4Config, numerics: Numerics, shard: ModelShard, *, tokens: int, longest: int) -> PassBytes:
     """Return what a pass of up to ``tokens`` tokens allocates; see ``models.family.Workspace``."""
-    width = max(share.part(config.expert_width), share.expert_part(config.expert_width))
-    heads, groups = share.part(config.num_attention_heads), share.part(config.o_groups)
+    width = max(shard.part(config.expert_width), shard.expert_part(config.expert_width))
+    heads, groups = shard.part(config.num_attention_heads), shard.part(config.o_groups)
     c = replace(config, num_attention_heads=heads, o_groups=groups, expert_width=width)
     if numerics.device.type == "cpu":
-        widest = _reference_pass(c, tokens)
+        # An estimate: streams and float32 copies, queries, expert inputs, gathered rows.
+        per_token = 4 * c.streams * c.hidden_size * 3 + 4 * heads * c.head_dim * 3
+        per_token += 4 * c.experts_per_token * (c.hidden_size + 2 * width)
+        widest = tokens * per_token + 256 * (c.window + c.index_topk) * c.head_dim * 4 * 2
     else:
         widest = _model_pass(c, numerics, tokens, longest)
-        if not numerics.deterministic:
-            widest = max(widest, *(_split_attention(c, numerics, tokens, longest, splits, most) for most, splits in SPLITS[:-1]))
+        for most, splits in () if numerics.deterministic else SPLITS:
+            if most is not None:  # of the most tokens whose attention is split, float32 parts of the results live beside the rest
+                few = min(tokens, most)
+                parts = splits * few * _FLOAT * heads * (c.head_dim + 2)
+                widest = max(widest, _model_pass(c, numerics, few, longest) + parts)
     return PassBytes(
         hidden=numerics.dtype.itemsize * c.streams * c.hidden_size,
         held=_held(c, numerics),
         widest=widest,
         experts=_experts(c, numerics),
     )
-
-
-def _reference_pass(model: V4Config, tokens: int) -> int:
-    """Estimate what a step of the references takes: streams and float32 copies, queries, expert inputs, gathered rows."""
-    per_token = 4 * model.streams * model.hidden_size * 3 + 4 * model.num_attention_heads * model.head_dim * 3
-    per_token += 4 * model.experts_per_token * (model.hidden_size + 2 * model.expert_width)
-    return tokens * per_token + 256 * (model.window + model.index_topk) * model.head_dim * 4 * 2
 
 
 def _held(model: V4Config, numerics: Numerics) -> int:
@@ -66,20 +65,24 @@ def _input(model: V4Config, numerics: Numerics) -> int:
 
 def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) -> int:
     """Return the bytes that live at the widest point of a pass over all layers."""
-    c, item = model, numerics.dtype.itemsize
+    c, item, selects = model, numerics.dtype.itemsize, OVERLAP_RATIO in model.ratios
+    # The widest projection for compressed entries, those of index keys included.
+    compressed = 4 * (c.head_dim + c.index_dim) + c.index_heads if selects else 2 * c.head_dim
     # Of queries and rows; the former in FP8, or normed.
     latents = item * (c.q_lora_rank + c.head_dim) + (numerics.fp8_bytes(c.q_lora_rank) or item * c.q_lora_rank)
     latents += item * c.head_dim + (_BF16 * c.rope_dim if numerics.quantized else 0)  # at most: packed rows of this step's tokens
-    heads, index_heads = item * c.num_attention_heads * c.head_dim, _index_heads(c, numerics)
+    heads, index_heads = item * c.num_attention_heads * c.head_dim, item * c.index_heads * c.index_dim if selects else 0
     outputs = item * c.o_groups * c.o_lora_rank
     by_library = item == _FLOAT  # whose products of groups, or in tiles of rows, are put together at the end
     again = by_library and numerics.deterministic
     # Between sub-layers: streams before and after, what is written into them, the last input beside the next one.
-    between = item * c.hidden_size * (c.streams + 1) + _input(c, numerics) + item * c.hidden_size + _wide_streams(c, numerics)
+    between = item * c.hidden_size * (c.streams + 1) + _input(c, numerics) + item * c.hidden_size
+    if not (numerics.dtype == torch.float32 or has_kernel(numerics.dtype, c.streams)):  # the library projects wider streams
+        between += _FLOAT * c.hidden_size * c.streams
     widest = max(
         between,
         # Projections for compressed entries, not read yet.
-        _FLOAT * _compressed_columns(c) * (2 if again else 1),
+        _FLOAT * compressed * (2 if again else 1),
         # Queries as they come from the projection, and normed.
         latents + 2 * (heads + index_heads),
         # Normed queries, the entries they have chosen, and what attention returns.
@@ -99,28 +102,6 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
     chosen = _FLOAT * c.index_heads + _INT * c.index_topk  # head weights, and what they choose
     scoring = tokens * (latents + heads + index_heads + chosen) + _scores(c, numerics, tokens, longest)
     return whole + max(tokens * widest + padding, unsummed, projecting, scoring)
-
-
-def _wide_streams(model: V4Config, numerics: Numerics) -> int:
-    """Return what streams take for the library to project them, unless they are float32 or have a kernel."""
-    none = numerics.dtype == torch.float32 or has_kernel(numerics.dtype, model.streams)
-    return 0 if none else _FLOAT * model.hidden_size * model.streams
-
-
-def _split_attention(model: V4Config, numerics: Numerics, tokens: int, longest: int, splits: int, most: float) -> int:
-    """Return the same for the most tokens whose attention is split: float32 parts of the results live beside them."""
-    few = int(min(tokens, most))
-    parts = splits * few * _FLOAT * model.num_attention_heads * (model.head_dim + 2)
-    return _model_pass(model, numerics, few, longest) + parts
-
-
-def _index_heads(model: V4Config, numerics: Numerics) -> int:
-    return numerics.dtype.itemsize * model.index_heads * model.index_dim if OVERLAP_RATIO in model.ratios else 0
-
-
-def _compressed_columns(model: V4Config) -> int:
-    """Return the columns of the widest projection for compressed entries, those of index keys included."""
-    return 4 * (model.head_dim + model.index_dim) + model.index_heads if OVERLAP_RATIO in model.ratios else 2 * model.head_dim
 
 
 def _experts(model: V4Config, numerics: Numerics) -> int:

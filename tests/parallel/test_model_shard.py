@@ -17,7 +17,7 @@ from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS, official_shapes
 from dsv4lite.models.family import FAMILIES
-from dsv4lite.models.share import check_layout, shards_of, stages
+from dsv4lite.models.shard import check_layout, shards_of, stages
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.weights.checkpoint import ExpertFormat
 from dsv4lite.weights.quant import MatrixSlot, Numerics, Slot, TileSlot
@@ -124,18 +124,11 @@ def value(slot: Slot) -> torch.Tensor:
     return slot.tensor
 
 
-@pytest.mark.parametrize(
-    ("form", "layout"),
-    [
-        ("unquantized", Layout(tp=4, ep=2)),
-        ("unquantized", Layout(pp=2)),
-        ("fp4", Layout(tp=2)),
-        ("fp4", Layout(ep=4)),
-        ("fp8", Layout(tp=2, ep=2)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=4, ep=2), Layout(tp=2, ep=2), Layout(ep=4), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("form", ["unquantized", "fp4", "fp8"])
 def test_random_weights_of_ranks_are_parts_of_the_same(form: ExpertFormat, layout: Layout) -> None:
+    # Experts of 256 in tiles: four ranks would cut through the scale blocks of the shared one.
+    layout = Layout(tp=2) if layout.tp == 4 and form != "unquantized" else layout
     config = replace(QUANTIZED, quantized=form != "unquantized", num_experts=4, vocab_size=64)
     numerics = plain() if form == "unquantized" else replace(rounded(), resident_experts=form)
     source = ModelSource(

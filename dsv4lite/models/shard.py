@@ -16,8 +16,8 @@ from dsv4lite.kernels.experts import can_tile
 from dsv4lite.layout import Layout
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.parallel.eplb import Placement, balance
-from dsv4lite.parallel.experts import Dispatcher, DispatcherFactory, ExpertRanks, equal_share, make_dispatcher
-from dsv4lite.parallel.mesh import Axis, Mesh
+from dsv4lite.parallel.experts import Dispatcher, DispatcherFactory, ExpertRanks, equal_part, make_dispatcher
+from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.shard import Shards
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.tensors import FORMATS, Tensors, stored_tensors
@@ -26,8 +26,8 @@ UNSHARED_TOKENS = 128  # the shared expert of so many takes as long as reading i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Share:
-    """One rank's share of a model.
+class ModelShard:
+    """One rank's shard of a model.
 
     Attributes:
         mesh: The rank's place and its collectives.
@@ -50,8 +50,8 @@ class Share:
         mesh: Mesh,
         dispatcher: str | DispatcherFactory = "auto",
         redundant_experts: int | None = None,
-    ) -> Share:
-        """Return the share of the mesh's rank.
+    ) -> ModelShard:
+        """Return the shard of the mesh's rank.
 
         Raises:
             ConfigError: The model cannot be shared so.
@@ -76,11 +76,6 @@ class Share:
         """Whether logits leave here: the stage holds the head, and the MTP blocks."""
         return self.mesh.pp.rank == self.mesh.pp.size - 1
 
-    @property
-    def peers(self) -> Axis:
-        """The ranks that work on the same tokens; see ``Layout``."""
-        return self.mesh.peers
-
     def part(self, size: int) -> int:
         """Return this rank's part of a size that tp divides: heads, or the width of a dense matrix."""
         return size // self.mesh.layout.tp
@@ -92,7 +87,7 @@ class Share:
     @property
     def gathered(self) -> int:
         """How many different tokens' ranks share the experts with this one."""
-        return max(1, self.mesh.ep.size // self.peers.size)
+        return max(1, self.mesh.ep.size // self.mesh.peers.size)
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of this rank's part of a result that is wanted in ``dtype``: partial sums are float32."""
@@ -107,11 +102,11 @@ class Share:
 
     def make_dispatcher(self, slots_per_rank: int, numerics: Numerics) -> Dispatcher | None:
         """Return the dispatcher of one layer; ``None`` if this rank has all of every expert."""
-        if self.mesh.ep.size == 1 and self.peers.size == 1:
+        if self.mesh.ep.size == 1 and self.mesh.peers.size == 1:
             return None
         ranks = ExpertRanks(
             ep=self.mesh.ep,
-            peers=self.peers,
+            peers=self.mesh.peers,
             slots_per_rank=slots_per_rank,
             dtype=numerics.dtype,
             captured=numerics.device.type != "cpu",
@@ -128,7 +123,7 @@ class Share:
         copies = self.mesh.layout.copies
         if copies == 1 or tokens <= UNSHARED_TOKENS:
             return slice(0, tokens if self.leads else 0)
-        return equal_share(tokens, self.mesh.place.copy, copies)
+        return equal_part(tokens, self.mesh.place.copy, copies)
 
 
 def width_ranks(layout: Layout) -> int:

@@ -8,14 +8,10 @@ import pytest
 import torch
 
 from dsv4lite.kernels.spans import FIELDS, PlacedSpans, place_spans
-
-triton = pytest.importorskip("triton")
-
-from dsv4lite.kernels.spans.triton import place_spans_triton  # noqa: E402
+from tests.kernels.tensors import DEVICE, launch
 
 pytestmark = pytest.mark.kernel
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS, COLUMNS = 9, 7
 
 
@@ -44,7 +40,7 @@ def test_spans_are_laid_out_alike(size: int, width: int, num_drafts: int) -> Non
     given[:FIELDS, size - size // 3 :] = torch.tensor([-1, -1, 0, 0, 0, -1])[:, None]
     following, drafts = draw(0, 999, 3, COLUMNS), draw(-1, 50, num_drafts, COLUMNS)
     arguments = given.int().to(DEVICE), width, draw(0, 50, SLOTS + 1).to(DEVICE), following.to(DEVICE), drafts.to(DEVICE)
-    found, wanted = place_spans_triton(*arguments), place_spans.reference(*arguments)
+    found, wanted = launch(place_spans, *arguments), place_spans.reference(*arguments)
     for field in fields(PlacedSpans):
         ours, theirs = getattr(found, field.name), getattr(wanted, field.name)
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), field.name
