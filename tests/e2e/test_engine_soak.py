@@ -274,7 +274,7 @@ def empty_cache(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("model", "requests", "overlap", "backend"),
-    [("v4", 600, False, "asyncio"), ("v4", 400, True, "trio"), ("v32", 400, True, "asyncio")],
+    [("v4", 600, False, "asyncio"), ("v4", 400, True, "trio"), ("v32", 200, True, "asyncio")],
     indirect=["model"],
 )
 def test_every_request_ends_once_and_leaves_nothing(model: Path, requests: int, overlap: bool, backend: str) -> None:
