@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 from dsv4lite.config import EngineConfig, LoadProgress, Progress
 from dsv4lite.device import choose_device, own_thread, sole_device
 from dsv4lite.engine.rank import Probe, ProbeReport, common_plan, device_of, require_devices, sendable, software
+from dsv4lite.engine.resident import Ask
 from dsv4lite.engine.runner import Runner, StepResult
 from dsv4lite.engine.wire import PlanWriter
-from dsv4lite.engine.worker import Change, ChangeMethod, ExternalWorker, Start, Step
-from dsv4lite.errors import DSV4LiteError, EngineDeadError
+from dsv4lite.engine.worker import Change, ChangeMethod, ExternalWorker, Start, Step, answer_to
+from dsv4lite.errors import DSV4LiteError, EngineDeadError, WeightUpdateError
 from dsv4lite.parallel.channel import Channel, Closed, encode
 from dsv4lite.parallel.launch import RankProcess
 from dsv4lite.parallel.mesh import LOOPBACK, Mesh, open_store
@@ -302,6 +303,29 @@ class MultiRankExecutor:
             except Closed as error:
                 raise self.explain(error) from None
 
+    def ask(self, ask: Ask) -> list[Any]:
+        """Call a method of every rank's ``Resident``; return the results by rank. No step may be in flight.
+
+        Raises:
+            WeightUpdateError: What ranks refused, together.
+            Exception: What one of them raised. Each has run the method, or failed in it.
+        """
+        assert self._watch is not None
+        message = encode(ask)
+        for process in self._processes.values():
+            self._send(process.work, message)
+        answers = [] if self._local is None else [answer_to(self._local, ask)]
+        for rank, process in sorted(self._processes.items()):
+            with self._watch.within(self._config.start_timeout_s, rank, f"{ask.method} weights or memory"):
+                try:
+                    answers.append(process.work.receive())
+                except Closed as error:
+                    raise self.explain(error) from None
+        errors = [answer.error for answer in answers if answer.error is not None]
+        if errors:
+            raise joined(errors)
+        return [answer.result for answer in answers]
+
     # --------------------------------------------------------------------------------------------------------------- the end
 
     def explain(self, error: BaseException) -> BaseException:
@@ -354,3 +378,13 @@ class MultiRankExecutor:
             channel.send_bytes(message)
         except Closed as error:
             raise self.explain(error) from None
+
+
+def joined(errors: Sequence[BaseException]) -> BaseException:
+    """Return one error for those of several ranks: what they refused together, else the first."""
+    refusals = [error for error in errors if isinstance(error, WeightUpdateError)]
+    if len(refusals) < len(errors):
+        return next(error for error in errors if not isinstance(error, WeightUpdateError))
+    names = ("missing", "unexpected", "mismatched")
+    lines = {name: dict.fromkeys(line for error in refusals for line in getattr(error, name)) for name in names}
+    return WeightUpdateError(refusals[0].reason, **lines)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.packing import pack, padding, prepare_state, save_snapshots
 from dsv4lite.engine.recorder import StepRecorder
+from dsv4lite.engine.resident import Ask, Resident
 from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.engine.step_graphs import GraphShape, StepGraphs, StepOutput
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
@@ -114,6 +116,7 @@ class Runner:
         drafter: The model's own, on the device.
         mesh: The ranks of the engine, which run the same steps.
         balancer: Moves experts.
+        resident: Replaces weights, and puts them and the state to sleep; an engine's runner has one.
     """
 
     def __init__(
@@ -125,12 +128,14 @@ class Runner:
         drafter: DeviceDrafter | None = None,
         mesh: Mesh | None = None,
         balancer: Balancer | None = None,
+        resident: Resident | None = None,
     ) -> None:
         mesh = mesh or Mesh()
         self.model, self.cache, self.sampler = model, cache, sampler
         self._graphs = graphs
         self._drafter = drafter
         self._balancer = balancer
+        self._resident = resident
         self._link, self._tokens = StageLink(mesh.pp), TokenBroadcast(mesh, cache.last_token)
         self._accepted: AcceptedLengths | None = None  # of the last step that drafted
         self.runs_ahead = drafter is not None and mesh.layout.world == 1
@@ -163,6 +168,15 @@ class Runner:
         """Give a sequence's rules the token that was sampled for it; unknown sequences are ignored."""
         if self.sampler is not None:
             self.sampler.accept(seq_id, token_id)
+
+    def ask(self, ask: Ask) -> list[Any]:
+        """Call a method of the ``Resident``; return its result, of a single rank. No step may be in flight.
+
+        Raises:
+            Exception: What the method raises.
+        """
+        assert self._resident is not None
+        return [getattr(self._resident, ask.method)(*ask.arguments)]
 
     def close(self) -> None:
         """Free the graphs, which process groups wait for; the order in which the rest is freed is of no importance."""

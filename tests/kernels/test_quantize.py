@@ -17,6 +17,7 @@ from dsv4lite.kernels.quantize import (
     pack_fp4,
     quantize_fp4,
     quantize_fp8,
+    quantize_matrix,
     round_fp4,
     round_fp8,
     scale_bits,
@@ -198,6 +199,24 @@ def test_fp4_matrix_is_scaled_by_row_and_32_inputs() -> None:
 def test_plain_matrix_is_widened() -> None:
     weight = torch.randn(3, 5).to(torch.bfloat16)
     assert torch.equal(dequantize_matrix(weight, None), weight.float())
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (128, 128), (130, 288), (300, 64)])
+@pytest.mark.parametrize("fp4", [False, True])
+def test_matrix_is_quantized_by_blocks_and_restored_exactly(shape: tuple[int, int], fp4: bool) -> None:
+    """A trainer's copy of a dequantized matrix comes back as the same numbers; others are rounded with the scale of their block."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, shape[0])[:, None]
+    codes, scale = quantize_matrix(made, fp4=fp4)
+    block, most = ((1, 32), 6) if fp4 else ((128, 128), 448)
+    assert scale.shape == (-(-shape[0] // block[0]), -(-shape[1] // block[1])) and scale.dtype == torch.float8_e8m0fnu
+    assert codes.shape == (shape[0], shape[1] // (2 if fp4 else 1))
+    wide = scale.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+    restored = dequantize_matrix(codes, scale)
+    table = E2M1 if fp4 else E4M3
+    assert restored.double().equal(nearest(made / wide, table) * wide.double())
+    assert (made.abs() / wide).max() <= most
+    for again in (restored, restored.bfloat16()):
+        assert dequantize_matrix(*quantize_matrix(again, fp4=fp4)).equal(restored)
 
 
 # The kernel.

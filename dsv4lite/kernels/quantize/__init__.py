@@ -142,6 +142,27 @@ def hadamard(x: Tensor) -> Tensor:
     return (y * scale).to(x.dtype)
 
 
+def quantize_matrix(weight: Tensor, *, fp4: bool) -> tuple[Tensor, Tensor]:
+    """Return a matrix as a quantized checkpoint stores it; what ``dequantize_matrix`` has made is restored to the same numbers.
+
+    Args:
+        weight: Float [out, in]; of FP4 ``in`` is a multiple of 32.
+        fp4: Packed FP4 with a scale per row and 32 inputs; otherwise FP8 with a scale per 128 x 128.
+
+    Returns:
+        int8 [out, in / 2] or float8_e4m3fn [out, in], and float8_e8m0fnu scales.
+    """
+    if fp4:
+        codes, scales = quantize_fp4(weight)
+        return pack_fp4(codes).view(torch.int8), scales.view(torch.float8_e8m0fnu)
+    rows, cols = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -cols % FP8_GROUP, 0, -rows % FP8_GROUP))
+    blocks = padded.unflatten(0, (-1, FP8_GROUP)).unflatten(2, (-1, FP8_GROUP)).transpose(1, 2)
+    codes, bits = _fp8_groups(blocks.flatten(2), FP8_GROUP**2)
+    whole = codes.view(blocks.shape).transpose(1, 2).reshape(padded.shape)[:rows, :cols]
+    return whole.contiguous(), (bits[..., 0] >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
 def dequantize_matrix(weight: Tensor, scale: Tensor | None) -> Tensor:
     """Return a checkpoint matrix as float32 [..., out, in]; the format follows from the dtypes.
 

@@ -1,0 +1,64 @@
+"""Checkpoints and requests for tests that replace the weights of engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dsv4lite.llm import LLM
+from dsv4lite.models.deepseek_v4.config import parse_config
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
+from dsv4lite.request import RequestOutput, SamplingParams
+from dsv4lite.weights.dummy import dummy_tensors
+from tests.e2e.engines import SMALL, prompts_of, write_tokenizer
+from tests.tiny import TINY_QUANTIZED, write_checkpoint
+
+VOCAB = SMALL["vocab_size"]
+PROMPT, LONG = prompts_of((37, 300), VOCAB, seed=5)
+# Of so few tokens, drafts of random weights are right now and then. Log-probabilities are those of the whole vocabulary.
+GREEDY = SamplingParams(max_tokens=12, temperature=0, logprobs=2, ignore_eos=True, allowed_token_ids=(20, 21, 22))
+QUANTIZED: Mapping[str, Any] = {
+    **SMALL,
+    "torch_dtype": "bfloat16",
+    **{k: TINY_QUANTIZED[k] for k in ("expert_dtype", "quantization_config")},
+}
+
+
+def quantized_tensors(seed: int) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint in FP8 and FP4; none of them is the same with another seed."""
+    tensors = dict(dummy_tensors(parse_config(QUANTIZED), V4_TENSORS, expert_format="fp4", quantized=True, seed=seed))
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        if name.endswith(("norm.weight", "_scale", "gate.bias")):  # which are constant
+            tensor += (0.5 * torch.rand(tensor.shape, generator=generator)).to(tensor.dtype)
+    return tensors
+
+
+def write_quantized(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
+    """Write a quantized checkpoint with a tokenizer."""
+    write_checkpoint(folder, QUANTIZED, tensors.items())
+    return write_tokenizer(folder, VOCAB)
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint of one file."""
+    return load_file(folder / "model.safetensors")
+
+
+def ask(llm: LLM, prompt: list[int] = PROMPT) -> RequestOutput:
+    """Generate greedily."""
+    return llm.generate(prompt, GREEDY)
+
+
+def same(ours: RequestOutput, theirs: RequestOutput) -> bool:
+    """Whether two outputs have the same tokens, with the same bits of log-probabilities, of the same drafts."""
+    (a,), (b,) = ours.outputs, theirs.outputs
+    assert a.logprobs is not None and b.logprobs is not None
+    drafts = (ours.usage.drafted_tokens, ours.usage.accepted_tokens) == (theirs.usage.drafted_tokens, theirs.usage.accepted_tokens)
+    values = a.logprobs.values.equal(b.logprobs.values) and a.logprobs.sampled.equal(b.logprobs.sampled)
+    return a.token_ids == b.token_ids and values and drafts
