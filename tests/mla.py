@@ -53,7 +53,7 @@ _SIZES: Mapping[str, Any] = {
 }
 _LITE_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
 _V3 = {**_SIZES, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
-_INDEXER = {"index_n_heads": 24, "index_head_dim": 32, "index_topk": 6}
+INDEXER: Mapping[str, Any] = {"index_n_heads": 24, "index_head_dim": 32, "index_topk": 6}
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "v2_lite": (
         "DeepseekV2",
@@ -83,12 +83,12 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "v3": ("DeepseekV3", {**_V3, "num_nextn_predict_layers": 0}),
     "kimi_k2": ("DeepseekV3", {**_V3, "n_group": 1, "topk_group": 1, "n_routed_experts": 12, "num_nextn_predict_layers": 0}),
-    "v32": ("DeepseekV32", {**_V3, **_INDEXER}),
+    "v32": ("DeepseekV32", {**_V3, **INDEXER}),
     "glm5": (
         "GlmMoeDsa",
         {
             **_V3,
-            **_INDEXER,
+            **INDEXER,
             "n_group": 1,
             "topk_group": 1,
             "v_head_dim": 20,
@@ -321,10 +321,10 @@ def our_model(theirs: Any, variant: str, numerics: Numerics) -> DeepseekMla:
     return filled(parse_config(raw), numerics, official(theirs.state_dict(keep_vars=True), raw))
 
 
-def write_random_model(folder: Path, variant: str, **settings: Any) -> Path:
+def write_random_model(folder: Path, variant: str, *, seed: int = 0, **settings: Any) -> Path:
     """Write a checkpoint of random weights under the release's names, and a tokenizer of its size."""
     raw = raw_config(variant, **settings)
-    write_checkpoint(folder, raw, release_names(random_checkpoint(parse_config(raw)), raw))
+    write_checkpoint(folder, raw, release_names(random_checkpoint(parse_config(raw), seed=seed), raw))
     return write_tokenizer(folder, raw["vocab_size"])
 
 

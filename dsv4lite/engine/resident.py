@@ -78,7 +78,7 @@ class Resident:
         """Open a transaction of this number."""
         if self._balancer is not None:
             self._balancer.on = False  # slots keep their experts meanwhile
-        formats, names = self._source.formats(), self._source.family.names
+        formats, names = self._source.formats(), self._source.names
         transaction = Transaction(self._model.slots(), names, formats, self._shards, self._device, staged=staged)
         self._open = (serial, transaction)
 
