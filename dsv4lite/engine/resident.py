@@ -80,7 +80,7 @@ class Resident:
         """Open a transaction of this number."""
         if self._balancer is not None:
             self._balancer.on = False  # slots keep their experts meanwhile
-        formats, names = self._source.formats(), self._source.family.names
+        formats, names = self._source.formats(), self._source.names
         self._host.clear()
         transaction = Transaction(
             self._model.slots(), names, formats, self._shards, self._device, staging=self._host if staged else None

@@ -94,7 +94,7 @@ class DiskSource:
 
     Args:
         model: Folder, or hub id.
-        prefix: Only tensors whose names begin so: ``"mtp."`` is the drafter.
+        prefix: Only tensors whose names on disk, without ``model.``, begin so: ``"mtp."`` is V4's drafter, ``"layers.61."`` V3's.
     """
 
     def __init__(self, model: str, *, prefix: str | tuple[str, ...] = "") -> None:

@@ -22,15 +22,21 @@ from dsv4lite.state import store
 from dsv4lite.weights import host_memory
 from dsv4lite.weights.update import DiskSource, NamedTensors
 from tests.e2e.engines import MODEST, engine_of, opened, write_model
-from tests.e2e.updates import GREEDY, LONG, PROMPT, ask, quantized_tensors, read, same, write_for_kernels, write_quantized
+from tests.e2e.updates import GREEDY, KINDS, LONG, PROMPT, ask, quantized_tensors, read, same, write_for_kernels, write_quantized
 
 LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 DRAFTING: dict[str, Any] = {"deterministic": True, "speculative": MTP(2, adaptive=False)}
 
 
+@pytest.fixture(scope="module", params=["v4", "v3"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """V4, and V3 with float32 scales."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_quantized(tmp_path_factory.mktemp("model"), quantized_tensors(0))
+def model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_quantized(tmp_path_factory.mktemp("model"), quantized_tensors(0, kind), kind)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +57,7 @@ def tensors_of(engine: Engine) -> dict[str, list[Tensor]]:
     cache = runner.cache
     rows = [store.memory for _, _, store in cache.stores()]
     return {
-        "weights": [*runner.model.parameters(), runner.model.blocks[0].ffn.tid2eid],
+        "weights": [*runner.model.parameters(), *(ids for name, ids in runner.model.named_buffers() if "tid2eid" in name)],
         "kv_cache": [*rows, *cache.slots().values(), *(kept for _, kept in cache.snapshots)],
     }
 
@@ -93,7 +99,7 @@ def test_level_1_frees_the_memory_and_brings_everything_back(llm: LLM) -> None:
     assert same(ask(llm), before) and llm.weight_checksums() == checksums and before.usage.accepted_tokens > 0
 
 
-def test_after_level_2_nothing_is_generated_before_a_full_update(llm: LLM, model: Path) -> None:
+def test_after_level_2_nothing_is_generated_before_a_full_update(llm: LLM, model: Path, kind: str) -> None:
     """The drafter's weights were lost without a word elsewhere, and nothing was accepted any more."""
     before, checksums, bytes_before = ask(llm), llm.weight_checksums(), held(llm)
     llm.sleep(2)
@@ -107,21 +113,21 @@ def test_after_level_2_nothing_is_generated_before_a_full_update(llm: LLM, model
     assert (llm.state, held(llm)) == (Phase.ASLEEP, {"weights": bytes_before["weights"], "kv_cache": 0})
     for attempt in range(2):
         with pytest.raises(WeightUpdateError, match=r"mtp\.0\.norm\.weight: missing"), llm.update_weights(1) as update:
-            update.load(NamedTensors({n: t for n, t in quantized_tensors(0).items() if n != "mtp.0.norm.weight"}))
+            update.load(NamedTensors({n: t for n, t in quantized_tensors(0, kind).items() if n != "mtp.0.norm.weight"}))
         assert llm.state is (Phase.ASLEEP, Phase.WEIGHTS_INVALID)[attempt]
         with pytest.raises(WeightsNotLoadedError):
             ask(llm)
         llm.wake_up()
     with llm.update_weights(2) as update:
-        update.load(DiskSource(str(model), prefix="mtp."))
-        update.load(NamedTensors({n: t for n, t in quantized_tensors(0).items() if not n.startswith("mtp.")}))
+        update.load(DiskSource(str(model), prefix=KINDS[kind].drafter))
+        update.load(NamedTensors({n: t for n, t in quantized_tensors(0, kind).items() if not n.startswith("mtp.")}))
     assert (llm.state, llm.weight_version, held(llm)) == (Phase.READY, 2, bytes_before)
     assert same(ask(llm), before) and llm.weight_checksums() == checksums and before.usage.accepted_tokens > 0
 
 
-def test_update_of_awake_weights_of_an_engine_that_sleeps(llm: LLM, tmp_path: Path) -> None:
-    new = quantized_tensors(1)
-    with opened(write_quantized(tmp_path, new), **DRAFTING) as other:
+def test_update_of_awake_weights_of_an_engine_that_sleeps(llm: LLM, tmp_path: Path, kind: str) -> None:
+    new = quantized_tensors(1, kind)
+    with opened(write_quantized(tmp_path, new, kind), **DRAFTING) as other:
         wanted = ask(other)
     llm.sleep(1)
     llm.wake_up(["weights"])
