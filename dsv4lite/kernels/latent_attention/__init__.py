@@ -12,7 +12,9 @@ a chunk of rows at a time, and merges the chunks by their log-sum-exp:
 ``absorbs`` chooses for each sequence by operations and bytes. Deterministic models and tokens with a selection are always absorbed.
 
 Source: MLA specification 3.4 to 3.7 and 3.11.  Numerics: float32 from queries and rows to the results, one rounding to the dtype of
-the queries. The two forms agree to 1e-5 of the largest result in float32. There is no kernel yet.
+the queries. The two forms agree to 1e-5 of the largest result in float32. Kernels round queries in the space of latents,
+probabilities and sums of latents to the dtype of the queries: in bfloat16 they agree to 2^-6 of a head's largest result, in float32
+to 2^-13. On FP8 rows they take scales that are powers of two.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.attention import BLOCK, entry_addresses, sparse_attention
+from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.gemm import ROW_TILE, matmul_rows
 from dsv4lite.kernels.paging import Block, Paging
 from dsv4lite.kernels.rows import RowStore
@@ -32,7 +35,15 @@ _FLOPS_PER_BYTE = 206  # of the chip for which the forms are weighed: H200, bflo
 _ITEM = 2  # bytes of a number there
 _TOKENS = 64  # that attend together
 _GATHERED_ROWS = 1 << 15  # that are read for them, of all tokens together
+_PROGRAMS = 264  # of kernels that splitting aims at, on every chip, for the same bits
+_MOST_SPLITS = 64
 _LEAST_SHARING = 2  # tokens of a sequence that share rows under a mask, if the order of summation is free
+
+
+def splits_of(tokens: int, heads: int) -> int:
+    """Return how many programs share a token's rows: a power of two that lets a step of few tokens fill a chip."""
+    blocks = max(1, tokens) * -(-heads // (64 if heads >= 64 else 16))
+    return 1 << (max(1, min(_MOST_SPLITS, _PROGRAMS // blocks)).bit_length() - 1)
 
 
 class LatentAttentionInputs(NamedTuple):
@@ -89,6 +100,7 @@ def absorbs(new: int, context: int, heads: int, nope: int, rope: int, value: int
     return costs[0] <= costs[1]
 
 
+@op("latent_attention.triton:latent_attention_triton")
 def latent_attention(given: LatentAttentionInputs) -> Tensor:
     """Attend each token's heads to its sequence; return [T, H, V] in the dtype of the queries, zeros for padding."""
     q_THC, paging, (heads, width, latent) = given.q_THC, given.paging, given.up_HCL.shape
