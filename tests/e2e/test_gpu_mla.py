@@ -21,10 +21,13 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 BLOCK_FP8 = {"q_lora_rank": 128, "quantization_config": V3["quantization_config"]}
 POWERS = {"q_lora_rank": 128, "quantization_config": V31["quantization_config"]}
+INDEXER = {"index_n_heads": 16, "index_head_dim": 128, "index_topk": 128}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "v2_lite": ("v2_lite", {"num_attention_heads": 16, "num_key_value_heads": 16}, {}),
     "v3_fp8_rows": ("v3", {}, {"kv_cache_dtype": "fp8"}),
     "v3_block_fp8": ("v3", BLOCK_FP8, {}),
+    "v32": ("v32", {"q_lora_rank": 128, **INDEXER}, {}),
+    "v32_block_fp8": ("v32", {**POWERS, **INDEXER}, {"kv_cache_dtype": "fp8"}),
     "v31_block_fp8": ("v3", POWERS, {"kv_cache_dtype": "fp8"}),
 }
 """By name: variant, settings of its config, settings of the engine."""

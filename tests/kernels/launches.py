@@ -44,7 +44,7 @@ from dsv4lite.state.spec import StateSizes
 from dsv4lite.state.store import StateCache
 from dsv4lite.weights.quant import Numerics
 from tests.kernels.steps import step_of
-from tests.mla import V2, V2_LITE, V3
+from tests.mla import V2, V2_LITE, V3, V32
 from tests.tiny import FLASH, PRO, TINY
 
 CHIPS = (80, 89, 90, 100, 120)
@@ -122,6 +122,8 @@ def _works() -> Iterator[Callable[[], object]]:
         (V2, {"quantized": False, "deterministic": True}),
         (V3, {"quantized": True, "expert_format": "fp8", "fp8_rows": True}),
         (V3, {"quantized": True, "expert_format": "fp8", "fp8_rows": False}),
+        (V32, {"quantized": True, "expert_format": "fp8", "fp8_rows": True}),
+        (V32, {"quantized": False}),
     ):
         yield from _steps(_mla(config, numerics), FEWER_PREFILLS, FEWER_DECODES)
     yield from (_sampling, _runs, _ranks, _products, _experts, _selection)
@@ -151,6 +153,8 @@ def _steps(model: Model, prefills: Sequence[int], decodes: Sequence[int]) -> Ite
     def prefill(tokens: int, longest: int) -> None:
         batch = padding(tokens, model)
         batch.max_tokens = longest
+        if longest > tokens:
+            batch.paging = replace(batch.paging, host_spans=None)
         model.logits(model(batch, cache.layers)[:1])
 
     for tokens in prefills:

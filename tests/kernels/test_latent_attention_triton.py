@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.latent_attention import LatentAttentionInputs, by_head, latent_attention, splits_of
+pytest.importorskip("triton")
+
+from dsv4lite.kernels.latent_attention import LatentAttentionInputs, by_head, latent_attention, projected_rows, splits_of
 from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed
+from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected, plan_rounds
 from dsv4lite.kernels.latent_attention.triton import by_head_triton
 from dsv4lite.kernels.rows import Fp8Latent, RowFormat, UnquantizedRow
 from tests.kernels.paged import GROW, fill_store, make_paging, pages_of
@@ -89,6 +92,49 @@ def test_several_tokens_of_a_sequence_and_padding_agree(layer: Layer, top_k: int
 def test_selections_agree_without_splits(layer: Layer) -> None:
     got = check(inputs(layer, [(0, 2), (98, 3), (300, 1)], top_k=100, padding=1))
     assert got[-1:].eq(0).all()
+
+
+PREFILLS = [[(0, 130)], [(0, 1), (70, 1), (0, 70), (3, 2), (100, 66), (5, 1)]]
+if ON_GPU:
+    PREFILLS += [[(3000, 1), (0, 1000), (1500, 700), (2, 1), (0, 129), (4000, 3), (77, 400), (0, 2)]]
+
+
+@kernel_test
+@pytest.mark.parametrize("layer", LAYERS if ON_GPU else LAYERS[:1], ids=str)
+@pytest.mark.parametrize("chunk", [None, 100])
+@pytest.mark.parametrize("steps", PREFILLS, ids=len)
+def test_prefill_agrees(layer: Layer, chunk: int | None, steps: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in one round, or in several, which begin inside of sequences; single tokens between prompts are absorbed."""
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention._FLOPS_PER_BYTE", 0)  # small layers else are never up-projected
+    given = inputs(layer, steps, padding=2)._replace(any_order=True, chunk_rows=chunk)
+    paging = replace(given.paging, host_spans=tuple(given.paging.spans()))
+    given = given._replace(paging=paging)
+    assert given.projected and (len(steps) == 1 or len(given.projected) < len(steps))
+    got, out = check(given), torch.full_like(given.q_THC[..., : layer[2]], float("nan"))
+    assert got[-2:].eq(0).all()
+    attend_projected(given, given.projected, out)
+    found = ~out.isnan().all(-1).all(-1)
+    assert torch.equal(out[found], got[found]) and found.sum() == sum(steps[sequence][1] for sequence in given.projected)
+
+
+def test_rounds_take_all_rows_once_and_blocks_see_those_before_them() -> None:
+    steps = [(0, 70), (100, 66)]
+    given = inputs(LAYERS[0], steps)._replace(any_order=True, chunk_rows=100)
+    rounds = plan_rounds(given, [0, 1], 64)
+    assert [len(addresses) for addresses, _ in rounds] == [100, 100, 36]
+    table = given.paging.grow_SP.long()
+    wanted = [int(table[s, p // GROW]) * GROW + p % GROW for s, (first, new) in enumerate(steps) for p in range(first + new)]
+    assert torch.cat([addresses for addresses, _ in rounds]).tolist() == wanted
+    blocks = [[tuple(block) for block in found.tolist()] for _, found in rounds]
+    assert blocks[0][:2] == [(0, 64, 0, 0, 70, 0, 0, 1), (64, 6, 64, 0, 70, 0, 0, 1)]
+    assert blocks[0][2:] == [(70, 64, 100, 0, 30, 70, 0, 0), (134, 2, 164, 0, 30, 70, 0, 0)]
+    assert blocks[1] == [(70, 64, 100, 30, 100, 0, 1, 0), (134, 2, 164, 30, 100, 0, 1, 0)]
+    assert blocks[2] == [(70, 64, 100, 130, 36, 0, 1, 1), (134, 2, 164, 130, 36, 0, 1, 1)]
+
+
+def test_rounds_of_kernels_are_bounded() -> None:
+    up = torch.empty(128, 256, 512, dtype=BF16, device="meta")
+    assert projected_rows(up) == 4096 and projected_rows(up[:16]) == 32768
 
 
 @kernel_test

@@ -119,3 +119,30 @@ def test_rows_agree(rank: int, form: RowFormat, rotated: int) -> None:
     else:
         every = torch.arange(len(our_store.memory) * GROW, device=DEVICE)
         torch.testing.assert_close(our_store.read(every, dtype), their_store.read(every, dtype), rtol=2e-6, atol=1e-6)
+
+
+KEYS: list[RowFormat] = [UnquantizedRow(32, torch.float32), UnquantizedRow(32, torch.bfloat16), Fp8Key(32)]
+KEYS += [UnquantizedRow(128, torch.bfloat16), Fp8Key(128)] if ON_GPU else []
+
+
+@kernel_test
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("form", KEYS, ids=str)
+def test_index_keys_and_queries_agree(form: RowFormat, interleaved: bool) -> None:
+    paging, width = make_paging(STEPS, DEVICE, padding=2), form.width
+    angles = rope_angles(paging.positions_T, rope_frequencies(width // 2, 10000.0).to(DEVICE))
+    x, q = random(12, width).bfloat16().to(DEVICE), random(12, 11, width, seed=1).bfloat16().to(DEVICE)
+    weight, bias = 1 + random(width, seed=2).to(DEVICE), random(width, seed=3).to(DEVICE)
+    ours, theirs = (RowStore(form, pages_of(paging.grow_SP), GROW, DEVICE) for _ in range(2))
+    got = launch(store_index_keys, IndexKeyInputs(x, weight, bias, *angles, interleaved, ours, paging))
+    wanted = store_index_keys.reference(IndexKeyInputs(x, weight, bias, *angles, interleaved, theirs, paging))
+    torch.testing.assert_close(got[:-2], wanted[:-2], rtol=1e-5, atol=1e-5)
+    every = torch.arange(len(ours.memory) * GROW, device=DEVICE)
+    mine, yours = (store.read(every, torch.float32) for store in (ours, theirs))
+    step = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[form.dtype] if isinstance(form, UnquantizedRow) else 2**-3
+    assert ((mine - yours).abs() <= step * yours.abs() + 1e-2 * step * yours.abs().amax(-1, keepdim=True)).all()
+    assert (mine != yours).float().mean() <= (1.0 if step == 1e-5 else 1e-2)
+    rotated = launch(index_queries, q, *angles, ours, interleaved=interleaved)
+    expected = index_queries.reference(q, *angles, ours, interleaved=interleaved)
+    assert rotated.dtype == expected.dtype and ((rotated - expected).abs() <= step * expected.abs() + 1e-5).all()
+    assert (rotated != expected).float().mean() <= 1e-2

@@ -141,9 +141,9 @@ def _logits(q0, q1, k0, k1, always, SWAP: tl.constexpr, PRECISION: tl.constexpr)
     return logits
 
 
-@triton.jit(do_not_specialize=["columns"])
+@triton.jit(do_not_specialize=["columns", "begin"])
 def _attend_kernel(
-    query, q, memory, selected, positions, sequences, grow, out, stats, columns, scale,
+    query, q, memory, selected, positions, sequences, grow, out, stats, columns, scale, begin,
     H: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, TAIL: tl.constexpr,
     ROW: tl.constexpr, PLACES: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     SWAP: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, GPU: tl.constexpr,
@@ -155,7 +155,8 @@ def _attend_kernel(
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
     split = tl.program_id(1)
-    count = tl.load(positions + token) + 1
+    of_step = begin + token
+    count = tl.load(positions + of_step) + 1
     listed = count > TOP_K
     if TOP_K > 0:
         count = tl.minimum(count, TOP_K)
@@ -163,15 +164,15 @@ def _attend_kernel(
     if SPLITS > 1:  # noqa: SIM102  decided when compiled; the other when run
         if split >= pieces:
             return
-    grow += tl.load(sequences + token).to(tl.int64) * columns
-    selected += token * TOP_K
+    grow += tl.load(sequences + of_step).to(tl.int64) * columns
+    selected += of_step * TOP_K
     at = token * H + head[:, None]
     inside = (head < H)[:, None]
     column = tl.arange(0, PADDED)[None, :]
     pair = tl.arange(0, TAIL)[None, :]
     valued = inside & (column < LATENT)
     q0 = tl.load(query + at * LATENT + column, mask=valued, other=0.0)
-    q1 = tl.load(q + at * (NOPE + ROPE) + NOPE + pair, mask=inside & (pair < ROPE), other=0.0)
+    q1 = tl.load(q + (of_step * H + head[:, None]) * (NOPE + ROPE) + NOPE + pair, mask=inside & (pair < ROPE), other=0.0)
     if not GPU:
         q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
     acc = tl.zeros((PADDED, HEADS) if SWAP else (HEADS, PADDED), tl.float32)
@@ -212,16 +213,16 @@ def _attend_kernel(
         tl.store(out + at * LATENT + column, o.to(out.dtype.element_ty), mask=valued)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin"])
 def _merge_kernel(
-    parts, stats, positions, out,
+    parts, stats, positions, out, begin,
     H: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     FLOAT32: tl.constexpr = out.dtype.element_ty == tl.float32
     at = tl.program_id(0).to(tl.int64)  # token and head
     stride = tl.num_programs(0).to(tl.int64)
-    count = tl.load(positions + at // H) + 1
+    count = tl.load(positions + begin + at // H) + 1
     if TOP_K > 0:
         count = tl.minimum(count, TOP_K)
     used = tl.minimum((count + ROWS - 1) // ROWS, SPLITS)
@@ -233,8 +234,8 @@ def _merge_kernel(
     peak = tl.max(peaks)
     total = tl.sum(totals * tl.exp2(peaks - peak))
     acc = tl.zeros((PADDED,), tl.float32)
-    for begin in tl.range(0, used, CHUNK, num_stages=1):
-        number = begin + tl.arange(0, CHUNK)
+    for chunk in tl.range(0, used, CHUNK, num_stages=1):
+        number = chunk + tl.arange(0, CHUNK)
         place = number * stride + at
         weight = tl.exp2(tl.load(stats + place * 2, mask=number < used, other=float("-inf")) - peak)
         part = tl.load(parts + place[:, None] * LATENT + column, mask=(number < used)[:, None] & (column < LATENT), other=0.0)
@@ -243,8 +244,14 @@ def _merge_kernel(
     tl.store(out + at * LATENT + column, o.to(out.dtype.element_ty), mask=column < LATENT)
 
 
-def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor) -> Tensor:
-    """Return the weighted sums of latents [T, H, L] for queries in the space of the latents, [T, H, L]; zeros for padding."""
+def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int = 0) -> Tensor:
+    """Return the weighted sums of latents [N, H, L] for queries in the space of latents, [N, H, L]; zeros for padding.
+
+    Args:
+        given: The step.
+        query_THL: Of its tokens from number ``begin`` on.
+        begin: See ``query_THL``.
+    """
     (tokens, heads, latent), rows, paging, q = query_THL.shape, given.rows, given.paging, given.q_THC
     memory, splits, device = memory_of(rows), paging.splits, q.device
     row, fp8 = _row_elements(rows.format, memory, rows.rows_per_page)
@@ -265,14 +272,14 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor) -> Tensor:
     selected = paging.positions_T if given.selected_TK is None else given.selected_TK
     tables = (paging.positions_T, paging.sequence_T, paging.grow_SP)
     _attend_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](
-        query_THL, q, memory, selected, *tables, parts, stats, paging.grow_SP.stride(0), given.scale * LOG2_E,
+        query_THL, q, memory, selected, *tables, parts, stats, paging.grow_SP.stride(0), given.scale * LOG2_E, begin,
         **layer, NOPE=given.nope, ROPE=given.rope, TAIL=max(16, triton.next_power_of_2(given.rope)), ROW=row,
         PLACES=rows.rows_per_page, HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages, FP8=fp8,
         num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(tokens * heads,)](
-            parts, stats, paging.positions_T, out, **layer, CHUNK=min(_CHUNK, splits),
+            parts, stats, paging.positions_T, out, begin, **layer, CHUNK=min(_CHUNK, splits),
             num_warps=4, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
     return out

@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import on_gpu
-from dsv4lite.kernels.latent_attention import LatentAttentionInputs
+from dsv4lite.kernels.latent_attention import ROUND_TOKENS, LatentAttentionInputs
 from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed
+from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected
 from dsv4lite.kernels.rows.packed import narrowed
 
 _MANY_TOKENS = 64  # above, larger tiles, if any order of summation will do
@@ -46,11 +47,13 @@ def _rounded(y, out, GPU: tl.constexpr):
     return narrowed(y, out.dtype.element_ty == tl.float32, GPU).to(out.dtype.element_ty)
 
 
-def by_head_triton(x_THK: Tensor, w_HNK: Tensor, *, any_order: bool) -> Tensor:
-    """Return each head's ``x @ W.T`` [T, H, N] in the dtype of ``x``; weights may have any strides."""
+def by_head_triton(x_THK: Tensor, w_HNK: Tensor, *, any_order: bool, out: Tensor | None = None) -> Tensor:
+    """Return each head's ``x @ W.T`` [T, H, N] in the dtype of ``x``, in ``out`` if given; weights may have any strides."""
     (tokens, heads, inputs), outs = x_THK.shape, w_HNK.shape[1]
     assert x_THK.stride(2) == 1 and x_THK.dtype == w_HNK.dtype and w_HNK.shape == (heads, outs, inputs), (x_THK.shape, w_HNK.shape)
-    out = torch.empty(tokens, heads, outs, dtype=x_THK.dtype, device=x_THK.device)
+    if out is None:
+        out = torch.empty(tokens, heads, outs, dtype=x_THK.dtype, device=x_THK.device)
+    assert out.is_contiguous() and out.shape == (tokens, heads, outs), out.shape
     many = any_order and tokens > _MANY_TOKENS and x_THK.element_size() == 2
     bt, bn = (64, 128) if many else (16, 64)
     _by_head_kernel[(triton.cdiv(tokens, bt), heads, triton.cdiv(outs, bn))](
@@ -63,11 +66,25 @@ def by_head_triton(x_THK: Tensor, w_HNK: Tensor, *, any_order: bool) -> Tensor:
 
 
 def latent_attention_triton(given: LatentAttentionInputs) -> Tensor:
-    """See ``latent_attention.latent_attention``."""
-    q_THC, up_HCL, nope, any_order = given.q_THC.contiguous(), given.up_HCL, given.nope, given.any_order
+    """See ``latent_attention.latent_attention``; sequences whose places only the device knows take the absorbed form."""
+    q_THC, up_HCL, nope, paging = given.q_THC.contiguous(), given.up_HCL, given.nope, given.paging
     assert q_THC.dtype in (torch.bfloat16, torch.float32), q_THC.dtype
-    if len(q_THC) == 0:
-        return q_THC.new_empty(0, len(up_HCL), up_HCL.shape[1] - nope)
     given = given._replace(q_THC=q_THC)
-    query_THL = by_head_triton(q_THC[..., :nope], up_HCL[:, :nope].transpose(1, 2), any_order=any_order)
-    return by_head_triton(attend_absorbed(given, query_THL), up_HCL[:, nope:], any_order=any_order)
+    out_THV = torch.empty(*q_THC.shape[:2], up_HCL.shape[1] - nope, dtype=q_THC.dtype, device=q_THC.device)
+    projected = [] if paging.host_spans is None else given.projected
+    if projected:
+        attend_projected(given, projected, out_THV)
+    # What the other sequences and padding have, between those.
+    begin = 0
+    for first, new, _ in (*(paging.spans()[sequence] for sequence in projected), (len(q_THC), 0, 0)):
+        for start in range(begin, first, ROUND_TOKENS):
+            _attend(given, out_THV, slice(start, min(start + ROUND_TOKENS, first)))
+        begin = first + new
+    return out_THV
+
+
+def _attend(given: LatentAttentionInputs, out_THV: Tensor, part: slice) -> None:
+    """Write the results of some tokens, in the absorbed form."""
+    up_HCL, nope, any_order = given.up_HCL, given.nope, given.any_order
+    query_THL = by_head_triton(given.q_THC[part, :, :nope], up_HCL[:, :nope].transpose(1, 2), any_order=any_order)
+    by_head_triton(attend_absorbed(given, query_THL, part.start), up_HCL[:, nope:], any_order=any_order, out=out_THV[part])

@@ -261,7 +261,7 @@ class DeepseekMla(nn.Module):
     def capturable(self) -> bool:
         """Whether a step can be captured in a CUDA graph."""
         dispatchers = [block.ffn.dispatch for block in self.blocks if isinstance(block.ffn, MoE)]
-        return not self.config.selects and all(dispatch is None or dispatch.capturable for dispatch in dispatchers)
+        return all(dispatch is None or dispatch.capturable for dispatch in dispatchers)
 
     @property
     def state_spec(self) -> StateSpec:
