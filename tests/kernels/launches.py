@@ -103,6 +103,7 @@ def launches(capability: int) -> list[Specialization]:
 
 def _works() -> Iterator[Callable[[], object]]:
     fp4 = {"quantized": True, "dense_fp8": True, "expert_format": "fp4"}
+    block_fp8 = {"quantized": True, "dense_fp8": True, "scale_dtype": torch.float32, "expert_format": "fp8"}
     small = json.loads((Path(tiny_model()) / "config.json").read_text())
     for config, numerics in (
         (small, fp4),
@@ -120,9 +121,9 @@ def _works() -> Iterator[Callable[[], object]]:
         (V2_LITE, {"quantized": False}),
         (V2_LITE, {"quantized": False, "dtype": torch.float32}),
         (V2, {"quantized": False, "deterministic": True}),
-        (V3, {"quantized": True, "expert_format": "fp8", "fp8_rows": True}),
-        (V3, {"quantized": True, "expert_format": "fp8", "fp8_rows": False}),
-        (V32, {"quantized": True, "expert_format": "fp8", "fp8_rows": True}),
+        (V3, block_fp8 | {"fp8_rows": True}),
+        (V3, block_fp8 | {"fp8_rows": False}),
+        (V32, block_fp8 | {"fp8_rows": True}),
         (V32, {"quantized": False}),
     ):
         yield from _steps(_mla(config, numerics), FEWER_PREFILLS, FEWER_DECODES)

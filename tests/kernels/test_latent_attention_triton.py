@@ -133,8 +133,9 @@ def test_rounds_take_all_rows_once_and_blocks_see_those_before_them() -> None:
 
 
 def test_rounds_of_kernels_are_bounded() -> None:
-    up = torch.empty(128, 256, 512, dtype=BF16, device="meta")
-    assert projected_rows(up) == 4096 and projected_rows(up[:16]) == 32768
+    assert (
+        projected_rows(128, 256, 2) == 4096 and projected_rows(16, 256, 2) == 32768 and projected_rows(1 << 10, 1 << 10, 4) == 1024
+    )
 
 
 @kernel_test

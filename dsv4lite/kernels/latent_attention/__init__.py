@@ -37,15 +37,16 @@ _FLOPS_PER_BYTE = 206  # of the chip for which the forms are weighed: H200, bflo
 _ITEM = 2  # bytes of a number there
 _TOKENS = 64  # that attend together
 _GATHERED_ROWS = 1 << 15  # that are read for them, of all tokens together
-_PROGRAMS = 264  # of kernels that splitting aims at, on every chip, for the same bits
+PROGRAMS = 264  # of kernels that splitting aims at, on every chip, for the same bits
+MOST_HEADS = 64  # of one program
 _MOST_SPLITS = 64
 _LEAST_SHARING = 2  # tokens of a sequence that share rows under a mask, if the order of summation is free
 
 
 def splits_of(tokens: int, heads: int) -> int:
     """Return how many programs share a token's rows: a power of two that lets a step of few tokens fill a chip."""
-    blocks = max(1, tokens) * -(-heads // (64 if heads >= 64 else 16))
-    return 1 << (max(1, min(_MOST_SPLITS, _PROGRAMS // blocks)).bit_length() - 1)
+    blocks = max(1, tokens) * -(-heads // (MOST_HEADS if heads >= MOST_HEADS else 16))
+    return 1 << (max(1, min(_MOST_SPLITS, PROGRAMS // blocks)).bit_length() - 1)
 
 
 class LatentAttentionInputs(NamedTuple):
@@ -91,9 +92,9 @@ class LatentAttentionInputs(NamedTuple):
         return list(wanted)
 
 
-def projected_rows(up_HCL: Tensor) -> int:
-    """Return how many rows kernels up-project at a time."""
-    return max(CHUNK_ROWS, ROUND_BYTES // (up_HCL.element_size() * up_HCL.shape[0] * up_HCL.shape[1]))
+def projected_rows(heads: int, channels: int, itemsize: int) -> int:
+    """Return how many rows kernels up-project at a time, to so many channels of keys and values for each head."""
+    return max(CHUNK_ROWS, ROUND_BYTES // (itemsize * heads * channels))
 
 
 def absorbs(new: int, context: int, heads: int, nope: int, rope: int, value: int, latent: int) -> bool:

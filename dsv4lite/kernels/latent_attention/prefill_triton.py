@@ -57,14 +57,15 @@ def plan_rounds(given: LatentAttentionInputs, sequences: Sequence[int], queries:
     paging, per_page = given.paging, given.rows.rows_per_page
     device, table_SP = paging.grow_SP.device, paging.grow_SP.long()
     spans = [(sequence, *paging.spans()[sequence]) for sequence in sequences]
-    most = given.chunk_rows or projected_rows(given.up_HCL)
+    heads, channels, _ = given.up_HCL.shape
+    most = given.chunk_rows or projected_rows(heads, channels, given.up_HCL.element_size())
     rounds = []
     for parts in _pieces(spans, most):
         blocks, owner, place = [], [], []
         for index, begin, count, used in parts:
             sequence, row, new, first = spans[index]
-            owner.append(torch.full((count,), sequence, device="cpu"))
-            place.append(torch.arange(begin, begin + count, device="cpu"))
+            owner.append(torch.full((count,), sequence, dtype=torch.int64, device="cpu"))
+            place.append(torch.arange(begin, begin + count, dtype=torch.int64, device="cpu"))
             for at in range(0, new, queries):
                 size = min(queries, new - at)
                 last = first + at + size - 1
