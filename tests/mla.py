@@ -54,6 +54,17 @@ _SIZES: Mapping[str, Any] = {
 _LITE_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
 _V3 = {**_SIZES, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
 INDEXER: Mapping[str, Any] = {"index_n_heads": 24, "index_head_dim": 32, "index_topk": 6}
+# Heads as in the releases, which kernels are made for, in a small model of whole blocks of 128.
+RELEASED_HEADS: Mapping[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "torch_dtype": "bfloat16",
+}
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "v2_lite": (
         "DeepseekV2",
@@ -322,9 +333,24 @@ def our_model(theirs: Any, variant: str, numerics: Numerics) -> DeepseekMla:
 
 
 def write_random_model(folder: Path, variant: str, *, seed: int = 0, **settings: Any) -> Path:
-    """Write a checkpoint of random weights under the release's names, and a tokenizer of its size."""
+    """Write a checkpoint of random weights under the release's names, and a tokenizer of its size.
+
+    Args:
+        folder: Where.
+        variant: Of ``VARIANTS``.
+        seed: Of the weights.
+        settings: Others of its config; matrices are stored in ``torch_dtype``, or in FP8 if ``quantization_config`` says so.
+    """
     raw = raw_config(variant, **settings)
-    write_checkpoint(folder, raw, release_names(random_checkpoint(parse_config(raw), seed=seed), raw))
+    config, stored = parse_config(raw), getattr(torch, raw["torch_dtype"])
+    if config.quantized:
+        tensors = quantized_checkpoint(config, powers=raw["quantization_config"].get("scale_fmt") == "ue8m0", seed=seed)
+    else:
+        specs = official_shapes(config)
+        tensors = {
+            name: t if specs[name].kind == "f32" else t.to(stored) for name, t in random_checkpoint(config, seed=seed).items()
+        }
+    write_checkpoint(folder, raw, release_names(tensors, raw))
     return write_tokenizer(folder, raw["vocab_size"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, takewhile
 from typing import Any
@@ -254,6 +254,8 @@ class Runner:
         """Run a step of padding as if a sequence had as many as ``longest`` tokens."""
         batch = padding(tokens, self.model)
         batch.max_tokens = longest
+        if longest > tokens:  # tokens after others, whose places only the device knows
+            batch.paging = replace(batch.paging, host_spans=None)
         streams_TND = self._forward(batch, drafts=True)
         if self.model.shard.last:
             logits = self.model.logits(streams_TND[:1])

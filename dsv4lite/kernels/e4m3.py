@@ -19,9 +19,13 @@ def native_e4m3(x: Tensor) -> bool:
 
 @triton.jit
 def e8m0(byte):
-    """Return what scale bytes stand for: 2^(byte - 127); byte 0 is a subnormal, 255 is NaN."""
-    bits = tl.where(byte == 0, 0x00400000, byte.to(tl.int32) << 23)
-    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    """Return what scale bytes stand for: 2^(byte - 127); byte 0 is a subnormal, 255 is NaN. Scales in float32 pass through."""
+    if byte.dtype == tl.float32:
+        scale = byte
+    else:
+        bits = tl.where(byte == 0, 0x00400000, byte.to(tl.int32) << 23)
+        scale = tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    return scale
 
 
 @triton.jit

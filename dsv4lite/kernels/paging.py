@@ -53,6 +53,7 @@ class Paging:
         window_SP: Pages of 64 positions each; -1 where neither read nor written.
         window_first_S: Which 64 positions ``window_SP[:, 0]`` holds.
         singles: Every sequence has one token: S = T and rows_S = 0, 1, 2, …
+        host_spans: What ``spans`` returns, of a step whose places the host knows.
         splits: Programs that share a token's rows in attention; part of what the bits of its result depend on.
         derived: What references have derived from the tensors, which must not change afterwards (``once``).
     """
@@ -70,6 +71,7 @@ class Paging:
     window_first_S: Tensor
     singles: bool
     splits: int = 1
+    host_spans: tuple[tuple[int, int, int], ...] | None = None
     derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
@@ -90,7 +92,9 @@ class Paging:
         return self.once("padding", find)
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """Return first row, number of tokens and first position of each sequence. For references."""
+        """Return first row, number of tokens and first position of each sequence. For references, or with ``host_spans``."""
+        if self.host_spans is not None:
+            return list(self.host_spans)
         tables = (self.rows_S, self.lens_S, self.first_S)
         return self.once("spans", lambda: list(zip(*(table.tolist() for table in tables), strict=True)))
 

@@ -183,6 +183,7 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
         device=device,
         fp8_rows=(natural if wanted == "auto" else wanted) == "fp8",
         dense_fp8=source.dense_fp8,
+        scale_dtype=source.scale_dtype,
         expert_format=source.expert_format,
     )
 

@@ -64,6 +64,7 @@ def make_paging(sequences: Sequence[SequencePlan], device: torch.device) -> tupl
         window_SP=window.view(len(lens), -1),
         window_first_S=window_first,
         singles=max(lens) == 1,
+        host_spans=tuple(zip(rows, lens, starts, strict=True)),
     )
     return token_ids.long(), paging, max(s.end for s in sequences)
 

@@ -22,7 +22,7 @@ from dsv4lite.kernels.gemm import (
     pair_linear,
     scale_rows,
 )
-from dsv4lite.kernels.quantize import FP8_GROUP, dequantize_fp8, dequantize_matrix, quantize_fp8, round_fp8
+from dsv4lite.kernels.quantize import FP8_GROUP, dequantize_fp8, dequantize_matrix, e8m0_to_float, quantize_fp8, round_fp8
 from dsv4lite.weights.checkpoint import ExpertFormat
 
 ACTIVATION_GROUP = 128
@@ -40,7 +40,8 @@ class Numerics:
         deterministic: A token's result does not depend on what else is computed with it.
         matrix_dtype: Resident form of unquantized matrices. On CPU all are widened to float32 once, at load.
         device: Where everything lives.
-        resident_fp8: Matrices that the checkpoint stores in FP8 stay codes and scale bytes; otherwise they are widened, too.
+        resident_fp8: Matrices that the checkpoint stores in FP8 stay codes and scales; otherwise they are widened, too.
+        scale_dtype: Of their scales: uint8 for e8m0 bytes, or float32.
         resident_experts: Form of routed experts: ``fp4`` and ``fp8`` lie in tiles (``kernels/experts``), others are widened.
         fp8_rows: KV rows are FP8: a choice where the family leaves it (``Family.free_rows``), else as in ``quantized``.
     """
@@ -51,6 +52,7 @@ class Numerics:
     matrix_dtype: torch.dtype
     device: torch.device
     resident_fp8: bool = False
+    scale_dtype: torch.dtype = torch.uint8
     resident_experts: ExpertFormat = "unquantized"
     fp8_rows: bool = False
 
@@ -64,6 +66,7 @@ class Numerics:
         device: torch.device,
         fp8_rows: bool | None = None,
         dense_fp8: bool = False,
+        scale_dtype: torch.dtype = torch.uint8,
         expert_format: ExpertFormat = "unquantized",
     ) -> Numerics:
         """Pick the resident form for a device.
@@ -71,7 +74,8 @@ class Numerics:
         Args:
             dtype, quantized, deterministic, device: Those of the class.
             fp8_rows: That of the class; ``None`` for FP8 rows in quantized models alone.
-            dense_fp8: The checkpoint stores every dense matrix in FP8 with e8m0 scales.
+            dense_fp8: The checkpoint stores every dense matrix in FP8.
+            scale_dtype: That of the class.
             expert_format: How the checkpoint stores routed experts.
         """
         on_cpu = device.type == "cpu"
@@ -82,6 +86,7 @@ class Numerics:
             matrix_dtype=torch.float32 if on_cpu else dtype,
             device=device,
             resident_fp8=dense_fp8 and not on_cpu,
+            scale_dtype=scale_dtype,
             resident_experts=expert_format if quantized and not on_cpu else "unquantized",
             fp8_rows=quantized if fp8_rows is None else fp8_rows,
         )
@@ -103,8 +108,9 @@ class Matrix(nn.Module):
 
     Attributes:
         weight: Unquantized numbers, or FP8 codes.
-        scale: uint8 e8m0 bytes of FP8 codes, of the rows of a whole stack [S, ceil(in / 128)]: one per 128 rows, as the checkpoint
-            has them, or one per row where a boundary between its matrices goes through 128 rows. ``None`` if unquantized.
+        scale: uint8 e8m0 bytes or float32 of FP8 codes, of the rows of a whole stack [S, ceil(in / 128)]: one per 128 rows, as the
+            checkpoint has them, or one per row where a boundary between its matrices goes through 128 rows. ``None`` if
+            unquantized.
         rounds_input: Inputs are rounded to FP8, 1x128, before the product (specification 4.1).
     """
 
@@ -129,7 +135,7 @@ class Matrix(nn.Module):
             dtype = torch.float8_e4m3fn
             per = 1 if any(row % FP8_GROUP for row in boundaries if row < shape[-2]) else FP8_GROUP
             blocks = (-(-prod(shape[:-1]) // per), -(-shape[-1] // FP8_GROUP))
-            self.scale = nn.Parameter(torch.empty(blocks, dtype=torch.uint8, device=numerics.device), requires_grad=False)
+            self.scale = nn.Parameter(torch.empty(blocks, dtype=numerics.scale_dtype, device=numerics.device), requires_grad=False)
         self.weight = nn.Parameter(
             torch.empty(shape, dtype=dtype, device=numerics.device), requires_grad=dtype != torch.float8_e4m3fn
         )
@@ -170,36 +176,38 @@ class MatrixSlot:
 
     def values(self) -> Tensor:
         """Return the numbers of the matrix, float32."""
-        home, bytes_ = self.matrix.weight.detach().flatten(0, -2)[self.begin : self.end], self.matrix.scale
-        if bytes_ is None:
+        home, scales = self.matrix.weight.detach().flatten(0, -2)[self.begin : self.end], self.matrix.scale
+        if scales is None:
             return home.float()
-        if self._scale_per_row(bytes_):
-            return dequantize_fp8(home, bytes_[self.begin : self.end], FP8_GROUP)
+        if self._scale_per_row(scales):
+            return dequantize_fp8(home, scales[self.begin : self.end], FP8_GROUP)
         first, last = self.begin // FP8_GROUP, (self.end - 1) // FP8_GROUP
-        return dequantize_matrix(home, bytes_[first : last + 1].view(torch.float8_e8m0fnu))
+        return dequantize_matrix(home, scales[first : last + 1])
 
-    def _scale_per_row(self, bytes_: Tensor) -> bool:
-        return len(bytes_) == prod(self.matrix.weight.shape[:-1])
+    def _scale_per_row(self, scales: Tensor) -> bool:
+        return len(scales) == prod(self.matrix.weight.shape[:-1])
 
     def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
         """Convert a matrix of the checkpoint to the resident form.
 
         Raises:
-            CheckpointError: The resident form is FP8, and the matrix is not FP8 with e8m0 scales.
+            CheckpointError: The resident form is FP8, and the matrix is not FP8 with scales of that form.
         """
-        home, bytes_ = self.matrix.weight.detach().flatten(0, -2)[self.begin : self.end], self.matrix.scale
-        if bytes_ is None:
+        home, scales = self.matrix.weight.detach().flatten(0, -2)[self.begin : self.end], self.matrix.scale
+        if scales is None:
             home.copy_(dequantize_matrix(weight, scale))
             return
-        if scale is None or (weight.dtype, scale.dtype) != (torch.float8_e4m3fn, torch.float8_e8m0fnu):
-            raise _misfit(weight, scale, "float8_e4m3fn with float8_e8m0fnu scales")
+        wide = scales.dtype == torch.float32
+        wanted = [torch.float8_e8m0fnu, *([torch.float32] if wide else [])]
+        if scale is None or weight.dtype != torch.float8_e4m3fn or scale.dtype not in wanted:
+            raise _misfit(weight, scale, f"float8_e4m3fn with {' or '.join(str(d).removeprefix('torch.') for d in wanted)} scales")
         home.copy_(weight)
-        source, rows = scale.view(torch.uint8), self.end - self.begin
-        if self._scale_per_row(bytes_):
-            bytes_.detach()[self.begin : self.end].copy_(source.repeat_interleave(FP8_GROUP, 0)[:rows])
+        source, rows = e8m0_to_float(scale) if wide else scale.view(torch.uint8), self.end - self.begin
+        if self._scale_per_row(scales):
+            scales.detach()[self.begin : self.end].copy_(source.repeat_interleave(FP8_GROUP, 0)[:rows])
         else:
             first = self.begin // FP8_GROUP
-            bytes_.detach()[first : first + len(source)].copy_(source)
+            scales.detach()[first : first + len(source)].copy_(source)
 
 
 def _misfit(weight: Tensor, scale: Tensor | None, wanted: str) -> CheckpointError:

@@ -47,11 +47,11 @@ def log_progress(report: LoadProgress) -> None:
         log.info("%s: %d of %d %s", report.phase, report.done, report.total, report.unit)
 
 
-def _dense_fp8(specs: Mapping[str, TensorSpec], headers: Mapping[str, TensorInfo]) -> bool:
-    """Return whether every dense matrix of a checkpoint is FP8 with e8m0 scales."""
+def _dense_scales(specs: Mapping[str, TensorSpec], headers: Mapping[str, TensorInfo]) -> str | None:
+    """Return what the scales are if every dense matrix of a checkpoint is FP8 with the same kind of scales."""
     dense = [name for name, spec in specs.items() if spec.kind == "dense" and name in headers]
     stored = {(headers[name].dtype, headers[scale_name(name)].dtype if scale_name(name) in headers else None) for name in dense}
-    return stored == {("F8_E4M3", "F8_E8M0")}
+    return stored.pop()[1] if len(stored) == 1 and {kind for kind, _ in stored} == {"F8_E4M3"} else None
 
 
 def progress_of(config: EngineConfig) -> Progress | None:
@@ -70,7 +70,9 @@ class ModelSource:
     Attributes:
         names: Other names of the model's tensors.
         dtype: What the unquantized tensors are stored in.
-        dense_fp8: Every dense matrix is stored in FP8 with e8m0 scales; not so with float32 scales, or where some are unquantized.
+        dense_fp8: Every dense matrix is stored in FP8, with e8m0 scales or, if the family's releases have such, float32 ones; not
+            so where some are unquantized.
+        scale_dtype: Of these scales: uint8 or float32.
         checkpoint: ``None`` for random weights.
     """
 
@@ -82,6 +84,7 @@ class ModelSource:
     dtype: torch.dtype
     expert_format: ExpertFormat
     dense_fp8: bool
+    scale_dtype: torch.dtype = torch.uint8
     checkpoint: Checkpoint | None
 
     @property
@@ -134,12 +137,12 @@ class ModelSource:
             dtype = str(raw.get("torch_dtype") or raw.get("dtype"))
             stored: object = raw.get("expert_dtype", model.expert_format) if model.quantized else "unquantized"
             expert_format: ExpertFormat = "fp4" if stored == "fp4" else "fp8" if stored == "fp8" else "unquantized"
-            dense_fp8 = model.quantized and model.byte_scales
+            scales: str | None = ("F8_E8M0" if model.byte_scales else "F32") if model.quantized else None
         else:
             if "embed.weight" not in checkpoint.headers:
                 raise CheckpointError(f"{folder} has no embedding; is it a whole model?", problems=["embed.weight: missing"])
             dtype, expert_format = checkpoint.headers["embed.weight"].dtype, checkpoint.expert_format
-            dense_fp8 = _dense_fp8(family.tensors.specs(model), checkpoint.headers)
+            scales = _dense_scales(family.tensors.specs(model), checkpoint.headers)
             model = replace(model, quantized=checkpoint.quantized)
         return cls(
             folder=folder,
@@ -149,7 +152,8 @@ class ModelSource:
             model=model,
             dtype=_FLOATS.get(dtype, torch.bfloat16),
             expert_format=expert_format,
-            dense_fp8=dense_fp8,
+            dense_fp8=scales == "F8_E8M0" or (scales == "F32" and not model.byte_scales),
+            scale_dtype=torch.float32 if scales == "F32" else torch.uint8,
             checkpoint=checkpoint,
         )
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from dsv4lite.llm import LLM
 from dsv4lite.request import RequestOutput, SamplingParams
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, room_for, write_model
+from tests.mla import RELEASED_HEADS, VARIANTS, write_random_model
 
 pytestmark = pytest.mark.gpu
 
@@ -41,6 +42,8 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "float32": (SMALL, "float32"),
     "float32_release_ratios": ({**SMALL, **RELEASE}, "float32"),
     "bfloat16": ({**SMALL, **RELEASE, "hidden_size": 128}, "bfloat16"),
+    "v2_lite_float32": ({}, "float32"),
+    "v3_bfloat16": (RELEASED_HEADS, "bfloat16"),
 }
 
 
@@ -118,10 +121,12 @@ def distributions(llm: LLM, tokens: Tokens) -> Tensor:
 @pytest.fixture(scope="module", params=MODELS)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     config, dtype = MODELS[request.param]
-    stored = getattr(torch, dtype)
-    folder = write_model(
-        tmp_path_factory.mktemp(request.param), config, seed=4, change=lambda _, tensor: tensor.to(stored).to(tensor.dtype)
-    )
+    stored, folder = getattr(torch, dtype), tmp_path_factory.mktemp(request.param)
+    variant = request.param.removesuffix(f"_{dtype}")
+    if variant in VARIANTS:
+        write_random_model(folder, variant, **config)
+    else:
+        write_model(folder, config, seed=4, change=lambda _, tensor: tensor.to(stored).to(tensor.dtype))
     with opened(folder, dtype="float32", max_num_seqs=32) as cpu:
         tokens = greedy(cpu)
         logprobs = scores(cpu, tokens)

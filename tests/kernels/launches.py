@@ -35,12 +35,16 @@ from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
 from dsv4lite.kernels.sampling.rows import EVERYTHING, NUM_COLUMNS, RowSpace, SampleInputs, sample_rows
 from dsv4lite.kernels.spans import place_spans
 from dsv4lite.kernels.warmup import Specialization, recording
+from dsv4lite.models.deepseek_mla import config as mla_config
+from dsv4lite.models.deepseek_mla.model import DeepseekMla
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
+from dsv4lite.models.family import Model
 from dsv4lite.state.spec import StateSizes
 from dsv4lite.state.store import StateCache
 from dsv4lite.weights.quant import Numerics
 from tests.kernels.steps import step_of
+from tests.mla import V2, V2_LITE, V3, V32
 from tests.tiny import FLASH, PRO, TINY
 
 CHIPS = (80, 89, 90, 100, 120)
@@ -99,6 +103,7 @@ def launches(capability: int) -> list[Specialization]:
 
 def _works() -> Iterator[Callable[[], object]]:
     fp4 = {"quantized": True, "dense_fp8": True, "expert_format": "fp4"}
+    block_fp8 = {"quantized": True, "dense_fp8": True, "scale_dtype": torch.float32, "expert_format": "fp8"}
     small = json.loads((Path(tiny_model()) / "config.json").read_text())
     for config, numerics in (
         (small, fp4),
@@ -110,17 +115,38 @@ def _works() -> Iterator[Callable[[], object]]:
         (PRO, fp4),
         (FLASH, fp4 | {"deterministic": True}),
     ):
-        yield from _steps(config, numerics, FEWER_PREFILLS, FEWER_DECODES)
-    yield from _steps(FLASH, fp4, PREFILLS, DECODES)
+        yield from _steps(_v4(config, numerics), FEWER_PREFILLS, FEWER_DECODES)
+    yield from _steps(_v4(FLASH, fp4), PREFILLS, DECODES)
+    for config, numerics in (
+        (V2_LITE, {"quantized": False}),
+        (V2_LITE, {"quantized": False, "dtype": torch.float32}),
+        (V2, {"quantized": False, "deterministic": True}),
+        (V3, block_fp8 | {"fp8_rows": True}),
+        (V3, block_fp8 | {"fp8_rows": False}),
+        (V32, block_fp8 | {"fp8_rows": True}),
+        (V32, {"quantized": False}),
+    ):
+        yield from _steps(_mla(config, numerics), FEWER_PREFILLS, FEWER_DECODES)
     yield from (_sampling, _runs, _ranks, _products, _experts, _selection, _updates)
 
 
-def _steps(
-    settings: Mapping[str, Any], numerics: Mapping[str, Any], prefills: Sequence[int], decodes: Sequence[int]
-) -> Iterator[Callable[[], object]]:
-    """Yield steps of a model with a layer of each kind."""
+def _numerics(settings: Mapping[str, Any]) -> Numerics:
+    return Numerics.choose(**{"dtype": torch.bfloat16, "deterministic": False, **settings}, device=META)
+
+
+def _v4(settings: Mapping[str, Any], numerics: Mapping[str, Any]) -> Model:
+    """Return a model with a layer of each kind."""
     config = replace(parse_config(settings), num_hidden_layers=len(RATIOS), ratios=RATIOS, num_hash_layers=1, num_mtp_layers=0)
-    model = DeepseekV4(config, Numerics.choose(**{"dtype": torch.bfloat16, "deterministic": False, **numerics}, device=META))
+    return DeepseekV4(config, _numerics(numerics))
+
+
+def _mla(settings: Mapping[str, Any], numerics: Mapping[str, Any]) -> Model:
+    config = replace(mla_config.parse_config(settings), num_hidden_layers=2, routed=(False, True), num_mtp_layers=0)
+    return DeepseekMla(config, _numerics(numerics))
+
+
+def _steps(model: Model, prefills: Sequence[int], decodes: Sequence[int]) -> Iterator[Callable[[], object]]:
+    """Yield steps of a model."""
     sizes = StateSizes(grow_pages=16, window_pages=16, slots=max(decodes), snapshots=0)
     cache = StateCache.allocate(model.state_spec, sizes, META)
     graphs = StepGraphs(model, cache, max_num_seqs=max(decodes), max_model_len=CONTEXT)
@@ -128,6 +154,8 @@ def _steps(
     def prefill(tokens: int, longest: int) -> None:
         batch = padding(tokens, model)
         batch.max_tokens = longest
+        if longest > tokens:
+            batch.paging = replace(batch.paging, host_spans=None)
         model.logits(model(batch, cache.layers)[:1])
 
     for tokens in prefills:

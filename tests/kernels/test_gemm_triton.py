@@ -16,7 +16,7 @@ from dsv4lite.kernels.gemm import (
     fp8_weight_linear_quantize,
     pair_linear,
 )
-from dsv4lite.kernels.quantize import dequantize_fp8, quantize_fp8
+from dsv4lite.kernels.quantize import dequantize_fp8, e8m0_to_float, quantize_fp8
 from tests.kernels.tensors import DEVICE, ON_GPU, fp8_weights, random
 
 triton = pytest.importorskip("triton")
@@ -75,6 +75,22 @@ def test_fp8_linear_agrees(rows: int, outs: int, inputs: int, per_row: bool) -> 
     absolute = fp8_linear.reference(magnitudes(x_codes), x_scales, magnitudes(w_codes), w_scales, torch.float32)
     for dtype in (torch.bfloat16, torch.float32):
         close(fp8_linear_triton(x_codes, x_scales, w_codes, w_scales, dtype, ROW_TILE), exact.to(dtype), exact, absolute, 2**-10)
+
+
+FLOAT_SHAPES = [(1, 12, 256), (5, 130, 300), (40, 70, 512)]
+FLOAT_SHAPES += [(rows, 2112, 7168) for rows in (1, 16, 64, 600)] + [(1, 7168, 16384)] if ON_GPU else []
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize(("rows", "outs", "inputs"), FLOAT_SHAPES)
+def test_fp8_linear_takes_scales_in_float32(rows: int, outs: int, inputs: int, per_row: bool) -> None:
+    x_codes, x_scales = quantize_fp8(random(rows, inputs), 128)
+    w_codes, w_bytes = fp8_weights(outs, inputs, per_row=per_row)
+    w_scales = e8m0_to_float(w_bytes) * (1.0 + 0.9 * random(*w_bytes.shape, seed=3).abs().clamp(max=1.0))
+    exact = fp8_linear.reference(x_codes, x_scales, w_codes, w_scales, torch.float32)
+    absolute = fp8_linear.reference(magnitudes(x_codes), x_scales, magnitudes(w_codes), w_scales, torch.float32)
+    for row_tile in (None, ROW_TILE):
+        close(fp8_linear_triton(x_codes, x_scales, w_codes, w_scales, row_tile=row_tile), exact.bfloat16(), exact, absolute, 2**-10)
 
 
 @pytest.mark.parametrize("row_tile", [None, ROW_TILE])

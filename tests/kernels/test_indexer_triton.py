@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.indexer import IndexInputs, index_scores_paged, select_paged
-from dsv4lite.kernels.rows import Fp4Key, UnquantizedRow
+from dsv4lite.kernels.quantize import round_fp8
+from dsv4lite.kernels.rows import Fp4Key, Fp8Key, RowFormat, UnquantizedRow
 from tests.kernels.paged import fill_store, make_paging, pages_of, simulate
 from tests.kernels.tensors import DEVICE, ON_GPU
 
@@ -156,3 +157,24 @@ def test_no_tokens_give_nothing() -> None:
     assert scores.shape == (0, 50)
     out = torch.empty(0, 8, dtype=torch.int32, device=DEVICE)
     assert select_paged_triton(scores, paging, 4, 0, out).shape == (0, 8)
+
+
+@pytest.mark.parametrize("fmt", [UnquantizedRow(32, torch.bfloat16), Fp8Key(32), *([Fp8Key(128)] if ON_GPU else [])], ids=str)
+@pytest.mark.parametrize(("top_k", "steps", "padding"), [(8, [(200, 1), (3, 1)], 0), (8, [(100, 3), (255, 2), (0, 3)], 2)])
+def test_scores_of_queries_in_float32_equal_the_reference(fmt: RowFormat, top_k: int, steps: Steps, padding: int) -> None:
+    """As in DSA: a key for each token, and with FP8 keys queries that are rounded as these."""
+    paging = make_paging(steps, DEVICE, padding=padding)
+    visible = (paging.positions_T + 1).tolist()
+    keys = fill_store(fmt, pages_of(paging.grow_SP), 256, DEVICE, seed=5)
+    generator = torch.Generator().manual_seed(4)
+    iq = torch.randn(len(visible), 24, fmt.width, generator=generator).to(DEVICE)
+    iq = round_fp8(iq, fmt.width) if isinstance(fmt, Fp8Key) else iq
+    weights = torch.randn(len(visible), 24, generator=generator).to(DEVICE)
+    given = IndexInputs(iq, weights, keys, paging, top_k, max(visible), 0.011)
+    assert given.has_kernel and given.ratio == 1
+    got = index_scores_paged_triton(given, 0, len(visible))
+    wanted = index_scores_paged.reference(given._replace(top_k=0), 0, len(visible))
+    assert got.dtype == wanted.dtype == torch.float32
+    for t, count in enumerate(visible):
+        if count > top_k:
+            assert ((got[t, :count] - wanted[t, :count]).abs() <= 1e-4 * wanted[t, :count].abs().max()).all()

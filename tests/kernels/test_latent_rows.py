@@ -11,6 +11,7 @@ from dsv4lite.kernels.latent_rows import LatentRowInputs, store_latent_rows
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp8Key, Fp8Latent, RowFormat, RowStore, UnquantizedRow
 from tests.kernels.paged import GROW, make_paging, pages_of
+from tests.kernels.tensors import DEVICE, ON_GPU, kernel_test, launch
 
 CPU = torch.device("cpu")
 RANK, LATENT, ROPE = 12, 32, 8
@@ -80,3 +81,68 @@ def test_scores_of_index_keys_are_those_of_rotated_vectors(interleaved: bool) ->
     wanted = torch.einsum("thc,kc->thk", rotated(q[:-1], turn[:, None]), rotated(k, turn))
     torch.testing.assert_close(dots[0].double(), wanted, rtol=1e-5, atol=1e-5)
     assert 0 < (dots[1] - dots[0]).abs().max() < 0.1 * dots[0].abs().max()
+
+
+KERNEL_LAYERS: list[tuple[int, RowFormat, int]] = [
+    (rank, form, 8)
+    for rank in (0, 130)
+    for form in (UnquantizedRow(40, torch.float32), UnquantizedRow(40, torch.bfloat16), Fp8Latent(256, 8))
+]
+KERNEL_LAYERS += [(1536, UnquantizedRow(576, torch.bfloat16), 64), (1536, Fp8Latent(512, 64), 64)] if ON_GPU else []
+
+
+@kernel_test
+@pytest.mark.parametrize(("rank", "form", "rotated"), KERNEL_LAYERS, ids=str)
+def test_rows_agree(rank: int, form: RowFormat, rotated: int) -> None:
+    paging = make_paging(STEPS, DEVICE, padding=2)
+    angles = rope_angles(paging.positions_T, rope_frequencies(rotated, 10000.0).to(DEVICE))
+    dtype = form.dtype if isinstance(form, UnquantizedRow) else torch.bfloat16
+    latent = (3 * random(12, rank + form.width)).to(dtype).to(DEVICE)
+    latent[-2:] = float("nan")
+    q_norm, kv_norm = 1 + random(rank, seed=1).to(DEVICE), 1 + random(form.width - rotated, seed=2).to(DEVICE)
+    found = []
+    for run in (lambda given: launch(store_latent_rows, given), store_latent_rows.reference):
+        store = RowStore(form, pages_of(paging.grow_SP), GROW, DEVICE)
+        store.memory.fill_(0xA5)
+        given = LatentRowInputs(latent, q_norm if rank else None, kv_norm, *angles, 1e-6, store, paging)
+        query = run(given)
+        assert (query is None) == (rank == 0)
+        found.append((latent[:0] if query is None else query[:-2], store))
+    (ours, our_store), (theirs, their_store) = found
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    ours, theirs = ours.float(), theirs.float()
+    assert ((ours - theirs).abs() <= (2**-6 if dtype == torch.bfloat16 else 2e-6) * theirs.abs() + 1e-6).all()
+    if dtype == torch.bfloat16:
+        # Numbers differ where the sum of squares moved a rounding to bfloat16.
+        assert (our_store.memory != their_store.memory).float().mean() <= 1e-3
+        assert not ours.numel() or (ours != theirs).float().mean() <= 1e-2
+    else:
+        every = torch.arange(len(our_store.memory) * GROW, device=DEVICE)
+        torch.testing.assert_close(our_store.read(every, dtype), their_store.read(every, dtype), rtol=2e-6, atol=1e-6)
+
+
+KEYS: list[RowFormat] = [UnquantizedRow(32, torch.float32), UnquantizedRow(32, torch.bfloat16), Fp8Key(32)]
+KEYS += [UnquantizedRow(128, torch.bfloat16), Fp8Key(128)] if ON_GPU else []
+
+
+@kernel_test
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("form", KEYS, ids=str)
+def test_index_keys_and_queries_agree(form: RowFormat, interleaved: bool) -> None:
+    paging, width = make_paging(STEPS, DEVICE, padding=2), form.width
+    angles = rope_angles(paging.positions_T, rope_frequencies(width // 2, 10000.0).to(DEVICE))
+    x, q = random(12, width).bfloat16().to(DEVICE), random(12, 11, width, seed=1).bfloat16().to(DEVICE)
+    weight, bias = 1 + random(width, seed=2).to(DEVICE), random(width, seed=3).to(DEVICE)
+    ours, theirs = (RowStore(form, pages_of(paging.grow_SP), GROW, DEVICE) for _ in range(2))
+    got = launch(store_index_keys, IndexKeyInputs(x, weight, bias, *angles, interleaved, ours, paging))
+    wanted = store_index_keys.reference(IndexKeyInputs(x, weight, bias, *angles, interleaved, theirs, paging))
+    torch.testing.assert_close(got[:-2], wanted[:-2], rtol=1e-5, atol=1e-5)
+    every = torch.arange(len(ours.memory) * GROW, device=DEVICE)
+    mine, yours = (store.read(every, torch.float32) for store in (ours, theirs))
+    step = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[form.dtype] if isinstance(form, UnquantizedRow) else 2**-3
+    assert ((mine - yours).abs() <= step * yours.abs() + 1e-2 * step * yours.abs().amax(-1, keepdim=True)).all()
+    assert (mine != yours).float().mean() <= (1.0 if step == 1e-5 else 1e-2)
+    rotated = launch(index_queries, q, *angles, ours, interleaved=interleaved)
+    expected = index_queries.reference(q, *angles, ours, interleaved=interleaved)
+    assert rotated.dtype == expected.dtype and ((rotated - expected).abs() <= step * expected.abs() + 1e-5).all()
+    assert (rotated != expected).float().mean() <= 1e-2

@@ -99,7 +99,6 @@ def test_scores_that_all_underflow_give_weights() -> None:
     router = Router(2, 2.5, None, None, None, None, "sigmoid")
     _, weights = route(torch.full((1, 5), -200.0), router)
     assert weights.tolist() == [[0.0, 0.0]]
-    assert not router.has_kernel and Router(2, 2.5).has_kernel
 
 
 def test_names_of_scores_and_groups() -> None:
@@ -156,3 +155,28 @@ def test_not_a_number_never_leaves_the_experts() -> None:
 @kernel_test
 def test_logits_may_be_a_slice() -> None:
     assert_same(random(4, 40)[:, 7:24], Router(3, 1.0))
+
+
+GROUPED = [(1, 16, 1, 1, 3), (9, 24, 8, 3, 4), (3, 20, 4, 2, 4)]
+GROUPED += [(63, 64, 1, 1, 6), (63, 160, 8, 3, 6), (63, 256, 8, 4, 8), (8192, 256, 8, 4, 8), (257, 384, 1, 1, 8)] if ON_GPU else []
+
+
+@kernel_test
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "groups", "top_groups", "top_k"), GROUPED)
+def test_kernel_agrees_with_groups(
+    tokens: int, experts: int, groups: int, top_groups: int, top_k: int, scoring: str, renormalize: bool
+) -> None:
+    """Of selections that a rounding may decide, logits are apart."""
+    places = torch.stack([torch.randperm(experts, generator=torch.Generator().manual_seed(t)) for t in range(min(tokens, 64))])
+    logits = (places.repeat(-(-tokens // len(places)), 1)[:tokens].float() * 0.05 - 3.0).to(DEVICE)
+    bias = (torch.arange(experts).float() * 0.0013 - 0.5).to(DEVICE) if scoring == "sigmoid" else None
+    where = torch.arange(tokens, device=DEVICE, dtype=torch.int32) - 1
+    assert_same(logits, Router(top_k, 2.5, bias, None, None, where, scoring, groups, top_groups, renormalize))
+
+
+@kernel_test
+def test_kernel_gives_weights_where_all_scores_underflow() -> None:
+    _, weights = launch(route, torch.full((1, 5), -200.0, device=DEVICE), Router(2, 2.5, None, None, None, None, "sigmoid"))
+    assert weights.tolist() == [[0.0, 0.0]]

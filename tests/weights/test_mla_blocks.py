@@ -48,7 +48,8 @@ def test_numbers_are_codes_times_the_scales_of_their_blocks(tmp_path: Path, powe
     checkpoint = quantized_checkpoint(CONFIG, powers=powers)
     config = EngineConfig(model=str(folder_of(tmp_path / "blocks", checkpoint, bytes_=bytes_)), device="cpu")
     source, device = ModelSource.open(config), torch.device("cpu")
-    assert source.model.quantized and source.expert_format == "fp8" and source.dense_fp8 == bytes_ and source.drafter == "mtp"
+    assert source.model.quantized and source.expert_format == "fp8" and source.dense_fp8 and source.drafter == "mtp"
+    assert source.scale_dtype == (torch.uint8 if bytes_ else torch.float32)
     model, wanted = source.build(choose_numerics(config, source, device), with_mtp=True), dequantized(checkpoint)
     slots = model.slots()
     assert slots.keys() == wanted.keys()
@@ -71,12 +72,13 @@ def test_logits_are_those_of_the_dequantized_model() -> None:
 
 
 def test_weights_that_stay_quantized_give_the_same_but_for_order() -> None:
-    """As on a GPU: experts in tiles with float32 scales, and matrices as codes where their scales are bytes."""
+    """As on a GPU: experts in tiles with float32 scales, and matrices as codes with scales of either kind."""
     checkpoint = quantized_checkpoint(CONFIG, powers=True)
     stored = {name: t.to(torch.float8_e8m0fnu) if name.endswith(".scale") else t for name, t in checkpoint.items()}
     numerics = replace(rounded(), resident_experts="fp8")
     widened = logits(rounded(), checkpoint)
-    for got in (logits(numerics, checkpoint), logits(replace(numerics, resident_fp8=True), stored)):
+    wide, narrow = (replace(numerics, resident_fp8=True, scale_dtype=dtype) for dtype in (torch.float32, torch.uint8))
+    for got in (logits(numerics, checkpoint), logits(narrow, stored), logits(wide, stored), logits(wide, checkpoint)):
         assert (got - widened).square().mean().sqrt() < 0.01 * widened.std()
 
 

@@ -61,7 +61,7 @@ def scale_rows(w_codes: Tensor, w_scales: Tensor) -> int:
 
 
 def dequantize_fp8_rows(w_codes: Tensor, w_scales: Tensor) -> Tensor:
-    """Return float32 weights [..., N, K] from e4m3 codes and the scale bytes uint8 of their rows (see ``scale_rows``)."""
+    """Return float32 weights [..., N, K] from e4m3 codes and the scales of their rows (see ``scale_rows``), as bytes or float32."""
     flat = w_codes.flatten(0, -2)
     rows, columns = flat.shape
     per_row = e8m0_to_float(w_scales).repeat_interleave(scale_rows(w_codes, w_scales), 0)[:rows]
@@ -87,7 +87,7 @@ def fp8_linear(
         x_codes: float8_e4m3fn [M, K].
         x_scales: uint8 [M, ceil(K / 128)], e8m0.
         w_codes: float8_e4m3fn [N, K].
-        w_scales: uint8 [ceil(N / 128), ceil(K / 128)] or [N, ceil(K / 128)], e8m0.
+        w_scales: uint8 e8m0, or float32, [ceil(N / 128), ceil(K / 128)] or [N, ceil(K / 128)].
         dtype: Of the result.
         row_tile: As for ``matmul_rows``; to kernels any number means the same.
 

@@ -5,7 +5,7 @@
     FP8 keys: hadamard of both, and q rounded to e4m3 as k is
 
 Source: MLA specification 3.10 and 5.3.  Numerics: float32 throughout, so that scores do not tie; keys are rounded by the format of
-their rows alone. There is no kernel yet.
+their rows alone. The kernels' sums have another order: results agree to 1e-5, and FP8 codes differ here and there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import hadamard, round_fp8
 from dsv4lite.kernels.rope import rope_first
@@ -45,6 +46,7 @@ class IndexKeyInputs(NamedTuple):
     paging: Paging
 
 
+@op("index_keys.triton:store_index_keys_triton")
 def store_index_keys(given: IndexKeyInputs) -> Tensor:
     """Store the keys of a step's tokens; return them as they were before their rows' rounding, float32 [T, C]."""
     normed_TC = torch.nn.functional.layer_norm(given.key_TC.float(), given.weight.shape, given.weight, given.bias, _EPS)
@@ -56,6 +58,7 @@ def store_index_keys(given: IndexKeyInputs) -> Tensor:
     return key_TC
 
 
+@op("index_keys.triton:index_queries_triton")
 def index_queries(query_THC: Tensor, cos: Tensor, sin: Tensor, keys: RowStore, *, interleaved: bool) -> Tensor:
     """Return index queries, float32 [T, H, C], as they meet the keys of a store."""
     turned_THC = rope_first(query_THC.float(), cos, sin, interleaved=interleaved)

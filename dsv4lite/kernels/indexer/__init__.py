@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.gemm import ROW_TILE, matmul_rows
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.rows import Fp4Key, RowStore, UnquantizedRow
+from dsv4lite.kernels.rows import Fp4Key, Fp8Key, RowStore, UnquantizedRow
 
 KEY_BLOCK = 64
 PAGE_TOKENS = 256
@@ -78,10 +78,10 @@ class IndexInputs(NamedTuple):
     """What chooses the entries of a step's tokens.
 
     Attributes:
-        iq_THC: bfloat16 index queries, already rounded to FP4; for unquantized keys as they are, in the keys' dtype. The reference
-            takes any dtype, in which it scores, and any keys.
+        iq_THC: bfloat16 index queries, already rounded to FP4; for unquantized keys as they are, in the keys' dtype or float32; for
+            FP8 keys rounded to FP8, in float32. The reference takes any dtype, in which it scores, and any keys.
         weights_TH: Head weights, any stride; rounded to the dtype of ``iq``, multiplied by ``weight_scale``, and rounded again.
-        keys: Packed FP4 or unquantized index keys.
+        keys: Packed or unquantized index keys.
         paging: Positions and pages of the tokens.
         top_k: How many entries are chosen; tokens that see no more need no scores.
         entries_max: Most entries that any token sees, as far as the host knows.
@@ -101,8 +101,10 @@ class IndexInputs(NamedTuple):
     @property
     def has_kernel(self) -> bool:
         """Whether the kernel takes these queries with these keys."""
-        form = self.keys.format
-        return isinstance(form, Fp4Key) or (isinstance(form, UnquantizedRow) and form.dtype == self.iq_THC.dtype)
+        form, dtype = self.keys.format, self.iq_THC.dtype
+        if isinstance(form, UnquantizedRow):
+            return dtype in (form.dtype, torch.float32)
+        return (isinstance(form, Fp4Key) and dtype == torch.bfloat16) or (isinstance(form, Fp8Key) and dtype == torch.float32)
 
     @property
     def ratio(self) -> int:

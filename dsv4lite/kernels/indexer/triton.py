@@ -17,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.gemm.triton import e4m3_to_bf16
 from dsv4lite.kernels.indexer import IndexInputs
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
-from dsv4lite.kernels.rows import Fp4Key, UnquantizedRow
+from dsv4lite.kernels.rows import Fp4Key, Fp8Key, UnquantizedRow
 from dsv4lite.kernels.rows.triton import bf16, memory_of
 
 KEYS, FLOAT32_KEYS = 128, 64  # of a piece; of float32
@@ -107,6 +108,24 @@ def _unquantized_keys(
 
 
 @triton.jit
+def _fp8_keys(
+    keys, pages, piece, count,
+    PAGE_BYTES: tl.constexpr, PAGE_ROWS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """Return the codes of a piece of FP8 keys [KEYS, C], bfloat16 (float32 in the interpreter), and their scales [KEYS]."""
+    # Reference: Fp8Key.unpack
+    entry = piece * KEYS + tl.arange(0, KEYS)
+    live = entry < count
+    page = tl.load(pages + entry // PAGE_ROWS, mask=live, other=0).to(tl.int64)
+    base = keys + page * PAGE_BYTES
+    data = base + entry % PAGE_ROWS * CHANNELS
+    codes = tl.load(data[:, None] + tl.arange(0, CHANNELS)[None, :], mask=live[:, None], other=0)
+    scales = (base + PAGE_ROWS * CHANNELS).to(tl.pointer_type(tl.float32)) + entry % PAGE_ROWS
+    k = e4m3_to_bf16(codes, GPU)
+    return k if GPU else k.to(tl.float32), tl.load(scales, mask=live, other=0.0)
+
+
+@triton.jit
 def _query(
     iq, weights, row, weight_stride, weight_scale,
     H: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, GPU: tl.constexpr,
@@ -172,6 +191,7 @@ def _scores_kernel(
     TOKENS: tl.constexpr,
     GPU: tl.constexpr,
     STAGES: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     wait_for_predecessor()
     FLOAT32: tl.constexpr = iq.dtype.element_ty == tl.float32
@@ -189,8 +209,12 @@ def _scores_kernel(
         pieces = tl.where(most > TOP_K, (most + KEYS - 1) // KEYS, 0)
         for piece in range(tl.program_id(1), pieces, step):
             pages = grow + sequence * grow_columns
-            if GROUPS == 0:
+            if FP8:
+                k, scale = _fp8_keys(keys, pages, piece, most, PAGE_BYTES, PAGE_ROWS, CHANNELS, KEYS, GPU)
+            elif GROUPS == 0:
                 k = _unquantized_keys(keys, pages, piece, most, PAGE_ROWS, CHANNELS, PADDED, KEYS, GPU)
+                if FLOAT32:
+                    k = k.to(tl.float32)
             else:
                 k = _keys(keys, pages, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, KEYS, GPU)
             # The first that needs scores and sees an entry of the piece.
@@ -198,10 +222,12 @@ def _scores_kernel(
             for token in tl.range(tl.maximum(n, needs), end, num_stages=STAGES):
                 row = token + tl.zeros((), tl.int64)
                 q, weight = _query(iq, weights, row, weight_stride, weight_scale, H, HEADS, CHANNELS, PADDED, GPU)
+                # Numbers of e4m3 times a power of two are bfloat16, and such a key's scale may multiply its score instead.
+                score = _score(k, q.to(k.dtype) if FP8 else q, weight, FLOAT32, GPU)
+                score = score * scale if FP8 else score
                 at = piece * KEYS + e
                 visible = (position + token - n + 1) // RATIO
-                out = scores + row * columns + at
-                tl.store(out, _score(k, q, weight, FLOAT32, GPU).to(scores.dtype.element_ty), mask=at < visible)
+                tl.store(scores + row * columns + at, score.to(scores.dtype.element_ty), mask=at < visible)
         n = end
 
 
@@ -363,11 +389,8 @@ def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tenso
     scores = torch.empty(count, entries_max, dtype=iq_NHC.dtype, device=iq_NHC.device)
     if count == 0 or entries_max <= top_k:
         return scores
-    assert fmt.width == channels, (fmt, channels)
-    if isinstance(fmt, UnquantizedRow):
-        assert fmt.dtype == iq_NHC.dtype, (fmt, iq_NHC.dtype)
-    else:
-        assert isinstance(fmt, Fp4Key) and channels & (channels - 1) == 0, fmt
+    assert given.has_kernel and fmt.width == channels, (fmt, channels, iq_NHC.dtype)
+    assert isinstance(fmt, UnquantizedRow) or channels & (channels - 1) == 0, fmt
     piece, stages = (FLOAT32_KEYS, 1) if iq_NHC.dtype == torch.float32 else (KEYS, _STAGES)
     tokens = 1 if paging.singles else TOKENS
     tiles = triton.cdiv(count, tokens)
@@ -390,7 +413,7 @@ def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tenso
         given.weight_scale,
         H=heads,
         HEADS=max(16, triton.next_power_of_2(heads)),
-        GROUPS=0 if isinstance(fmt, UnquantizedRow) else fmt.scale_bytes,
+        GROUPS=fmt.scale_bytes if isinstance(fmt, Fp4Key) else 0,
         CHANNELS=channels,
         PADDED=max(16, triton.next_power_of_2(channels)),
         RATIO=given.ratio,
@@ -401,6 +424,7 @@ def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tenso
         TOKENS=tokens,
         GPU=on_gpu(iq_NHC.device),
         STAGES=stages,
+        FP8=isinstance(fmt, Fp8Key),
         num_warps=4,
         num_stages=stages,
         enable_fp_fusion=True,

@@ -12,7 +12,9 @@ a chunk of rows at a time, and merges the chunks by their log-sum-exp:
 ``absorbs`` chooses for each sequence by operations and bytes. Deterministic models and tokens with a selection are always absorbed.
 
 Source: MLA specification 3.4 to 3.7 and 3.11.  Numerics: float32 from queries and rows to the results, one rounding to the dtype of
-the queries. The two forms agree to 1e-5 of the largest result in float32. There is no kernel yet.
+the queries. The two forms agree to 1e-5 of the largest result in float32. Kernels round queries in the space of latents,
+probabilities and sums of latents to the dtype of the queries: in bfloat16 they agree to 2^-6 of a head's largest result, in float32
+to 2^-13. On FP8 rows they take scales that are powers of two.
 """
 
 from __future__ import annotations
@@ -23,16 +25,28 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.attention import BLOCK, entry_addresses, sparse_attention
+from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.gemm import ROW_TILE, matmul_rows
 from dsv4lite.kernels.paging import Block, Paging
 from dsv4lite.kernels.rows import RowStore
 
 CHUNK_ROWS = 1024  # that are up-projected at a time
+ROUND_BYTES = 1 << 28  # of keys and values that kernels up-project at a time
+ROUND_TOKENS = 1024  # whose queries kernels hold in the space of latents
 _FLOPS_PER_BYTE = 206  # of the chip for which the forms are weighed: H200, bfloat16
 _ITEM = 2  # bytes of a number there
 _TOKENS = 64  # that attend together
 _GATHERED_ROWS = 1 << 15  # that are read for them, of all tokens together
+PROGRAMS = 264  # of kernels that splitting aims at, on every chip, for the same bits
+MOST_HEADS = 64  # of one program
+_MOST_SPLITS = 64
 _LEAST_SHARING = 2  # tokens of a sequence that share rows under a mask, if the order of summation is free
+
+
+def splits_of(tokens: int, heads: int) -> int:
+    """Return how many programs share a token's rows: a power of two that lets a step of few tokens fill a chip."""
+    blocks = max(1, tokens) * -(-heads // (MOST_HEADS if heads >= MOST_HEADS else 16))
+    return 1 << (max(1, min(_MOST_SPLITS, PROGRAMS // blocks)).bit_length() - 1)
 
 
 class LatentAttentionInputs(NamedTuple):
@@ -48,7 +62,7 @@ class LatentAttentionInputs(NamedTuple):
         selected_TK: int32 ascending positions for every token that sees more than K; others, and all tokens if it is ``None``,
             attend to every position they see.
         any_order: Sums may be in an order that depends on the rest of the step, and each sequence takes the form that suits it.
-        chunk_rows: Rows that are up-projected at a time.
+        chunk_rows: Rows that are up-projected at a time; ``None`` for ``CHUNK_ROWS``, or from kernels for ``projected_rows``.
     """
 
     q_THC: Tensor
@@ -59,12 +73,28 @@ class LatentAttentionInputs(NamedTuple):
     scale: float
     selected_TK: Tensor | None = None
     any_order: bool = False
-    chunk_rows: int = CHUNK_ROWS
+    chunk_rows: int | None = None
 
     @property
     def nope(self) -> int:
         """P."""
         return self.q_THC.shape[2] - self.rope
+
+    @property
+    def projected(self) -> list[int]:
+        """The sequences that take the up-projected form."""
+        if not self.any_order or self.selected_TK is not None:
+            return []
+        heads, width, latent = self.up_HCL.shape
+        sizes = (heads, self.nope, self.rope, width - self.nope, latent)
+        spans = enumerate(self.paging.spans())
+        wanted = (s for s, (_, new, first) in spans if new >= _LEAST_SHARING and first >= 0 and not absorbs(new, first, *sizes))
+        return list(wanted)
+
+
+def projected_rows(heads: int, channels: int, itemsize: int) -> int:
+    """Return how many rows kernels up-project at a time, to so many channels of keys and values for each head."""
+    return max(CHUNK_ROWS, ROUND_BYTES // (itemsize * heads * channels))
 
 
 def absorbs(new: int, context: int, heads: int, nope: int, rope: int, value: int, latent: int) -> bool:
@@ -89,17 +119,11 @@ def absorbs(new: int, context: int, heads: int, nope: int, rope: int, value: int
     return costs[0] <= costs[1]
 
 
+@op("latent_attention.triton:latent_attention_triton")
 def latent_attention(given: LatentAttentionInputs) -> Tensor:
     """Attend each token's heads to its sequence; return [T, H, V] in the dtype of the queries, zeros for padding."""
-    q_THC, paging, (heads, width, latent) = given.q_THC, given.paging, given.up_HCL.shape
-    sizes = (heads, given.nope, given.rope, width - given.nope, latent)
-    out_THC = q_THC.new_zeros(len(q_THC), heads, width - given.nope)
-    free = given.any_order and given.selected_TK is None
-    projected = {
-        sequence
-        for sequence, (_, new, first) in enumerate(paging.spans())
-        if free and new >= _LEAST_SHARING and first >= 0 and not absorbs(new, first, *sizes)
-    }
+    q_THC, paging, up_HCL, projected = given.q_THC, given.paging, given.up_HCL, given.projected
+    out_THC = q_THC.new_zeros(*q_THC.shape[:2], up_HCL.shape[1] - given.nope)
     for sequence in projected:
         begin, new, first = paging.spans()[sequence]
         out_THC[begin : begin + new] = up_projected(given, sequence, begin, new, first).to(q_THC.dtype)
@@ -148,8 +172,9 @@ def up_projected(given: LatentAttentionInputs, sequence: int, begin: int, new: i
     q_NHC, nope, up_HCL, latent = given.q_THC[begin : begin + new].float(), given.nope, given.up_HCL.float(), given.up_HCL.shape[2]
     per_page, device = given.rows.rows_per_page, q_NHC.device
     parts = [empty_part(q_NHC[start : start + _TOKENS], up_HCL.shape[1] - nope) for start in range(0, new, _TOKENS)]
-    for start in range(0, first + new, given.chunk_rows):
-        at_R = torch.arange(start, min(start + given.chunk_rows, first + new), device=device)
+    chunk_rows = given.chunk_rows or CHUNK_ROWS
+    for start in range(0, first + new, chunk_rows):
+        at_R = torch.arange(start, min(start + chunk_rows, first + new), device=device)
         pages = given.paging.grow_SP[sequence].long()
         rows = given.rows.read(pages[at_R // per_page] * per_page + at_R % per_page, torch.float32)
         projected_RHC = torch.einsum("rl,hcl->rhc", rows[:, :latent], up_HCL)

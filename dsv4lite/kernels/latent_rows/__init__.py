@@ -3,8 +3,8 @@
     qr  = rms_norm(latent[:R]) q_norm                                            R may be 0
     row = rms_norm(latent[R : R + L]) kv_norm | rope(latent[R + L:])             in the place of the token's position
 
-Source: MLA specification 3.3 and 5.1.  Numerics: those of ``rms_norm`` and ``rope``, then of the row's format. There is no kernel
-yet.
+Source: MLA specification 3.3 and 5.1.  Numerics: those of ``rms_norm`` and ``rope``, then of the row's format. The kernel's sum of
+squares has another order: about one bfloat16 in 10^4 is the neighbouring one before it is quantized; float32 agrees to 1e-6.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope
@@ -43,6 +44,7 @@ class LatentRowInputs(NamedTuple):
     paging: Paging
 
 
+@op("latent_rows.triton:store_latent_rows_triton")
 def store_latent_rows(given: LatentRowInputs) -> Tensor | None:
     """Store the rows; return the normalised query latent [T, R]."""
     rank = 0 if given.q_norm is None else len(given.q_norm)

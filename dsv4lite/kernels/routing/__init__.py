@@ -51,11 +51,6 @@ class Router(NamedTuple):
     top_groups: int = 1
     renormalize: bool = True
 
-    @property
-    def has_kernel(self) -> bool:
-        """Whether the kernel knows these rules."""
-        return (self.scoring, self.groups, self.renormalize) == ("sqrtsoftplus", 1, True)
-
 
 def softplus(x: Tensor) -> Tensor:
     """Stable ``log(1 + exp(x))``."""
@@ -82,7 +77,7 @@ def in_top_groups(selection_TE: Tensor, router: Router) -> Tensor:
     return grouped_TGE.masked_fill(~kept_TG[..., None], float("-inf")).flatten(-2)
 
 
-@op("routing.triton:route_triton", suits=lambda logits_TE, router: router.has_kernel)
+@op("routing.triton:route_triton")
 def route(logits_TE: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """Choose experts and their weights by float32 gate outputs.
 

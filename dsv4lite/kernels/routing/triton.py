@@ -93,6 +93,86 @@ def route_rows(
 
 
 @triton.jit
+def _scores(logit, inside, SOFTMAX: tl.constexpr, GPU: tl.constexpr):
+    """Return the scores of rows of logits [TOKENS, BLOCK]: softmax or sigmoid."""
+    # Reference: scores_of
+    if SOFTMAX:
+        logit = tl.where(inside, logit, float("-inf"))
+        logit -= tl.max(logit, 1)[:, None]
+    else:
+        logit = -logit
+    power = tl.minimum(logit, 88.7)  # whose exponential is still a number
+    power = libdevice.exp(power) if GPU else tl.exp(power)
+    if SOFTMAX:
+        scores = tl.div_rn(power, tl.zeros_like(power) + tl.sum(power, 1)[:, None])
+    else:
+        scores = tl.where(logit > 88.7, 0.0, tl.div_rn(tl.zeros_like(power) + 1.0, 1.0 + power))
+    return scores
+
+
+@triton.jit
+def _in_top_groups(
+    selection, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TILE: tl.constexpr,
+    BIASED: tl.constexpr,
+):  # fmt: skip
+    """Return the selection [TOKENS, BLOCK] with minus infinity for experts outside of a token's groups."""
+    # Reference: in_top_groups; of groups of equal rank the first are taken
+    expert = tl.arange(0, BLOCK)[None, :]
+    group = tl.where(expert < EXPERTS, expert // (EXPERTS // GROUPS), GROUPS)
+    number = tl.arange(0, TILE)
+    ranks = tl.full((selection.shape[0], TILE), float("-inf"), tl.float32)
+    for g in tl.static_range(GROUPS):
+        own = tl.where(group == g, selection, float("-inf"))
+        best = tl.max(own, 1)
+        rank = best
+        if BIASED:
+            first = tl.min(tl.where(own == best[:, None], expert, BLOCK), 1)
+            rank += tl.max(tl.where(expert == first[:, None], float("-inf"), own), 1)
+        ranks = tl.where((number == g)[None, :], rank[:, None], ranks)
+    other, mine = ranks[:, None, :], ranks[:, :, None]
+    before = (other > mine) | ((other == mine) & (number[None, None, :] < number[None, :, None]))
+    kept = tl.sum(before.to(tl.int32), 2) < TOP_GROUPS
+    kept = tl.sum((kept[:, None, :] & (group[:, :, None] == number[None, None, :])).to(tl.int32), 2)
+    return tl.where(kept > 0, selection, float("-inf"))
+
+
+@triton.jit
+def _grouped_rows(
+    token, logits, bias, positions, logits_stride, route_scale,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
+    PADDED: tl.constexpr, SOFTMAX: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr,
+    RENORMALIZE: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """Return what ``route_rows`` does, for softmax or sigmoid scores."""
+    expert = tl.arange(0, BLOCK)[None, :]
+    inside = expert < EXPERTS
+    logit = tl.load(logits + token[:, None] * logits_stride + expert, mask=inside, other=0.0)
+    scores = _scores(logit, inside, SOFTMAX, GPU)
+    selection = scores
+    if BIASED:
+        selection += tl.load(bias + expert, mask=inside, other=0.0)
+    if TOP_GROUPS < GROUPS:
+        selection = _in_top_groups(selection, EXPERTS, BLOCK, GROUPS, TOP_GROUPS, GROUP_TILE, BIASED)
+    ids = best_experts(selection, EXPERTS, BLOCK, TOP_K, TOP_TILE)
+    picked = tl.sum(tl.where(ids[:, :, None] == expert[:, None, :], scores[:, None, :], 0.0), 2)
+    at = tl.arange(0, TOP_TILE)
+    used = (at < TOP_K)[None, :]
+    other = ids[:, None, :]
+    before = (other < ids[:, :, None]) | ((other == ids[:, :, None]) & (at[None, None, :] < at[None, :, None]))
+    place = tl.sum(before.to(tl.int32), 2)
+    weight = picked
+    if RENORMALIZE:
+        total = _row_sums(tl.where(used, picked, 0.0)) + 1e-20
+        weight = tl.div_rn(picked, tl.zeros_like(picked) + total[:, None])
+    weight *= route_scale
+    if PADDED:
+        padding = (tl.load(positions + token) < 0)[:, None]
+        ids = tl.where(padding, EXPERTS, ids)
+        weight = tl.where(padding, 0.0, weight)
+    return ids, weight, place
+
+
+@triton.jit
 def route_kernel(
     logits,
     bias,
@@ -111,12 +191,24 @@ def route_kernel(
     FIXED: tl.constexpr,
     PADDED: tl.constexpr,
     GPU: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    ids, weight, place = route_rows(
-        token, token >= 0, logits, bias, table, token_ids, positions, logits_stride, route_scale,
-        EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, PADDED, GPU,
-    )  # fmt: skip
+    if GROUPED:
+        ids, weight, place = _grouped_rows(
+            token, logits, bias, positions, logits_stride, route_scale, EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, PADDED,
+            SOFTMAX, GROUPS, TOP_GROUPS, GROUP_TILE, RENORMALIZE, GPU,
+        )  # fmt: skip
+    else:
+        ids, weight, place = route_rows(
+            token, token >= 0, logits, bias, table, token_ids, positions, logits_stride, route_scale,
+            EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, PADDED, GPU,
+        )  # fmt: skip
     used = tl.arange(0, TOP_TILE)[None, :] < TOP_K
     at = token[:, None] * TOP_K + place
     tl.store(chosen + at, ids.to(tl.int64), mask=used)
@@ -145,7 +237,9 @@ def _router_constants(logits_TE: Tensor, router: Router) -> dict[str, int]:
 
 
 def route_triton(logits_TE: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """See ``routing.route``."""
+    """See ``routing.route``; scores of the first kind have no groups, and their weights are divided by their sum."""
+    rules = (router.groups, router.renormalize, router.table_VK is None)
+    assert rules[:2] == (1, True) if router.scoring == "sqrtsoftplus" else rules[2], router
     tokens, (top_k, scale, bias_E, table_VK, token_ids_T, positions_T, *_) = len(logits_TE), router
     constants = _router_constants(logits_TE, router)
     chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
@@ -162,6 +256,12 @@ def route_triton(logits_TE: Tensor, router: Router) -> tuple[Tensor, Tensor]:
             logits_TE.stride(0),
             scale,
             **constants,
+            GROUPED=router.scoring != "sqrtsoftplus",
+            SOFTMAX=router.scoring == "softmax",
+            GROUPS=router.groups,
+            TOP_GROUPS=router.top_groups,
+            GROUP_TILE=triton.next_power_of_2(router.groups),
+            RENORMALIZE=router.renormalize,
             num_warps=1,
             enable_fp_fusion=False,
         )

@@ -148,13 +148,19 @@ def _butterflies(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr)
 
 
 @triton.jit
-def hadamard_rows(x, ROWS: tl.constexpr, LOG: tl.constexpr, GPU: tl.constexpr):
-    # hadamard, of rows of 2^LOG; the same additions in the same order, one rounding to bfloat16
+def hadamard_float32(x, ROWS: tl.constexpr, LOG: tl.constexpr):
+    # hadamard, of rows of 2^LOG in float32; the same additions in the same order
     WIDTH: tl.constexpr = 1 << LOG
     for stage in tl.static_range(LOG):
         x = _butterflies(x, ROWS, WIDTH, 1 << stage)
     SCALE: tl.constexpr = WIDTH**-0.5
-    return bf16(x * SCALE, GPU)
+    return x * SCALE
+
+
+@triton.jit
+def hadamard_rows(x, ROWS: tl.constexpr, LOG: tl.constexpr, GPU: tl.constexpr):
+    # hadamard, of rows of 2^LOG, one rounding to bfloat16
+    return bf16(hadamard_float32(x, ROWS, LOG), GPU)
 
 
 # Codes come by integer arithmetic on every chip: they are few. A scaled number exceeds 448 by a rounding error at most, which

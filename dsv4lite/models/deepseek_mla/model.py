@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from dsv4lite.kernels.experts import sum_experts
 from dsv4lite.kernels.index_keys import IndexKeyInputs, index_queries, store_index_keys
 from dsv4lite.kernels.indexer import IndexInputs, choose_paged
-from dsv4lite.kernels.latent_attention import LatentAttentionInputs, latent_attention
+from dsv4lite.kernels.latent_attention import LatentAttentionInputs, latent_attention, splits_of
 from dsv4lite.kernels.latent_rows import LatentRowInputs, store_latent_rows
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
@@ -221,7 +222,6 @@ class DeepseekMla(nn.Module):
     """
 
     passes_taps = False
-    capturable = False  # attention and routing have no kernel yet, and their references ask the device for positions
 
     def __init__(
         self,
@@ -258,6 +258,12 @@ class DeepseekMla(nn.Module):
         ).to(numerics.device)
 
     @property
+    def capturable(self) -> bool:
+        """Whether a step can be captured in a CUDA graph."""
+        dispatchers = [block.ffn.dispatch for block in self.blocks if isinstance(block.ffn, MoE)]
+        return all(dispatch is None or dispatch.capturable for dispatch in dispatchers)
+
+    @property
     def state_spec(self) -> StateSpec:
         return state_spec(self.config, self.numerics, self.shard, drafter=len(self.mtps) > 0)
 
@@ -272,6 +278,8 @@ class DeepseekMla(nn.Module):
         return (self.config.index_topk,) if self.config.selects else ()
 
     def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
+        splits = 1 if self.numerics.deterministic else splits_of(len(token_ids_T), self.shard.part(self.config.num_attention_heads))
+        paging = replace(paging, splits=splits)
         cos, sin = rope_angles(paging.positions_T, self.frequencies)
         scale = self.config.rotary_scale
         return Batch(token_ids_T=token_ids_T, paging=paging, max_tokens=max_tokens, rope_T=(cos * scale, sin * scale))

@@ -1,13 +1,13 @@
 """What a pass of an MLA model allocates beside weights and state, counted where it is widest.
 
-Attention runs as its reference on every device so far (``kernels/latent_attention``), so this counts float32 copies as those make
-them. Bytes per token unless said otherwise; D model, H heads, I expert width, K experts per token.
+On a CPU attention runs as its reference (``kernels/latent_attention``), which makes float32 copies. Bytes per token unless said
+otherwise; D model, H heads, I expert width, K experts per token.
 """
 
 from __future__ import annotations
 
 from dsv4lite.kernels.indexer import SCORE_BYTES
-from dsv4lite.kernels.latent_attention import CHUNK_ROWS
+from dsv4lite.kernels.latent_attention import CHUNK_ROWS, MOST_HEADS, PROGRAMS, ROUND_TOKENS, projected_rows
 from dsv4lite.models.config import PassBytes
 from dsv4lite.models.deepseek_mla.config import MlaConfig
 from dsv4lite.models.shard import ModelShard
@@ -33,10 +33,30 @@ def workspace(config: MlaConfig, numerics: Numerics, shard: ModelShard, *, token
     routing = _FLOAT * (3 * c.num_experts + 2 * k) + _ID * 2 * k
     pairs = routing + k * (_FLOAT * c.hidden_size + item * 3 * width) + 3 * item * experts + 2 * _FLOAT * c.hidden_size
     # Once: what some tokens read together, in either form, and the scores of one round of index keys.
-    rows = min(CHUNK_ROWS, longest)
-    projected = rows * _FLOAT * heads * (2 * c.nope_dim + c.rope_dim + c.value_dim) + 2 * _TOKENS * _FLOAT * heads * rows
-    absorbed = longest * _FLOAT * (2 * c.row_width + 3 * heads) + 3 * _TOKENS * _FLOAT * heads * c.row_width
+    attention = _references if numerics.device.type == "cpu" else _kernels
+    reading = attention(config, numerics, heads, tokens, longest)
     scores = min(2 * SCORE_BYTES, 2 * tokens * _FLOAT * longest) if c.selects and longest > c.index_topk else 0
     blocks = _EXPERT_ROWS * min(c.num_experts, tokens * k) * _FLOAT * (1 + (c.hidden_size + c.expert_width) // 128)
-    once = max(projected, absorbed, scores, blocks)
+    once = max(reading, scores, blocks)
     return PassBytes(hidden=hidden, held=held, widest=tokens * (held + max(attending, dense, pairs)) + once, experts=pairs)
+
+
+def _references(config: MlaConfig, numerics: Numerics, heads: int, tokens: int, longest: int) -> int:
+    """Return the bytes of what attention's reference reads and sums up, in either form."""
+    c, rows = config, min(CHUNK_ROWS, longest)
+    projected = rows * _FLOAT * heads * (2 * c.nope_dim + c.rope_dim + c.value_dim) + 2 * _TOKENS * _FLOAT * heads * rows
+    absorbed = longest * _FLOAT * (2 * c.row_width + 3 * heads) + 3 * _TOKENS * _FLOAT * heads * c.row_width
+    return max(projected, absorbed)
+
+
+def _kernels(config: MlaConfig, numerics: Numerics, heads: int, tokens: int, longest: int) -> int:
+    """Return the same of its kernels: queries and results among latents; or rows, keys and values of one round, and what waits."""
+    c, item = config, numerics.dtype.itemsize
+    absorbed = 2 * item * min(tokens, ROUND_TOKENS) * heads * c.kv_lora_rank
+    if numerics.deterministic:
+        return absorbed
+    absorbed += _FLOAT * PROGRAMS * MOST_HEADS * (c.kv_lora_rank + 2)
+    rows = min(tokens * longest, projected_rows(heads, c.nope_dim + c.value_dim, item))
+    read = _ID * 3 + item * c.row_width + (2 * _FLOAT * c.row_width if numerics.fp8_rows else 0)
+    projected = rows * (read + item * heads * (c.nope_dim + c.value_dim)) + tokens * _FLOAT * heads * (c.value_dim + 2)
+    return max(absorbed, projected)

@@ -1,0 +1,285 @@
+"""The absorbed form: queries that meet latent rows as they are, and the sum over KV splits.
+
+One program takes one token x a block of heads x one of ``splits`` parts of its rows. Rows are cut into pieces of fixed size; split
+s takes pieces s, s + splits, … A piece is read once, for both products and all heads of the block: the latents of its rows are keys
+and values. Codes of FP8 rows are widened to bfloat16 in registers.
+
+Products of float32 are three products of TF32; the tensor cores cut their sums, which costs a few of float32's last bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import capability_of, on_gpu
+from dsv4lite.kernels.latent_attention import LatentAttentionInputs
+from dsv4lite.kernels.latent_rows.triton import _row_elements
+from dsv4lite.kernels.rows.packed import LOG2_E, narrowed
+from dsv4lite.kernels.rows.triton import memory_of
+
+_LARGE = (90, 100, 103)  # chips with more than 200 KB of shared memory for a program
+_CHUNK = 8  # splits that are added at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """How one program attends.
+
+    Attributes:
+        heads: Block of heads, at least the 16 rows of a tensor core's operand.
+        rows: Piece.
+        swap: Rows are the left operand of both products, so that few heads still fill the tensor cores.
+    """
+
+    heads: int
+    rows: int
+    swap: bool = False
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+def _tile_for(heads: int, fp8: bool, itemsize: int, capability: int) -> Tile:
+    """Return the tile, which follows from the layer alone on one kind of chip; ``itemsize`` is that of a query's number."""
+    if itemsize == 4:
+        return Tile(heads=16, rows=32 if capability in _LARGE else 16, num_stages=2 if capability in _LARGE else 1)
+    if capability not in _LARGE:
+        return Tile(heads=16, rows=32 if capability == 80 else 16)
+    if heads >= 64 and capability == 90:
+        return Tile(heads=64, rows=32 if fp8 else 64, num_warps=8, num_stages=3 if fp8 else 2)
+    return Tile(heads=16, rows=64, swap=True, num_stages=3 if fp8 else 2)
+
+
+_WIDEN = tl.constexpr("""{
+.reg .b32 t, m, f, z;
+mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;
+prmt.b32 t, $2, 0, 0x1404;
+and.b32 m, t, 0x7F007F00; shr.b32 m, m, 4; lop3.b32 t, t, 0x80008000, m, 0xEA;
+fma.rn.bf16x2 t, t, f, z; fma.rn.bf16x2 $0, t, $3, z;
+prmt.b32 t, $2, 0, 0x3424;
+and.b32 m, t, 0x7F007F00; shr.b32 m, m, 4; lop3.b32 t, t, 0x80008000, m, 0xEA;
+fma.rn.bf16x2 t, t, f, z; fma.rn.bf16x2 $1, t, $4, z;
+}""")
+
+
+@triton.jit
+def _widened(codes, scales, GPU: tl.constexpr):
+    """Return e4m3 codes [R, C] times the powers of two of their groups, the bits of float32 [R, C / 128]; bfloat16 on a GPU."""
+    # Reference: Fp8Latent.unpack.  Exponent and mantissa four bits up are a bfloat16 of 2^-120 times the value.
+    grouped = tl.reshape(codes, (codes.shape[0], codes.shape[1] // 128, 128))
+    if GPU:  # not pure: the compiler else widens them once for each product
+        factor = (scales >> 16).to(tl.int16)[:, :, None]
+        wide = tl.inline_asm_elementwise(_WIDEN, "=r,=r,r,r,r", [grouped, factor], dtype=tl.bfloat16, is_pure=False, pack=4)
+    else:
+        bits = ((grouped.to(tl.int32) & 0x7F) << 20) | ((grouped.to(tl.int32) & 0x80) << 24)
+        factor = scales.to(tl.float32, bitcast=True)[:, :, None]
+        wide = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * factor
+    return tl.reshape(wide, codes.shape)
+
+
+@triton.jit
+def _locate(
+    piece, count, listed, memory, selected, grow, TOP_K: tl.constexpr, ROW: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Return pointers to a piece's rows, and which of them there are."""
+    # Reference: entry_addresses
+    at = piece * ROWS + tl.arange(0, ROWS)
+    live = at < count
+    if TOP_K > 0:
+        chosen = at < tl.where(listed, count, 0)
+        at = tl.where(chosen, tl.load(selected + at, mask=chosen, other=0), at)
+    if TOP_K == 0 and PLACES % ROWS == 0:
+        first = piece * ROWS
+        page = tl.load(grow + first // PLACES, mask=first < count, other=0).to(tl.int64)
+    else:
+        page = tl.load(grow + at // PLACES, mask=live, other=0).to(tl.int64)
+    return memory + (page * PLACES + at % PLACES) * ROW, live
+
+
+@triton.jit
+def _fetch(
+    data, live, LATENT: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, TAIL: tl.constexpr, FP8: tl.constexpr
+):  # fmt: skip
+    """Return the latents of a piece's rows, their scales, if they are codes, and the rotated channels."""
+    column = tl.arange(0, PADDED)[None, :]
+    pair = tl.arange(0, TAIL)[None, :]
+    inside = live[:, None] if LATENT == PADDED else live[:, None] & (column < LATENT)
+    turned = live[:, None] if ROPE == TAIL else live[:, None] & (pair < ROPE)
+    if FP8:
+        latents = tl.load(data[:, None] + column, mask=inside, other=0)
+        group = tl.arange(0, PADDED // 128)[None, :]
+        scales = (data + LATENT).to(tl.pointer_type(tl.int32))[:, None] + group
+        scales = tl.load(scales, mask=live[:, None] & (group < LATENT // 128), other=0)
+        tails = tl.load((data + LATENT + LATENT // 32).to(tl.pointer_type(tl.bfloat16))[:, None] + pair, mask=turned, other=0.0)
+    else:
+        latents = tl.load(data[:, None] + column, mask=inside, other=0.0)
+        scales = 0
+        tails = tl.load(data[:, None] + LATENT + pair, mask=turned, other=0.0)
+    return latents, scales, tails
+
+
+@triton.jit
+def _logits(q0, q1, k0, k1, always, SWAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the products of queries and rows, [H, R] or, swapped, [R, H]; ``always`` is true."""
+    if SWAP:
+        logits = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
+        logits = tl.dot(k1, tl.trans(q1), logits, input_precision=PRECISION)
+    else:
+        # A product that the compiler sees going into another one is computed by each group of four warps as a whole. A branch
+        # hides that it does, so that the groups share it.
+        if always:
+            logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+            more = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+        else:
+            logits = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+            more = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+        logits += more
+    return logits
+
+
+@triton.jit(do_not_specialize=["columns", "begin"])
+def _attend_kernel(
+    query, q, memory, selected, positions, sequences, grow, out, stats, columns, scale, begin,
+    H: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, TAIL: tl.constexpr,
+    ROW: tl.constexpr, PLACES: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    SWAP: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    FLOAT32: tl.constexpr = query.dtype.element_ty == tl.float32
+    PRECISION: tl.constexpr = "tf32x3" if FLOAT32 else "tf32"
+    AXIS: tl.constexpr = 0 if SWAP else 1
+    BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
+    split = tl.program_id(1)
+    of_step = begin + token
+    count = tl.load(positions + of_step) + 1
+    listed = count > TOP_K
+    if TOP_K > 0:
+        count = tl.minimum(count, TOP_K)
+    pieces = (count + ROWS - 1) // ROWS
+    if SPLITS > 1:  # noqa: SIM102  decided when compiled; the other when run
+        if split >= pieces:
+            return
+    grow += tl.load(sequences + of_step).to(tl.int64) * columns
+    selected += of_step * TOP_K
+    at = token * H + head[:, None]
+    inside = (head < H)[:, None]
+    column = tl.arange(0, PADDED)[None, :]
+    pair = tl.arange(0, TAIL)[None, :]
+    valued = inside & (column < LATENT)
+    q0 = tl.load(query + at * LATENT + column, mask=valued, other=0.0)
+    q1 = tl.load(q + (of_step * H + head[:, None]) * (NOPE + ROPE) + NOPE + pair, mask=inside & (pair < ROPE), other=0.0)
+    if not GPU:
+        q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
+    acc = tl.zeros((PADDED, HEADS) if SWAP else (HEADS, PADDED), tl.float32)
+    peak = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    data, live = _locate(split, count, listed, memory, selected, grow, TOP_K, ROW, PLACES, ROWS)
+    for piece in tl.range(split, pieces, SPLITS, num_stages=STAGES):
+        latents, scales, k1 = _fetch(data, live, LATENT, PADDED, ROPE, TAIL, FP8)
+        data, live = _locate(piece + SPLITS, count, listed, memory, selected, grow, TOP_K, ROW, PLACES, ROWS)
+        k0 = _widened(latents, scales, GPU) if FP8 else latents
+        if not GPU:
+            k0, k1 = k0.to(tl.float32), k1.to(tl.float32)
+        logits = _logits(q0, q1, k0, k1, piece < pieces, SWAP, PRECISION) * scale
+        # Reference: sparse_attention, one block; exponentials of two instead of e.
+        row = tl.arange(0, ROWS) < count - piece * ROWS
+        logits = tl.where(row[:, None] if SWAP else row[None, :], logits, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(logits, AXIS))
+        shrink = tl.exp2(peak - new_peak)
+        p = tl.exp2(logits - (new_peak[None, :] if SWAP else new_peak[:, None]))
+        total = total * shrink + tl.sum(p, AXIS)
+        p = narrowed(p, FLOAT32, GPU)
+        if SWAP:
+            acc = tl.dot(tl.trans(k0), p, acc * shrink[None, :], input_precision=PRECISION)
+        else:
+            acc = tl.dot(p, k0, acc * shrink[:, None], input_precision=PRECISION)
+        peak = new_peak
+
+    if SWAP:
+        acc = tl.trans(acc)
+    if SPLITS > 1:
+        place = split * (tl.num_programs(0) // BLOCKS).to(tl.int64) * H
+        tl.store(out + (place + at) * LATENT + column, acc, mask=valued)
+        stat = stats + (place + token * H + head) * 2
+        tl.store(stat, peak, mask=head < H)
+        tl.store(stat + 1, total, mask=head < H)
+    else:
+        o = narrowed(acc / tl.where(total > 0.0, total, 1.0)[:, None], FLOAT32, GPU)  # zeros of padding, which has no rows
+        tl.store(out + at * LATENT + column, o.to(out.dtype.element_ty), mask=valued)
+
+
+@triton.jit(do_not_specialize=["begin"])
+def _merge_kernel(
+    parts, stats, positions, out, begin,
+    H: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    FLOAT32: tl.constexpr = out.dtype.element_ty == tl.float32
+    at = tl.program_id(0).to(tl.int64)  # token and head
+    stride = tl.num_programs(0).to(tl.int64)
+    count = tl.load(positions + begin + at // H) + 1
+    if TOP_K > 0:
+        count = tl.minimum(count, TOP_K)
+    used = tl.minimum((count + ROWS - 1) // ROWS, SPLITS)
+    column = tl.arange(0, PADDED)[None, :]
+    every = tl.arange(0, SPLITS)
+    stat = stats + (every * stride + at) * 2
+    peaks = tl.load(stat, mask=every < used, other=-1e30)
+    totals = tl.load(stat + 1, mask=every < used, other=0.0)
+    peak = tl.max(peaks)
+    total = tl.sum(totals * tl.exp2(peaks - peak))
+    acc = tl.zeros((PADDED,), tl.float32)
+    for chunk in tl.range(0, used, CHUNK, num_stages=1):
+        number = chunk + tl.arange(0, CHUNK)
+        place = number * stride + at
+        weight = tl.exp2(tl.load(stats + place * 2, mask=number < used, other=float("-inf")) - peak)
+        part = tl.load(parts + place[:, None] * LATENT + column, mask=(number < used)[:, None] & (column < LATENT), other=0.0)
+        acc += tl.sum(part * weight[:, None], 0)
+    o = narrowed(acc / tl.where(total > 0.0, total, 1.0), FLOAT32, GPU)[None, :]
+    tl.store(out + at * LATENT + column, o.to(out.dtype.element_ty), mask=column < LATENT)
+
+
+def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int = 0) -> Tensor:
+    """Return the weighted sums of latents [N, H, L] for queries in the space of latents, [N, H, L]; zeros for padding.
+
+    Args:
+        given: The step.
+        query_THL: Of its tokens from number ``begin`` on.
+        begin: See ``query_THL``.
+    """
+    (tokens, heads, latent), rows, paging, q = query_THL.shape, given.rows, given.paging, given.q_THC
+    memory, splits, device = memory_of(rows), paging.splits, q.device
+    row, fp8 = _row_elements(rows.format, memory, rows.rows_per_page)
+    assert q.is_contiguous() and query_THL.is_contiguous() and (fp8 or memory.dtype == q.dtype), (q.dtype, memory.dtype)
+    assert not (fp8 and q.dtype == torch.float32), "FP8 rows are widened to bfloat16"
+    assert given.selected_TK is None or given.selected_TK.is_contiguous()
+    tile = _tile_for(heads, fp8, q.element_size(), capability_of(device))
+    top_k = 0 if given.selected_TK is None else given.selected_TK.shape[1]
+    layer = {
+        "H": heads, "LATENT": latent, "PADDED": max(16, triton.next_power_of_2(latent)), "TOP_K": top_k, "SPLITS": splits,
+        "ROWS": tile.rows, "GPU": on_gpu(device),
+    }  # fmt: skip
+    out = torch.empty_like(query_THL)
+    parts = stats = out
+    if splits > 1:
+        parts = torch.empty(splits, tokens, heads, latent, dtype=torch.float32, device=device)
+        stats = torch.empty(splits, tokens, heads, 2, dtype=torch.float32, device=device)
+    selected = paging.positions_T if given.selected_TK is None else given.selected_TK
+    tables = (paging.positions_T, paging.sequence_T, paging.grow_SP)
+    _attend_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](
+        query_THL, q, memory, selected, *tables, parts, stats, paging.grow_SP.stride(0), given.scale * LOG2_E, begin,
+        **layer, NOPE=given.nope, ROPE=given.rope, TAIL=max(16, triton.next_power_of_2(given.rope)), ROW=row,
+        PLACES=rows.rows_per_page, HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages, FP8=fp8,
+        num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(tokens * heads,)](
+            parts, stats, paging.positions_T, out, begin, **layer, CHUNK=min(_CHUNK, splits),
+            num_warps=4, num_stages=1, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out

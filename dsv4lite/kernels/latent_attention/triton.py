@@ -1,0 +1,90 @@
+"""Kernels of ``latent_attention``: products of each head's own matrix, around attention in either form."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.latent_attention import ROUND_TOKENS, LatentAttentionInputs
+from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed
+from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected
+from dsv4lite.kernels.rows.packed import narrowed
+
+_MANY_TOKENS = 64  # above, larger tiles, if any order of summation will do
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _by_head_kernel(
+    x, w, out, tokens, x_token, x_head,
+    H: tl.constexpr, N: tl.constexpr, K: tl.constexpr, W_HEAD: tl.constexpr, W_OUT: tl.constexpr, W_IN: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    # Reference: by_head
+    PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    head = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(2) * BN + tl.arange(0, BN)
+    here = (t < tokens)[:, None]
+    x += head * x_head + t[:, None] * x_token
+    w += head * W_HEAD + tl.minimum(n, N - 1)[:, None] * W_OUT
+    acc = tl.zeros((BN, BT), tl.float32)
+    for begin in tl.range(0, K, BK, num_stages=2):
+        k = begin + tl.arange(0, BK)[None, :]
+        a = tl.load(x + k, mask=here & (k < K), other=0.0)
+        b = tl.load(w + k * W_IN, mask=k < K, other=0.0)
+        if not GPU:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        acc = tl.dot(b, tl.trans(a), acc, input_precision=PRECISION)
+    y = tl.trans(acc)
+    tl.store(out + (t[:, None] * H + head) * N + n[None, :], _rounded(y, out, GPU), mask=here & (n < N)[None, :])
+
+
+@triton.jit
+def _rounded(y, out, GPU: tl.constexpr):
+    return narrowed(y, out.dtype.element_ty == tl.float32, GPU).to(out.dtype.element_ty)
+
+
+def by_head_triton(x_THK: Tensor, w_HNK: Tensor, *, any_order: bool, out: Tensor | None = None) -> Tensor:
+    """Return each head's ``x @ W.T`` [T, H, N] in the dtype of ``x``, in ``out`` if given; weights may have any strides."""
+    (tokens, heads, inputs), outs = x_THK.shape, w_HNK.shape[1]
+    assert x_THK.stride(2) == 1 and x_THK.dtype == w_HNK.dtype and w_HNK.shape == (heads, outs, inputs), (x_THK.shape, w_HNK.shape)
+    if out is None:
+        out = torch.empty(tokens, heads, outs, dtype=x_THK.dtype, device=x_THK.device)
+    assert out.is_contiguous() and out.shape == (tokens, heads, outs), out.shape
+    many = any_order and tokens > _MANY_TOKENS and x_THK.element_size() == 2
+    bt, bn = (64, 128) if many else (16, 64)
+    _by_head_kernel[(triton.cdiv(tokens, bt), heads, triton.cdiv(outs, bn))](
+        x_THK, w_HNK, out, tokens, x_THK.stride(0), x_THK.stride(1),
+        H=heads, N=outs, K=inputs, W_HEAD=w_HNK.stride(0), W_OUT=w_HNK.stride(1), W_IN=w_HNK.stride(2),
+        BT=bt, BN=bn, BK=min(64 if many or x_THK.element_size() == 4 else 128, max(16, triton.next_power_of_2(inputs))),
+        GPU=on_gpu(out.device), num_warps=8 if many else 4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return out
+
+
+def latent_attention_triton(given: LatentAttentionInputs) -> Tensor:
+    """See ``latent_attention.latent_attention``; sequences whose places only the device knows take the absorbed form."""
+    q_THC, up_HCL, nope, paging = given.q_THC.contiguous(), given.up_HCL, given.nope, given.paging
+    assert q_THC.dtype in (torch.bfloat16, torch.float32), q_THC.dtype
+    given = given._replace(q_THC=q_THC)
+    out_THV = torch.empty(*q_THC.shape[:2], up_HCL.shape[1] - nope, dtype=q_THC.dtype, device=q_THC.device)
+    projected = [] if paging.host_spans is None else given.projected
+    if projected:
+        attend_projected(given, projected, out_THV)
+    # What the other sequences and padding have, between those.
+    begin = 0
+    for first, new, _ in (*(paging.spans()[sequence] for sequence in projected), (len(q_THC), 0, 0)):
+        for start in range(begin, first, ROUND_TOKENS):
+            _attend(given, out_THV, slice(start, min(start + ROUND_TOKENS, first)))
+        begin = first + new
+    return out_THV
+
+
+def _attend(given: LatentAttentionInputs, out_THV: Tensor, part: slice) -> None:
+    """Write the results of some tokens, in the absorbed form."""
+    up_HCL, nope, any_order = given.up_HCL, given.nope, given.any_order
+    query_THL = by_head_triton(given.q_THC[part, :, :nope], up_HCL[:, :nope].transpose(1, 2), any_order=any_order)
+    by_head_triton(attend_absorbed(given, query_THL, part.start), up_HCL[:, nope:], any_order=any_order, out=out_THV[part])

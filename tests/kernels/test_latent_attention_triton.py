@@ -1,0 +1,187 @@
+"""Kernels of latent attention against the reference, on shuffled pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from dsv4lite.kernels.latent_attention import LatentAttentionInputs, by_head, latent_attention, projected_rows, splits_of
+from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed
+from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected, plan_rounds
+from dsv4lite.kernels.latent_attention.triton import by_head_triton
+from dsv4lite.kernels.rows import Fp8Latent, RowFormat, UnquantizedRow
+from tests.kernels.paged import GROW, fill_store, make_paging, pages_of
+from tests.kernels.tensors import DEVICE, ON_GPU, kernel_test, launch, random
+
+BF16, FLOAT32 = torch.bfloat16, torch.float32
+# Heads, nope, value, and rows.
+Layer = tuple[int, int, int, RowFormat]
+LAYERS: list[Layer] = [
+    (3, 16, 12, UnquantizedRow(32 + 8, FLOAT32)),
+    (17, 16, 20, UnquantizedRow(48 + 16, BF16)),
+    (3, 16, 12, Fp8Latent(256, 16)),
+]
+if ON_GPU:
+    LAYERS += [(16, 128, 128, UnquantizedRow(512 + 64, dtype)) for dtype in (BF16, FLOAT32)]
+    LAYERS += [(heads, 128, 128, UnquantizedRow(512 + 64, BF16)) for heads in (64, 128)]
+    LAYERS += [(heads, 128, 128, Fp8Latent(512, 64)) for heads in (8, 16, 32, 64, 128)]
+DECODES = [(0, 1), (63, 1), (256, 1), (300, 1)]
+VERIFY = [(0, 2), (61, 4), (254, 2)]
+if ON_GPU:
+    DECODES += [(62, 1), (255, 1), (3000, 1), (4095, 1)]
+    VERIFY += [(700, 8)]
+
+
+def rope_of(fmt: RowFormat) -> int:
+    return fmt.rope if isinstance(fmt, Fp8Latent) else {40: 8, 64: 16, 576: 64}[fmt.width]
+
+
+def inputs(
+    layer: Layer, steps: list[tuple[int, int]], *, splits: int = 1, top_k: int = 0, padding: int = 0
+) -> LatentAttentionInputs:
+    heads, nope, value, fmt = layer
+    rope, dtype = rope_of(fmt), fmt.dtype if isinstance(fmt, UnquantizedRow) else BF16
+    latent = fmt.width - rope
+    paging = replace(make_paging(steps, DEVICE, padding=padding), splits=splits)
+    tokens = len(paging.positions_T)
+    selected: Tensor | None = None
+    if top_k:
+        scores = random(tokens, 8192, seed=3).masked_fill(torch.arange(8192, device=DEVICE) > paging.positions_T[:, None], -1e9)
+        selected = scores.topk(top_k).indices.sort(-1).values.int()
+    return LatentAttentionInputs(
+        random(tokens, heads, nope + rope, seed=1, scale=0.3).to(dtype),
+        fill_store(fmt, pages_of(paging.grow_SP), GROW, DEVICE),
+        paging,
+        random(heads, nope + value, latent, seed=2, scale=latent**-0.5).to(dtype),
+        rope,
+        (nope + rope) ** -0.5,
+        selected,
+    )
+
+
+def check(given: LatentAttentionInputs) -> Tensor:
+    got, wanted = launch(latent_attention, given), latent_attention.reference(given)
+    assert got.shape == wanted.shape and got.dtype == wanted.dtype
+    bound = 2**-6 if got.dtype == BF16 else 2**-13
+    assert ((got.float() - wanted.float()).abs() <= bound * wanted.float().abs().amax(-1, keepdim=True)).all()
+    return got
+
+
+@kernel_test
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decode_agrees(layer: Layer, splits: int) -> None:
+    check(inputs(layer, DECODES, splits=splits))
+
+
+@kernel_test
+@pytest.mark.parametrize("layer", LAYERS if ON_GPU else LAYERS[1:3], ids=str)
+@pytest.mark.parametrize("top_k", [0, 100])
+def test_several_tokens_of_a_sequence_and_padding_agree(layer: Layer, top_k: int) -> None:
+    got = check(inputs(layer, VERIFY, splits=8, top_k=top_k, padding=3))
+    assert got[-3:].eq(0).all() and got[:-3].float().abs().amax((1, 2)).min() > 0
+
+
+@kernel_test
+@pytest.mark.parametrize("layer", LAYERS if ON_GPU else LAYERS[:2], ids=str)
+def test_selections_agree_without_splits(layer: Layer) -> None:
+    got = check(inputs(layer, [(0, 2), (98, 3), (300, 1)], top_k=100, padding=1))
+    assert got[-1:].eq(0).all()
+
+
+PREFILLS = [[(0, 130)], [(0, 1), (70, 1), (0, 70), (3, 2), (100, 66), (5, 1)]]
+if ON_GPU:
+    PREFILLS += [[(3000, 1), (0, 1000), (1500, 700), (2, 1), (0, 129), (4000, 3), (77, 400), (0, 2)]]
+
+
+@kernel_test
+@pytest.mark.parametrize("layer", LAYERS if ON_GPU else LAYERS[:1], ids=str)
+@pytest.mark.parametrize("chunk", [None, 100])
+@pytest.mark.parametrize("steps", PREFILLS, ids=len)
+def test_prefill_agrees(layer: Layer, chunk: int | None, steps: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in one round, or in several, which begin inside of sequences; single tokens between prompts are absorbed."""
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention._FLOPS_PER_BYTE", 0)  # small layers else are never up-projected
+    given = inputs(layer, steps, padding=2)._replace(any_order=True, chunk_rows=chunk)
+    paging = replace(given.paging, host_spans=tuple(given.paging.spans()))
+    given = given._replace(paging=paging)
+    assert given.projected and (len(steps) == 1 or len(given.projected) < len(steps))
+    got, out = check(given), torch.full_like(given.q_THC[..., : layer[2]], float("nan"))
+    assert got[-2:].eq(0).all()
+    attend_projected(given, given.projected, out)
+    found = ~out.isnan().all(-1).all(-1)
+    assert torch.equal(out[found], got[found]) and found.sum() == sum(steps[sequence][1] for sequence in given.projected)
+
+
+def test_rounds_take_all_rows_once_and_blocks_see_those_before_them() -> None:
+    steps = [(0, 70), (100, 66)]
+    given = inputs(LAYERS[0], steps)._replace(any_order=True, chunk_rows=100)
+    rounds = plan_rounds(given, [0, 1], 64)
+    assert [len(addresses) for addresses, _ in rounds] == [100, 100, 36]
+    table = given.paging.grow_SP.long()
+    wanted = [int(table[s, p // GROW]) * GROW + p % GROW for s, (first, new) in enumerate(steps) for p in range(first + new)]
+    assert torch.cat([addresses for addresses, _ in rounds]).tolist() == wanted
+    blocks = [[tuple(block) for block in found.tolist()] for _, found in rounds]
+    assert blocks[0][:2] == [(0, 64, 0, 0, 70, 0, 0, 1), (64, 6, 64, 0, 70, 0, 0, 1)]
+    assert blocks[0][2:] == [(70, 64, 100, 0, 30, 70, 0, 0), (134, 2, 164, 0, 30, 70, 0, 0)]
+    assert blocks[1] == [(70, 64, 100, 30, 100, 0, 1, 0), (134, 2, 164, 30, 100, 0, 1, 0)]
+    assert blocks[2] == [(70, 64, 100, 130, 36, 0, 1, 1), (134, 2, 164, 130, 36, 0, 1, 1)]
+
+
+def test_rounds_of_kernels_are_bounded() -> None:
+    assert (
+        projected_rows(128, 256, 2) == 4096 and projected_rows(16, 256, 2) == 32768 and projected_rows(1 << 10, 1 << 10, 4) == 1024
+    )
+
+
+@kernel_test
+def test_no_tokens() -> None:
+    assert check(inputs(LAYERS[0], [])).shape == (0, 3, 12)
+
+
+@kernel_test
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_token_has_the_same_bits_beside_others(splits: int) -> None:
+    layer = LAYERS[-1]
+    together = launch(latent_attention, inputs(layer, DECODES, splits=splits))
+    for row in (0, 3):
+        given = inputs(layer, DECODES, splits=splits)
+        paging = replace(
+            given.paging, positions_T=given.paging.positions_T[row : row + 1], sequence_T=given.paging.sequence_T[row : row + 1]
+        )
+        alone = launch(latent_attention, given._replace(q_THC=given.q_THC[row : row + 1], paging=paging))
+        assert torch.equal(alone[0], together[row])
+
+
+@kernel_test
+@pytest.mark.parametrize(("tokens", "any_order"), [(1, False), (17, False), (65, True)])
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_products_of_each_head_take_weights_of_any_strides(tokens: int, any_order: bool, dtype: torch.dtype) -> None:
+    x, w = random(tokens, 2, 40, seed=1).to(dtype)[..., :24], random(2, 24, 70, seed=2).to(dtype).transpose(1, 2)
+    got, wanted = by_head_triton(x, w, any_order=any_order), by_head(x.double(), w.double(), None)
+    assert (got - wanted).abs().max() <= (2**-7 if dtype == BF16 else 2**-18) * wanted.abs().max()
+
+
+@kernel_test
+@pytest.mark.parametrize("splits", [1, 2])
+def test_without_a_query_results_are_mean_latents(splits: int) -> None:
+    given = inputs(LAYERS[0], [(0, 2), (299, 1)], splits=splits)
+    given = given._replace(q_THC=torch.zeros_like(given.q_THC))
+    got = attend_absorbed(given, torch.zeros(3, 3, 32, device=DEVICE))
+    for row, sequence, count in ((0, 0, 1), (1, 0, 2), (2, 1, 300)):
+        at = torch.arange(count, device=DEVICE)
+        latents = given.rows.read(given.paging.grow_SP[sequence].long()[at // GROW] * GROW + at % GROW, FLOAT32)[:, :32]
+        torch.testing.assert_close(got[row], latents.mean(0).expand(3, -1), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 128])
+def test_splits_fill_a_chip_and_no_more(heads: int) -> None:
+    blocks = 1 if heads <= 16 else 2
+    for tokens in range(1, 600):
+        splits = splits_of(tokens, heads)
+        assert splits & (splits - 1) == 0 and (splits == 1 or tokens * blocks * splits <= 264)
+        assert splits == 64 or tokens * blocks * splits * 2 > 264
