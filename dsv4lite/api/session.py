@@ -487,9 +487,11 @@ class Session:
 
     def load(self, update: Update, source: WeightSource) -> Future[None]:
         """Give a source's tensors to the engine, in a thread of its own: the source may take long, or hang."""
-        engine, future = self.engine("load", *STARTED), Future[None]()
-        if self._update is not update or update.ended:
-            raise EngineStateError("load: this update is not open; load inside its block", state=self.phase.value)
+        self.require_process("load")
+        with self._lock:
+            engine, future = self._engine_in("load", *STARTED), Future[None]()
+            if self._update is not update or update.ended:
+                raise EngineStateError("load: this update is not open; load inside its block", state=self.phase.value)
 
         def run() -> None:
             try:

@@ -38,8 +38,7 @@ class Op(Generic[P, R]):
 
     def launches(self, *args: P.args, **kwargs: P.kwargs) -> bool:
         """Return whether a call with these arguments runs the kernel."""
-        suits = self._suits is None or self._suits(*args, **kwargs)
-        return suits and use_triton(*args, *kwargs.values())
+        return use_triton(*args, *kwargs.values()) and (self._suits is None or self._suits(*args, **kwargs))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self.launches(*args, **kwargs):

@@ -238,7 +238,7 @@ class GrammarMatcher:
         self._compiler = compiler
         self._matcher = matcher
         self._ended = ended
-        """Whether end-of-sequence was accepted. llguidance never sees it: its rollback counts it only where text could follow."""
+        """Whether end-of-sequence was accepted; llguidance never sees it."""
 
     def mask(self) -> torch.Tensor:
         """Return which tokens may come next, bool [vocab_size] on the CPU; never all false.
@@ -276,15 +276,6 @@ class GrammarMatcher:
     def is_terminated(self) -> bool:
         """Return whether the text is complete and nothing but end-of-sequence can follow."""
         return self._ended or self._matcher.is_stopped()
-
-    def rollback(self, n: int) -> None:
-        """Take back the last ``n`` accepted tokens."""
-        if n > 0 and self._ended:
-            self._ended = False
-            n -= 1
-        if n > 0:
-            self._matcher.rollback(n)
-            self._check()
 
     def copy(self) -> GrammarMatcher:
         """Return an independent matcher at the same place."""

@@ -387,7 +387,7 @@ def linear(
     dtype, weight, tile = dtype or x_TK.dtype, matrix.weight, matrix.row_tile
     if matrix.scale is None:
         x_TK = round_fp8(x_TK, ACTIVATION_GROUP) if matrix.rounds_input else x_TK
-        return float_linear(x_TK[:, None], weight[None], dtype, tile, out=None if out is None else out[:, None])[:, 0]
+        return float_linear(x_TK, weight, dtype, tile, out=out)
     result = rounded_linear(*(rounded or quantize_fp8(x_TK, ACTIVATION_GROUP)), matrix, dtype)
     return result if out is None else out.copy_(result)
 
@@ -403,7 +403,7 @@ def rounded_linear(codes: Tensor, scales: Tensor | None, matrix: Matrix, dtype: 
     """
     if matrix.scale is None:
         x_TK = codes if scales is None else dequantize_fp8(codes, scales, ACTIVATION_GROUP).to(dtype)
-        return float_linear(x_TK[:, None], matrix.weight[None], dtype, matrix.row_tile)[:, 0, :rows]
+        return float_linear(x_TK, matrix.weight, dtype, matrix.row_tile)[:, :rows]
     assert matrix.rounds_input and scales is not None
     count = len(matrix.weight) if rows is None or matrix.row_tile is not None else rows
     blocks = -(-count // scale_rows(matrix.weight, matrix.scale))

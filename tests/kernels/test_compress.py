@@ -174,8 +174,8 @@ def test_segments_name_places_groups_and_boundaries() -> None:
     s = make_segments([Span(2, 7), Span(7, 1, 7), Span(4, 4, 8)], 4)
     # positions 2 3 | 4 5 6 7 | 8      7      4 5 6 7
     assert s.sequence_G.tolist() == [0, 0, 0, 1, 2]
-    assert s.first_G.tolist() == [True, False, False, True, True]
-    assert s.last_S.tolist() == [2, 3, 4] and s.open_S.tolist() == [True, False, False]
+    assert s.first_G11.flatten().tolist() == [True, False, False, True, True]
+    assert s.last_S.tolist() == [2, 3, 4] and s.open_S11.flatten().tolist() == [True, False, False]
     assert s.closed_E.tolist() == [0, 1, 3, 4] and s.positions_E.tolist() == [0, 4, 4, 4]
     assert s.missing_GL is not None
     rows = [row[~gone].tolist() for row, gone in zip(s.tokens_GL, s.missing_GL, strict=True)]

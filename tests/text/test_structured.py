@@ -418,37 +418,7 @@ def test_lark_grammar_nests(compiler: GrammarCompiler) -> None:
     assert advance(matcher, ")").is_terminated()
 
 
-# ---- rollback, copies, cache ----
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10**6), st.data())
-def test_rollback_returns_to_an_earlier_place(compiler: GrammarCompiler, seed: int, data: st.DataObject) -> None:
-    matcher, draw = start(compiler, StructuredOutputs(regex="(ab|c)*x?")), random.Random(seed)
-    places = [matcher.copy()]
-    for _ in range(6):
-        if places[-1].mask()[EOS] and draw.random() < 0.3:
-            matcher.accept(EOS)
-            places.append(matcher.copy())
-            break
-        following = [id for id in matcher.mask().nonzero().flatten().tolist() if id != EOS]
-        if not following:
-            break
-        matcher.accept(draw.choice(following))
-        places.append(matcher.copy())
-    steps = data.draw(st.integers(0, len(places) - 1))
-    matcher.rollback(steps)
-    assert same_place(matcher, places[len(places) - 1 - steps])
-
-
-def test_rollback_over_the_end_of_a_finished_text(compiler: GrammarCompiler) -> None:
-    matcher = advance(start(compiler, StructuredOutputs(regex="ab")), "a")
-    middle = matcher.copy()
-    advance(matcher, "b").accept(EOS)
-    matcher.rollback(1)
-    assert matcher.mask()[EOS]
-    matcher.rollback(1)
-    assert same_place(matcher, middle)
+# ---- copies, cache ----
 
 
 def test_copies_are_independent(compiler: GrammarCompiler) -> None:

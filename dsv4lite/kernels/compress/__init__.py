@@ -41,20 +41,20 @@ class Segments(NamedTuple):
     Attributes:
         tokens_GL: int64, batch rows of each segment's tokens, in order; what is missing at the end repeats a valid row.
         missing_GL: bool, those places; ``None`` if there are none.
-        first_G: bool, the sequence's first segment, which continues from its compressor state.
+        first_G11: bool, the sequence's first segment, which continues from its compressor state.
         sequence_G: int64, index of the sequence in the step.
         last_S: int64, each sequence's last segment.
-        open_S: bool, whether that segment's group remains unfinished.
+        open_S11: bool, whether that segment's group remains unfinished.
         closed_E: int64, segments whose group closes and whose entry is wanted, one each.
         positions_E: int64, position of the first token of each closed group.
     """
 
     tokens_GL: Tensor
     missing_GL: Tensor | None
-    first_G: Tensor
+    first_G11: Tensor
     sequence_G: Tensor
     last_S: Tensor
-    open_S: Tensor
+    open_S11: Tensor
     closed_E: Tensor
     positions_E: Tensor
 
@@ -101,10 +101,10 @@ def make_segments(spans: Sequence[Span], ratio: int, device: torch.device | None
     return Segments(
         tokens_GL=ints(rows)[:, None] + torch.minimum(place_L, size_G1 - 1),
         missing_GL=place_L >= size_G1 if min(sizes) < longest else None,
-        first_G=torch.tensor(first, dtype=torch.bool, device=device),
+        first_G11=torch.tensor(first, dtype=torch.bool, device=device)[:, None, None],
         sequence_G=ints(sequences),
         last_S=ints(last),
-        open_S=torch.tensor(is_open, dtype=torch.bool, device=device),
+        open_S11=torch.tensor(is_open, dtype=torch.bool, device=device)[:, None, None],
         closed_E=ints(closed),
         positions_E=ints(positions),
     )
@@ -144,18 +144,16 @@ def compress(values_TK: Tensor, scores_TK: Tensor, state_SA3C: Tensor, segments:
     scores, values = scores_TK[segments.tokens_GL], values_TK[segments.tokens_GL]
     if segments.missing_GL is not None:
         scores = scores.masked_fill(segments.missing_GL[..., None], float("-inf"))
-    width = state_SA3C.shape[-1]
-    started = segments.first_G[:, None, None]
+    width, started, is_open = state_SA3C.shape[-1], segments.first_G11, segments.open_S11
     state_GA3C = state_SA3C[segments.sequence_G]
     fresh = empty_state(1, width, device=values_TK.device)
     if state_SA3C.shape[1] == 1:
         done = _accumulate(torch.where(started, state_GA3C[:, 0], fresh), scores, values)
-        after = torch.where(segments.open_S[:, None, None], done[segments.last_S], fresh)[:, None]
+        after = torch.where(is_open, done[segments.last_S], fresh)[:, None]
     else:
         lower = _accumulate(torch.where(started, state_GA3C[:, 1], fresh), scores[..., :width], values[..., :width])
         previous = torch.cat([fresh, lower[:-1]])
         done = _accumulate(torch.where(started, state_GA3C[:, 0], previous), scores[..., width:], values[..., width:])
-        is_open = segments.open_S[:, None, None]
         last_lower = lower[segments.last_S]
         after = torch.stack([torch.where(is_open, done[segments.last_S], last_lower), torch.where(is_open, last_lower, fresh)], 1)
     closed = done[segments.closed_E]
@@ -234,6 +232,15 @@ class _Prefixes(NamedTuple):
 
 def _prefixes(paging: Paging, ratio: int) -> _Prefixes | None:
     """Work out ``_Prefixes``; ``None`` if a step is all padding."""
+    spans, places_P4 = paging.once("prefixes", lambda: _spans(paging))
+    if not spans:
+        return None
+    segments = make_segments(spans, ratio, paging.positions_T.device)
+    return _Prefixes(segments, paging.positions_T.long() % ratio, *places_P4.unbind(1))
+
+
+def _spans(paging: Paging) -> tuple[list[Span], Tensor]:
+    """Return the prefixes of a step's spans, and their ``owner_P``, ``slots_P``, ``from_P`` and ``to_P`` [P, 4]."""
     spans, places = [], []
     fields = (paging.first_S, paging.lens_S, paging.rows_S, paging.drafts_S, paging.slots_S, paging.state_copy_S)
     for sequence, (start, tokens, row, drafts, slot, copy) in enumerate(zip(*(field.tolist() for field in fields), strict=True)):
@@ -241,11 +248,4 @@ def _prefixes(paging: Paging, ratio: int) -> _Prefixes | None:
             for kept in range(drafts + 1):
                 spans.append(Span(start, tokens - drafts + kept, row, whole=kept == drafts))
                 places.append((sequence, slot, copy, kept))
-    if not spans:
-        return None
-    device = paging.positions_T.device
-    return _Prefixes(
-        make_segments(spans, ratio, device),
-        paging.positions_T.long() % ratio,
-        *torch.tensor(places, dtype=torch.int64, device=device).unbind(1),
-    )
+    return spans, torch.tensor(places, dtype=torch.int64, device=paging.positions_T.device)

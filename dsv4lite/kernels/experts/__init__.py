@@ -324,8 +324,7 @@ def _unquantized_expert(given: ExpertInputs) -> tuple[Tensor, Expert]:
 def sum_experts(parts: ExpertSum) -> Tensor:
     """Return the sum, [T, D] in the dtype of the shared expert's result, or float32 without that."""
     found_TK1 = (parts.slots_TK < parts.experts)[..., None]
-    outputs = torch.where(found_TK1, parts.outputs_TKD, 0.0).float()
-    total = outputs[:, 0]
-    for k in range(1, outputs.shape[1]):
-        total = total + outputs[:, k]
+    total, *others = torch.where(found_TK1, parts.outputs_TKD, 0.0).float().unbind(1)
+    for output in others:
+        total = total + output
     return total if parts.shared_TD is None else (total + parts.shared_TD.float()).to(parts.shared_TD.dtype)

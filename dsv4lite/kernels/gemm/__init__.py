@@ -131,26 +131,27 @@ def fp8_weight_linear_quantize(
     return quantize_fp8(fp8_weight_linear(x_MGK, w_codes, w_scales, row_tile).flatten(1), FP8_GROUP)
 
 
-@op("gemm.triton:float_linear_triton", suits=lambda x_MGK, w_GNK, *_, **__: _is_bf16(x_MGK) and _is_bf16(w_GNK))
-def float_linear(
-    x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int | None = None, *, out: Tensor | None = None
-) -> Tensor:
-    """Multiply each group's inputs by its weights, accumulated in float32 whatever the operands and the result.
+@op("gemm.triton:float_linear_triton", suits=lambda x, w, *_, **__: _is_bf16(x) and _is_bf16(w))
+def float_linear(x: Tensor, w: Tensor, dtype: torch.dtype, row_tile: int | None = None, *, out: Tensor | None = None) -> Tensor:
+    """Multiply inputs by weights, or each group's by its own, accumulated in float32 whatever the operands and the result.
 
     Args:
-        x_MGK: Float [M, G, K]; the kernel takes bfloat16.
-        w_GNK: Float [G, N, K]; the kernel takes bfloat16.
+        x: Float [M, K], or of groups [M, G, K]; the kernel takes bfloat16.
+        w: Float [N, K], or of groups [G, N, K]; the kernel takes bfloat16.
         dtype: Of the result.
         row_tile: As for ``fp8_linear``.
         out: Where the result is wanted, contiguous.
 
     Returns:
-        [M, G, N].
+        [M, N] or [M, G, N].
     """
     # The operands keep their dtype if it is that of the result; else float32 accumulates what is rounded once.
-    wide = w_GNK.dtype if w_GNK.dtype in (dtype, torch.float32) else torch.float32
-    products = [matmul_rows(x_MGK[:, g].to(wide), w_NK.to(wide), row_tile) for g, w_NK in enumerate(w_GNK)]
-    result = (products[0][:, None] if len(products) == 1 else torch.stack(products, 1)).to(dtype)
+    wide = w.dtype if w.dtype in (dtype, torch.float32) else torch.float32
+    x, w = x.to(wide), w.to(wide)
+    if w.dim() == 2:
+        result = matmul_rows(x, w, row_tile).to(dtype)
+    else:
+        result = torch.stack([matmul_rows(x[:, g], w_NK, row_tile) for g, w_NK in enumerate(w)], 1).to(dtype)
     return result if out is None else out.copy_(result)
 
 
@@ -174,4 +175,4 @@ def pair_linear(
         The product of quantized rows and weights in the dtype of ``x``, and the unquantized product in float32.
     """
     quantized = fp8_linear(x_codes, x_scales, w_codes, w_scales, x_MK.dtype, row_tile)
-    return quantized, float_linear(x_MK[:, None], w_NK[None], torch.float32, row_tile)[:, 0]
+    return quantized, float_linear(x_MK, w_NK, torch.float32, row_tile)

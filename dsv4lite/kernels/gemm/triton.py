@@ -382,9 +382,15 @@ def fp8_weight_linear_quantize_triton(
 
 
 def float_linear_triton(
-    x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int | None = None, *, out: Tensor | None = None
+    x: Tensor, w: Tensor, dtype: torch.dtype, row_tile: int | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     """See ``gemm.float_linear``."""
+    if w.dim() == 2:
+        return _grouped_linear(x[:, None], w[None], dtype, row_tile, None if out is None else out[:, None])[:, 0]
+    return _grouped_linear(x, w, dtype, row_tile, out)
+
+
+def _grouped_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int | None, out: Tensor | None) -> Tensor:
     if row_tile is None and len(x_MGK) > LIBRARY_ROWS:
         result = _library_linear(x_MGK, w_GNK, dtype)
         return result if out is None else out.copy_(result)
@@ -401,7 +407,7 @@ def pair_linear_triton(
     if row_tile is None and takes_pair(x_MK, w_codes, w_scales, w_NK):
         return pair_row(x_MK, x_codes, x_scales, w_codes, w_scales, w_NK)
     quantized = fp8_linear_triton(x_codes, x_scales, w_codes, w_scales, x_MK.dtype, row_tile)
-    return quantized, float_linear_triton(x_MK[:, None], w_NK[None], torch.float32, row_tile)[:, 0]
+    return quantized, float_linear_triton(x_MK, w_NK, torch.float32, row_tile)
 
 
 def widen_triton(w_codes: Tensor, w_scales: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class HcEntered(NamedTuple):
 
 def sigmoid(x: Tensor) -> Tensor:
     """Logistic function with the same bits wherever an element lies (torch.sigmoid's vector tail differs by an ulp)."""
-    return 1.0 / (1.0 + torch.exp(-x))
+    return (1.0 + torch.exp(-x)).reciprocal()
 
 
 def sinkhorn(mix_TNN: Tensor, iters: int, eps: float) -> Tensor:
@@ -118,11 +118,11 @@ def sinkhorn(mix_TNN: Tensor, iters: int, eps: float) -> Tensor:
     Written in scaling vectors, m_jk = a_jk / (r_j c_k): dividing by ``colsum + eps`` is c <- a^T (1/r) + eps c, exactly.
     """
     transposed = mix_TNN.transpose(1, 2).contiguous()
-    row = torch.ones_like(mix_TNN[..., :1])
-    col = torch.baddbmm(row, transposed, row, beta=eps)
-    for _ in range(iters - 1):
-        row = torch.baddbmm(row, mix_TNN, col.reciprocal(), beta=eps)
-        col = torch.baddbmm(col, transposed, row.reciprocal(), beta=eps)
+    ones = torch.ones_like(mix_TNN[..., :1])
+    row, col = ones.clone(), torch.baddbmm(ones, transposed, ones, beta=eps)
+    for _ in range(iters - 1):  # in place, which gradients allow: they need the reciprocals, not the vectors
+        row.baddbmm_(mix_TNN, col.reciprocal(), beta=eps)
+        col.baddbmm_(transposed, row.reciprocal(), beta=eps)
     return mix_TNN / (row * col.transpose(1, 2))
 
 
@@ -140,11 +140,11 @@ def hc_project(streams_TND: Tensor, fn: Tensor, norm_eps: float, row_tile: int |
 def hc_split(projected: Tensor, base: Tensor, scale: Tensor, iters: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``pre`` [T, N], ``post`` [T, N] and ``comb`` [T, N, N] from the projection [T, N (N + 2)], all float32."""
     n = round((1 + projected.shape[-1]) ** 0.5) - 1
-    parts = torch.tensor([n, n, n * n], dtype=torch.int64, device=projected.device)
-    scaled = projected * scale.repeat_interleave(parts) + base
-    gates = sigmoid(scaled[:, : 2 * n])
-    comb = scaled[:, 2 * n :].view(-1, n, n).softmax(-1) + eps
-    return gates[:, :n] + eps, 2 * gates[:, n:], sinkhorn(comb, iters, eps)
+    scale_of_row = torch.cat([scale, scale[2:].expand(n - 1)])[:, None]
+    scaled = projected.view(-1, n + 2, n) * scale_of_row + base.view(n + 2, n)
+    gates = sigmoid(scaled[:, :2])
+    comb = scaled[:, 2:].softmax(-1) + eps
+    return gates[:, 0] + eps, 2 * gates[:, 1], sinkhorn(comb, iters, eps)
 
 
 def weighted_sum(streams_TND: Tensor, weights_TN: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def whole(output: Output) -> Tensor:
 def hc_expand(output: Output, streams_TND: Tensor, mix: HcMix) -> Tensor:
     """Write a sub-layer's output into the streams, [T, N, D] in their dtype."""
     written = mix.post[..., None] * whole(output).float()[:, None]
-    return torch.baddbmm(written, mix.comb.transpose(1, 2), streams_TND.float()).to(streams_TND.dtype)
+    return written.baddbmm_(mix.comb.transpose(1, 2), streams_TND.float()).to(streams_TND.dtype)
 
 
 @op("hc.triton:hc_enter_triton")
