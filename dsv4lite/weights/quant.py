@@ -296,7 +296,7 @@ class TensorSlot:
 
 @dataclass(frozen=True, slots=True)
 class IdSlot(TensorSlot):
-    """Where a table of ids goes that kernels use as indices, unchecked.
+    """Where a table of ids [N, K] goes that kernels use as indices, unchecked; the ids of a row are distinct.
 
     Attributes:
         name: Official name of the table.
@@ -309,17 +309,21 @@ class IdSlot(TensorSlot):
     def problem(self, weight: Tensor) -> str:
         """Return what is wrong with a table, or nothing."""
         wrong = ((weight < 0) | (weight >= self.limit)).nonzero()
-        if not len(wrong):
-            return ""
-        at = wrong[0].tolist()
-        first = f"{weight[*at].item()} at {at}"
-        return f"{self.name}: {len(wrong)} ids are out of range, the first one {first}; ids are from 0 to {self.limit - 1}"
+        if len(wrong):
+            at = wrong[0].tolist()
+            first = f"{weight[*at].item()} at {at}"
+            return f"{self.name}: {len(wrong)} ids are out of range, the first one {first}; ids are from 0 to {self.limit - 1}"
+        repeated = (weight.sort(-1).values.diff(dim=-1) == 0).any(-1).nonzero()
+        if len(repeated):
+            row = int(repeated[0])
+            return f"{self.name}: {len(repeated)} rows have an id twice, the first one row {row}: {weight[row].tolist()}"
+        return ""
 
     def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
         """Copy the table.
 
         Raises:
-            CheckpointError: An id is out of range.
+            CheckpointError: An id is out of range, or twice in a row.
         """
         if problem := self.problem(weight):
             raise CheckpointError(f"{problem}. Fetch the checkpoint again, or take the config.json that came with it")

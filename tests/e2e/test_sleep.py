@@ -19,9 +19,10 @@ from dsv4lite.errors import CapacityError, EngineStateError, InvalidRequestError
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import Phase, SamplingParams
 from dsv4lite.state import store
+from dsv4lite.weights import host_memory
 from dsv4lite.weights.update import DiskSource, NamedTensors
 from tests.e2e.engines import MODEST, engine_of, opened, write_model
-from tests.e2e.updates import GREEDY, KINDS, LONG, PROMPT, ask, quantized_tensors, same, write_quantized
+from tests.e2e.updates import GREEDY, KINDS, LONG, PROMPT, ask, quantized_tensors, read, same, write_for_kernels, write_quantized
 
 LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 DRAFTING: dict[str, Any] = {"deterministic": True, "speculative": MTP(2, adaptive=False)}
@@ -186,12 +187,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, *, after: i
     """Let a function raise as PyTorch does without memory, once it has been called a few times."""
     real, calls = getattr(module, name), 0
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls > after:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(module, name, counted)
 
@@ -199,8 +200,9 @@ def failing(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, *, after: i
 def test_failed_sleep_leaves_the_engine_awake(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     before, bytes_before = ask(llm), held(llm)
     with monkeypatch.context() as patch:
-        failing(patch, resident, "storage_bytes", after=3)
-        with pytest.raises(CapacityError, match="the host has too little memory to keep the weights: Default"):
+        patch.setattr(host_memory, "_PIECE", 1)  # as many pieces as tensors
+        failing(patch, host_memory.mmap, "mmap", after=3)
+        with pytest.raises(CapacityError, match="the host has too little memory for copies of weights: Default"):
             llm.sleep(1)
     resident_: Any = engine_of(llm)._runner._resident  # type: ignore[union-attr]
     assert (llm.state, held(llm), resident_._copies) == (Phase.READY, bytes_before, {})
@@ -296,7 +298,7 @@ def test_engine_that_sleeps_can_be_closed(model: Path) -> None:
 @pytest.mark.gpu
 def test_gpu_gets_its_memory_back_and_steps_are_captured_again(tmp_path: Path) -> None:
     """To within 200 MB of a process that has only its context; results are those of before, with captured steps."""
-    folder = write_quantized(tmp_path, quantized_tensors(0))
+    folder = write_for_kernels(tmp_path, 0)
     settings = {**DRAFTING, "max_model_len": 1024, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 30}
     torch.cuda.init()
     idle, _ = torch.cuda.mem_get_info()
@@ -309,5 +311,5 @@ def test_gpu_gets_its_memory_back_and_steps_are_captured_again(tmp_path: Path) -
             llm.wake_up()
             if level == 2:
                 with llm.update_weights(1) as update:
-                    update.load(NamedTensors({n: t.cuda() for n, t in quantized_tensors(0).items()}))
+                    update.load(NamedTensors({n: t.cuda() for n, t in read(folder).items()}))
             assert same(ask(llm), before)

@@ -23,7 +23,7 @@ from dsv4lite.parallel.shard import pattern_of
 from dsv4lite.request import Phase, SamplingParams
 from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors
 from tests.e2e.engines import MODEST, SMALL, engine_of, opened, write_model, write_tokenizer
-from tests.e2e.updates import GREEDY, KINDS, LONG, PROMPT, VOCAB, ask, quantized_tensors, read, same, write_quantized
+from tests.e2e.updates import GREEDY, KINDS, LONG, PROMPT, VOCAB, ask, quantized_tensors, read, same, write_for_kernels, write_quantized
 from tests.tiny import trainer_model, trainer_settings
 
 LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -281,6 +281,7 @@ WRONG: dict[str, tuple[Any, str, str]] = {
         "layers.0.mlp.experts.down_proj has shape [3]; stacked experts are",
     ),
     "ids": ({IDS: torch.full((VOCAB, 2), 4)}, "mismatched", f"{IDS}: 192 ids are out of range"),
+    "ids twice": ({IDS: torch.full((VOCAB, 2), 3)}, "mismatched", f"{IDS}: 96 rows have an id twice, the first one row 0: [3, 3]"),
 }
 
 
@@ -537,7 +538,7 @@ def test_closing_the_engine_inside_an_update_is_an_error_of_the_block(models: tu
 @pytest.mark.gpu
 def test_gpu_update_keeps_captured_steps(tmp_path: Path) -> None:
     """Graphs that read freed memory gave wrong numbers elsewhere: here none is captured again, and results are a fresh engine's."""
-    old, new = write_quantized(tmp_path / "old", OLD), write_quantized(tmp_path / "new", NEW)
+    old, new = write_for_kernels(tmp_path / "old", 0), write_for_kernels(tmp_path / "new", 1)
     settings: dict[str, Any] = {**DRAFTING, "max_model_len": 1024, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 30}
     with LLM(str(new), **settings) as llm:
         wanted, checksums = ask(llm), llm.weight_checksums()

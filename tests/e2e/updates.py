@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dsv4lite.config import tiny_model
 from dsv4lite.llm import LLM
 from dsv4lite.models.deepseek_mla import config as mla_config
 from dsv4lite.models.deepseek_v4.config import parse_config
@@ -29,6 +32,8 @@ QUANTIZED: Mapping[str, Any] = {
     "torch_dtype": "bfloat16",
     **{k: TINY_QUANTIZED[k] for k in ("expert_dtype", "quantization_config")},
 }
+FOR_KERNELS: Mapping[str, Any] = json.loads((Path(tiny_model()) / "config.json").read_text())
+"""The shipped checkpoint's shapes, which the kernels of a GPU take."""
 
 
 class Kind(NamedTuple):
@@ -47,8 +52,8 @@ class Kind(NamedTuple):
     others: tuple[str, ...]
 
 
-def _v4(seed: int) -> dict[str, Tensor]:
-    tensors = dict(dummy_tensors(parse_config(QUANTIZED), V4_TENSORS, expert_format="fp4", quantized=True, seed=seed))
+def _v4(seed: int, config: Mapping[str, Any] = QUANTIZED) -> dict[str, Tensor]:
+    tensors = dict(dummy_tensors(parse_config(config), V4_TENSORS, expert_format="fp4", quantized=True, seed=seed))
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
         if name.endswith(("norm.weight", "_scale", "gate.bias")):  # which are constant
@@ -80,6 +85,13 @@ def write_quantized(folder: Path, tensors: Mapping[str, Tensor], kind: str = "v4
     config = KINDS[kind].config
     write_checkpoint(folder, config, tensors.items() if kind == "v4" else release_names(tensors, config))
     return write_tokenizer(folder, VOCAB)
+
+
+def write_for_kernels(folder: Path, seed: int) -> Path:
+    """Write a checkpoint of random weights in the shipped one's shapes, with its tokenizer."""
+    write_checkpoint(folder, FOR_KERNELS, _v4(seed, FOR_KERNELS).items())
+    shutil.copy(Path(tiny_model()) / "tokenizer.json", folder)
+    return folder
 
 
 def read(folder: Path) -> dict[str, Tensor]:
