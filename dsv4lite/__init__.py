@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dsv4lite.api.blocking import Completions as Completions
     from dsv4lite.api.blocking import Stream as Stream
+    from dsv4lite.api.blocking import WeightUpdate as WeightUpdate
     from dsv4lite.api.streams import AsyncCompletions as AsyncCompletions
     from dsv4lite.api.streams import AsyncStream as AsyncStream
+    from dsv4lite.api.update import AsyncWeightUpdate as AsyncWeightUpdate
     from dsv4lite.config import MTP as MTP
     from dsv4lite.config import DSpark as DSpark
     from dsv4lite.config import EngineConfig as EngineConfig
@@ -44,22 +46,35 @@ if TYPE_CHECKING:
     from dsv4lite.request import SamplingParams as SamplingParams
     from dsv4lite.request import Timing as Timing
     from dsv4lite.request import Usage as Usage
+    from dsv4lite.request import WeightSource as WeightSource
     from dsv4lite.speculation.speculator import SpeculationStats as SpeculationStats
     from dsv4lite.text.parse import ToolCall as ToolCall
     from dsv4lite.text.structured import StructuredOutputs as StructuredOutputs
     from dsv4lite.text.tokenizer import Tokenizer as Tokenizer
+    from dsv4lite.weights.delta import DeltaSource as DeltaSource
+    from dsv4lite.weights.shared import IPCSource as IPCSource
+    from dsv4lite.weights.shared import SharedWeights as SharedWeights
+    from dsv4lite.weights.update import DiskSource as DiskSource
+    from dsv4lite.weights.update import ModuleSource as ModuleSource
+    from dsv4lite.weights.update import NamedTensors as NamedTensors
+    from dsv4lite.weights.update import ProcessGroupSource as ProcessGroupSource
+    from dsv4lite.weights.update import broadcast_weights as broadcast_weights
 
 _HOME = {
     name: f"dsv4lite.{module}"
     for module, names in {
         "llm": "AsyncLLM LLM",
         "api.streams": "AsyncStream AsyncCompletions",
-        "api.blocking": "Stream Completions",
+        "api.blocking": "Stream Completions WeightUpdate",
+        "api.update": "AsyncWeightUpdate",
         "config": "EngineConfig LoadProgress tiny_model MTP DSpark NGram Speculator",
-        "request": "SamplingParams RequestOutput CompletionOutput Delta Logprobs Usage Timing Phase",
+        "request": "SamplingParams RequestOutput CompletionOutput Delta Logprobs Usage Timing Phase WeightSource",
         "text.structured": "StructuredOutputs",
         "text.parse": "ToolCall",
         "text.tokenizer": "Tokenizer",
+        "weights.update": "NamedTensors ModuleSource DiskSource ProcessGroupSource broadcast_weights",
+        "weights.shared": "IPCSource SharedWeights",
+        "weights.delta": "DeltaSource",
         "planning.memory": "MemoryPlan plan_memory",
         "engine.engine": "EngineStats",
         "speculation.speculator": "SpeculationStats",

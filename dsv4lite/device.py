@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import torch
+from torch import Tensor
 
 from dsv4lite.config import EngineConfig
 from dsv4lite.errors import CapacityError, ConfigError, DSV4LiteError, UnsupportedError, near_match
@@ -344,6 +345,26 @@ def give_back_unused(device: torch.device) -> None:
     """Return memory that loading freed to the device: later allocations would keep large pieces by using a part of them."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def holds_storage(tensor: Tensor) -> bool:
+    """Whether the storage of a tensor has its bytes."""
+    return tensor.untyped_storage().nbytes() > 0
+
+
+def free_storage(tensor: Tensor) -> None:
+    """Free the bytes of a tensor that has a storage of its own; it and its views must not be read until ``fill_storage``."""
+    tensor.untyped_storage().resize_(0)
+
+
+def fill_storage(tensor: Tensor) -> None:
+    """Allocate the bytes of a tensor whose storage was freed; their contents are undefined."""
+    tensor.untyped_storage().resize_(tensor.nbytes)
+
+
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor's storage, uint8 [N]."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def reserve(device: torch.device, count: int) -> None:

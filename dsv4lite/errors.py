@@ -107,28 +107,34 @@ class CheckpointError(DSV4LiteError):
 
     def __init__(self, message: str, *, problems: Iterable[str] = ()) -> None:
         self.problems = tuple(problems)
-        shown = [f"\n  - {p}" for p in self.problems[:40]]
-        if len(self.problems) > 40:
-            shown.append(f"\n  … and {len(self.problems) - 40} more")
-        super().__init__(message + "".join(shown))
+        super().__init__(message + _listed(self.problems))
+
+
+def _listed(lines: tuple[str, ...]) -> str:
+    shown = [f"\n  - {line}" for line in lines[:40]]
+    if len(lines) > 40:
+        shown.append(f"\n  … and {len(lines) - 40} more")
+    return "".join(shown)
 
 
 class WeightUpdateError(DSV4LiteError):
-    """A weight update does not match the model; nothing was published.
+    """An update of the weights failed; nothing was published. All lines begin with the name of a tensor.
 
     Attributes:
-        missing: Names the model needs and the update did not bring.
-        unexpected: Names the model does not know.
-        mismatched: Lines ``name: got … expected …``.
+        reason: Why, without the lines.
+        missing: Tensors that the model needs and the update did not bring.
+        unexpected: Tensors that the model does not have, or that came twice.
+        mismatched: Tensors of another shape, dtype or kind.
     """
 
     def __init__(
         self, message: str, *, missing: Iterable[str] = (), unexpected: Iterable[str] = (), mismatched: Iterable[str] = ()
     ) -> None:
-        super().__init__(message)
+        self.reason = message
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.mismatched = tuple(mismatched)
+        super().__init__(message + _listed(self.missing + self.unexpected + self.mismatched))
 
 
 class CapacityError(DSV4LiteError):

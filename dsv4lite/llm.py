@@ -12,21 +12,23 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Self, Unpack
+from typing import Literal, Self, Unpack
 
 import anyio
 import anyio.to_thread
 
 from dsv4lite.api.batch import OnError
-from dsv4lite.api.blocking import Block, Completions, Stream, blocking, finish
+from dsv4lite.api.blocking import Block, Completions, Stream, WeightUpdate, blocking, finish
 from dsv4lite.api.bridge import ThreadBridge, current_loop
 from dsv4lite.api.common import BaseLLM, BatchParams, Model
 from dsv4lite.api.prepare import Message, Options, Reasoning, Tool, chat_job, completion_job, pair_job, row_job, score_job
-from dsv4lite.api.session import PauseMode
+from dsv4lite.api.session import NOT_UPDATING, STARTED, PauseMode, Update, UpdateMode
 from dsv4lite.api.streams import AsyncCompletions, AsyncStream
+from dsv4lite.api.update import AsyncWeightUpdate
+from dsv4lite.checks import require
 from dsv4lite.config import EngineSettings
 from dsv4lite.errors import ConfigError, RequestFailedError
-from dsv4lite.request import Logprobs, Phase, Prompt, RequestOutput, SamplingParams
+from dsv4lite.request import MEMORY_TAGS, Logprobs, MemoryTag, Phase, Prompt, RequestOutput, SamplingParams
 
 
 def _scores(output: RequestOutput) -> Logprobs:
@@ -49,8 +51,9 @@ class AsyncLLM(BaseLLM):
     lets the cancellation pass; leaving the block ends every open request and frees everything. Only ``abort`` and what does not
     wait may be used from other threads, and ``aclose`` from another loop.
 
-    States: ``new``, ``starting``, ``ready``, ``paused``, ``failed``, ``closed``. Unless said otherwise a method is allowed while
-    the engine is ready or paused; else it raises ``EngineStateError``, or ``EngineDeadError`` with the cause if the engine failed.
+    States: ``new``, ``starting``, ``ready``, ``paused``, ``updating``, ``asleep``, ``weights_invalid``, ``failed``, ``closed``.
+    Unless said otherwise a method is allowed while the engine is ready, paused or updating; else it raises ``EngineStateError``, or
+    ``EngineDeadError`` with the cause if the engine failed.
     """
 
     _sources = (Iterable, AsyncIterable)
@@ -315,7 +318,7 @@ class AsyncLLM(BaseLLM):
         Raises:
             EngineStateError: The engine was resumed or closed before it stood still.
         """
-        self._check("pause")
+        self._check("pause", *STARTED)
         pause = self._session.pause(mode)
         try:
             await self._bridge.wait(pause.done)
@@ -328,7 +331,7 @@ class AsyncLLM(BaseLLM):
 
         While there are ``paused`` blocks the engine stands still; it goes on when the last one is left.
         """
-        self._check("resume")
+        self._check("resume", *STARTED)
         await self._bridge.wait(self._session.resume())
 
     @asynccontextmanager
@@ -337,7 +340,7 @@ class AsyncLLM(BaseLLM):
 
         An engine that ``pause`` has stopped stays so after the block.
         """
-        self._check("pause")
+        self._check("pause", *STARTED)
         pause = self._session.pause(mode, block=True)
         try:
             await self._bridge.wait(pause.done)
@@ -347,8 +350,90 @@ class AsyncLLM(BaseLLM):
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests are not affected."""
-        self._check("reset_prefix_cache")
-        await self._bridge.wait(self._session.engine("reset_prefix_cache").reset_prefix_cache())
+        self._check("reset_prefix_cache", *STARTED)
+        await self._bridge.wait(self._session.engine("reset_prefix_cache", *STARTED).reset_prefix_cache())
+
+    def update_weights(
+        self, version: int, *, mode: UpdateMode = "keep", partial: bool = False, staged: bool = True
+    ) -> AsyncWeightUpdate:
+        """Replace the weights while the engine lives, all of them or none.
+
+            async with llm.update_weights(version=1) as update:
+                await update.load(ModuleSource(policy))
+
+        Tensors come under official names or those of transformers' modules, in any order, over any number of ``load`` calls.
+        Floats for a matrix that the model stores in FP8 or FP4 are quantized; a matrix that is quantized already comes with its
+        scale. The drafter's tensors belong to the model's, if it drafts.
+
+        Args:
+            version: A number for the new weights: ``weight_version`` and ``weight_versions`` of outputs.
+            mode: What becomes of open requests when the weights are written. ``"keep"``: they go on with the KV they have;
+                ``"recompute"``: they go on, and compute their KV again; ``"wait"``: they end first; ``"abort"``: they end now.
+            partial: Tensors that do not come stay as they are; otherwise each must come.
+            staged: Keep new tensors in host memory until the block is left, so that requests go on and a failure changes nothing.
+                Without, they are written as they come, requests stand still from the start, and a failure leaves the engine
+                without valid weights (state ``weights_invalid``) until a full update.
+
+        Raises:
+            EngineStateError: On entering the block: an update is open, or the weights are asleep.
+            WeightUpdateError: On leaving it: tensors are missing; nothing was published.
+        """
+        self._check("update_weights", *NOT_UPDATING)
+        good = isinstance(version, int) and not isinstance(version, bool) and 0 <= version < 1 << 63
+        require(good, "version", version, "must be an integer of at least 0, below 2**63")
+        require(mode in ("keep", "wait", "abort", "recompute"), "mode", mode, "must be 'keep', 'wait', 'abort' or 'recompute'")
+        for name, value in (("partial", partial), ("staged", staged)):
+            require(isinstance(value, bool), name, value, "must be True or False")
+        return AsyncWeightUpdate(self._session, self._bridge, version, Update(mode=mode, partial=partial, staged=staged))
+
+    async def weight_checksums(self) -> dict[str, str]:
+        """Return a checksum of every tensor by its official name: equal for equal numbers, whatever the layout of ranks.
+
+        Raises:
+            EngineStateError: The weights are asleep, or being replaced without staging; ``WeightsNotLoadedError``: there are none.
+        """
+        self._check("weight_checksums", *STARTED)
+        return await self._bridge.wait(self._session.weight_checksums())
+
+    async def sleep(self, level: Literal[1, 2] = 1, *, mode: PauseMode = "abort") -> None:
+        """Give the memory of weights and KV cache back to the device, until ``wake_up``. Requests are refused meanwhile.
+
+        Without effect on an engine that sleeps at this level or a higher one. If it fails, the engine is awake as before.
+
+        Args:
+            level: 1 keeps the weights in host memory; 2 drops them: after it an update has to bring all of them.
+            mode: What becomes of open requests: ``"abort"`` ends them now, ``"wait"`` lets them end first, and ``"keep"`` lets
+                them go on after ``wake_up``, from their tokens, whose KV is then computed again.
+
+        Raises:
+            EngineStateError: An update is open.
+        """
+        self._check("sleep", *NOT_UPDATING)
+        require(level in (1, 2) and not isinstance(level, bool), "level", level, "must be 1 or 2")
+        pause = self._session.pause(mode, block=True)
+        try:
+            await self._bridge.wait(pause.done)
+            await self._bridge.wait(self._session.sleep(level))
+        finally:
+            self._session.leave(pause)
+
+    async def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """Allocate what ``sleep`` gave back, and restore weights that are in host memory. What is awake stays as it is.
+
+        After a sleep of level 2 the weights have to be updated before the engine serves (state ``weights_invalid``).
+
+        Args:
+            tags: ``"weights"``, ``"kv_cache"`` or both; default is both.
+
+        Raises:
+            EngineStateError: An update is open.
+            CapacityError: There is too little memory; the engine sleeps as before.
+        """
+        self._check("wake_up", *NOT_UPDATING)
+        wanted = MEMORY_TAGS if tags is None else tags
+        good = not isinstance(wanted, str) and isinstance(wanted, Sequence) and all(tag in MEMORY_TAGS for tag in wanted)
+        require(good, "tags", tags, f"must be a sequence of {' and '.join(map(repr, MEMORY_TAGS))}, or None")
+        await self._bridge.wait(self._session.wake_up(wanted))
 
     async def dump_step(self, path: str | os.PathLike[str]) -> None:
         """Have the next step saved as ``path``, for ``python -m dsv4lite replay``; returns before that step has run.
@@ -420,6 +505,10 @@ class LLM(BaseLLM):
     resume = blocking(AsyncLLM.resume, finish)
     paused = blocking(AsyncLLM.paused, Block)
     reset_prefix_cache = blocking(AsyncLLM.reset_prefix_cache, finish)
+    update_weights = blocking(AsyncLLM.update_weights, WeightUpdate)
+    weight_checksums = blocking(AsyncLLM.weight_checksums, finish)
+    sleep = blocking(AsyncLLM.sleep, finish)
+    wake_up = blocking(AsyncLLM.wake_up, finish)
     dump_step = blocking(AsyncLLM.dump_step, finish)
 
     # ---- inside ----

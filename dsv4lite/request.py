@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from dsv4lite.checks import INT32_MAX, Rule, boolean, integer, is_integer, is_number, is_token, is_unicode, number, one_of, require
 from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestError, near_match, shown
@@ -567,13 +567,40 @@ class SequenceUpdate:
     error: DSV4LiteError | None = None
 
 
+@runtime_checkable
+class WeightSource(Protocol):
+    """Where the new weights of an update come from; users may supply their own."""
+
+    def tensors(self) -> Iterable[tuple[str, Any]]:
+        """Yield names and whole tensors, in any order. A thread of the update's own calls this, once for each ``load``.
+
+        Names are official ones, or those of transformers' modules. Tensors may be on any device, and must stay as they are until
+        ``load`` has returned.
+        """
+        ...
+
+
+MemoryTag = Literal["weights", "kv_cache"]
+MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+"""What an engine can put to sleep."""
+
+
 class Phase(enum.StrEnum):
-    """State of an engine; see ``docs/api.md`` for which calls each allows."""
+    """State of an engine; see ``docs/api.md`` for which calls each allows.
+
+    Attributes:
+        UPDATING: A weight update is open; requests go on unless it was begun in a state that does not serve.
+        ASLEEP: Weights or KV cache have no memory.
+        WEIGHTS_INVALID: The weights were lost, by a sleep of level 2 or a failed update; a full update repairs them.
+    """
 
     NEW = "new"
     STARTING = "starting"
     READY = "ready"
     PAUSED = "paused"
+    UPDATING = "updating"
+    ASLEEP = "asleep"
+    WEIGHTS_INVALID = "weights_invalid"
     FAILED = "failed"
     CLOSED = "closed"
 

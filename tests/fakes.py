@@ -7,17 +7,17 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from dsv4lite.config import EngineConfig, tiny_model
 from dsv4lite.errors import EngineDeadError, EngineStateError, InvalidRequestError, RequestFailedError
-from dsv4lite.request import FinishReason, Logprobs, Request, SamplingParams, SequenceUpdate, TokenLogprob
+from dsv4lite.request import FinishReason, Logprobs, MemoryTag, Request, SamplingParams, SequenceUpdate, TokenLogprob
 from dsv4lite.text.tokenizer import Tokenizer
 
 REFUSED, POISON = 4000, 4001
@@ -26,6 +26,7 @@ MANY = SamplingParams(max_tokens=100_000, detokenize=False)
 ENDLESS = SamplingParams(max_tokens=None, detokenize=False)
 """For a request that never ends, with the model ``endless``."""
 Model = Callable[[Request, int], Iterator[int]]
+T = TypeVar("T")
 
 
 def echo(request: Request, index: int) -> Iterator[int]:
@@ -72,6 +73,8 @@ class FakeEngine:
         self.submitted: list[Request] = []
         self.aborted: list[tuple[str | None, int | None]] = []
         self.resets = 0
+        self.told: list[tuple[Any, ...]] = []  # about weights and memory
+        self.failing: dict[str, Exception] = {}
         self.dumps: list[Path] = []
         self.steps = 0
         self.max_open = 0
@@ -101,9 +104,18 @@ class FakeEngine:
     def abort(self, request_id: str | None = None, reason: FinishReason = "abort", *, index: int | None = None) -> None:
         self._put(lambda: self._abort(request_id, reason, index))
 
-    def call(self, function: Callable[[], None]) -> Future[None]:
-        future: Future[None] = Future()
-        self._put(lambda: future.set_result(function()))
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            try:
+                result = function()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._put(answer)
         return future
 
     def set_paused(self, paused: bool) -> Future[None]:
@@ -114,6 +126,37 @@ class FakeEngine:
 
     def dump_step(self, path: Path) -> Future[None]:
         return self.call(lambda: self.dumps.append(path))
+
+    def begin_update(self, serial: int, *, staged: bool) -> Future[None]:
+        return self._told("begin", serial, staged)
+
+    def load_weights(self, serial: int, source: Any) -> None:
+        for name, _ in source.tensors():
+            self._told("take", serial, name).result(10)
+
+    def commit_update(self, serial: int, version: int, *, partial: bool, recompute: bool) -> Future[None]:
+        return self._told("commit", serial, version, partial, recompute)
+
+    def roll_back_update(self, serial: int) -> Future[None]:
+        return self._told("roll_back", serial)
+
+    def sleep(self, level: int) -> Future[None]:
+        return self._told("sleep", level)
+
+    def wake_up(self, tags: Sequence[MemoryTag]) -> Future[None]:
+        return self._told("wake_up", *sorted(tags))
+
+    def weight_checksums(self) -> Future[dict[str, str]]:
+        return self.call(lambda: {"w": "0" * 16})
+
+    def _told(self, *call: Any) -> Future[None]:
+        def do() -> None:
+            self.told.append(call)
+            if (failure := self.failing.pop(call[0], None)) is not None:
+                raise failure
+            assert call[0] in ("begin", "take", "roll_back") or self.paused, f"{call} while steps run"
+
+        return self.call(do)
 
     def stats(self) -> Any:
         return {"open": len(self.sequences)}

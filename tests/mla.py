@@ -53,7 +53,7 @@ _SIZES: Mapping[str, Any] = {
 }
 _LITE_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
 _V3 = {**_SIZES, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
-_INDEXER = {"index_n_heads": 24, "index_head_dim": 32, "index_topk": 6}
+INDEXER: Mapping[str, Any] = {"index_n_heads": 24, "index_head_dim": 32, "index_topk": 6}
 # Heads as in the releases, which kernels are made for, in a small model of whole blocks of 128.
 RELEASED_HEADS: Mapping[str, Any] = {
     "hidden_size": 256,
@@ -94,12 +94,12 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "v3": ("DeepseekV3", {**_V3, "num_nextn_predict_layers": 0}),
     "kimi_k2": ("DeepseekV3", {**_V3, "n_group": 1, "topk_group": 1, "n_routed_experts": 12, "num_nextn_predict_layers": 0}),
-    "v32": ("DeepseekV32", {**_V3, **_INDEXER}),
+    "v32": ("DeepseekV32", {**_V3, **INDEXER}),
     "glm5": (
         "GlmMoeDsa",
         {
             **_V3,
-            **_INDEXER,
+            **INDEXER,
             "n_group": 1,
             "topk_group": 1,
             "v_head_dim": 20,
@@ -332,21 +332,24 @@ def our_model(theirs: Any, variant: str, numerics: Numerics) -> DeepseekMla:
     return filled(parse_config(raw), numerics, official(theirs.state_dict(keep_vars=True), raw))
 
 
-def write_random_model(folder: Path, variant: str, **settings: Any) -> Path:
+def write_random_model(folder: Path, variant: str, *, seed: int = 0, **settings: Any) -> Path:
     """Write a checkpoint of random weights under the release's names, and a tokenizer of its size.
 
     Args:
         folder: Where.
         variant: Of ``VARIANTS``.
+        seed: Of the weights.
         settings: Others of its config; matrices are stored in ``torch_dtype``, or in FP8 if ``quantization_config`` says so.
     """
     raw = raw_config(variant, **settings)
     config, stored = parse_config(raw), getattr(torch, raw["torch_dtype"])
     if config.quantized:
-        tensors = quantized_checkpoint(config, powers=raw["quantization_config"].get("scale_fmt") == "ue8m0")
+        tensors = quantized_checkpoint(config, powers=raw["quantization_config"].get("scale_fmt") == "ue8m0", seed=seed)
     else:
         specs = official_shapes(config)
-        tensors = {name: t if specs[name].kind == "f32" else t.to(stored) for name, t in random_checkpoint(config).items()}
+        tensors = {
+            name: t if specs[name].kind == "f32" else t.to(stored) for name, t in random_checkpoint(config, seed=seed).items()
+        }
     write_checkpoint(folder, raw, release_names(tensors, raw))
     return write_tokenizer(folder, raw["vocab_size"])
 

@@ -12,7 +12,8 @@ from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from dsv4lite.api.streams import AsyncCompletions, AsyncStream
-from dsv4lite.request import Delta, RequestOutput
+from dsv4lite.api.update import AsyncWeightUpdate
+from dsv4lite.request import Delta, RequestOutput, WeightSource
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,7 +52,7 @@ def blocking(method: Callable[Concatenate[Any, P], A], run: Callable[[A], T]) ->
 
 
 class Block:
-    """A block of ``LLM.paused``."""
+    """A block of ``LLM``, such as that of ``paused``."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -61,7 +62,7 @@ class Block:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        finish(self._source.__aexit__(None, None, None))
+        finish(self._source.__aexit__(*exception))
 
 
 class _Iterator(Block, Iterator[T]):
@@ -103,6 +104,20 @@ class Stream(_Iterator[Delta]):
     def final(self) -> RequestOutput:
         """Wait for the end of the request and return all of it; see ``AsyncStream.final``."""
         return finish(self._source.final())
+
+
+class WeightUpdate(Block):
+    """A transaction of the weights; made by ``LLM.update_weights``. See ``AsyncWeightUpdate``."""
+
+    _source: AsyncWeightUpdate
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
+
+    def load(self, source: WeightSource, *, deadline: float | None = None) -> None:
+        """Take the tensors of a source; see ``AsyncWeightUpdate.load``."""
+        finish(self._source.load(source, deadline=deadline))
 
 
 class Completions(_Iterator[RequestOutput]):

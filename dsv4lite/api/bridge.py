@@ -68,8 +68,12 @@ class Bridge(ABC):
         """Whether the caller may wait here: a bridge to a loop wants a task of that loop."""
 
     @abstractmethod
-    async def wait(self, future: Future[T]) -> T:
-        """Wait for a future that any thread may complete. Cancelling the wait leaves the future alone."""
+    async def wait(self, future: Future[T], seconds: float | None = None) -> T:
+        """Wait for a future that any thread may complete. Cancelling the wait leaves the future alone.
+
+        Raises:
+            TimeoutError: It did not complete within ``seconds``.
+        """
 
     @abstractmethod
     async def offload(self, work: Callable[[], T]) -> T:
@@ -115,11 +119,12 @@ class LoopBridge(Bridge):
         else:
             self.post(callback)
 
-    async def wait(self, future: Future[T]) -> T:
+    async def wait(self, future: Future[T], seconds: float | None = None) -> T:
         if not future.done():
             event = anyio.Event()
             future.add_done_callback(lambda _: self.run(event.set))
-            await event.wait()
+            with anyio.fail_after(seconds):
+                await event.wait()
         return future.result()
 
     async def offload(self, work: Callable[[], T]) -> T:
@@ -248,8 +253,8 @@ class ThreadBridge(Bridge):
     def is_current(self) -> bool:
         return True
 
-    async def wait(self, future: Future[T]) -> T:
-        return future.result()
+    async def wait(self, future: Future[T], seconds: float | None = None) -> T:
+        return future.result(seconds)
 
     async def offload(self, work: Callable[[], T]) -> T:
         return work()

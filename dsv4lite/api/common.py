@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from dsv4lite.api.batch import Batch, OnError
 from dsv4lite.api.bridge import Bridge, Callback
 from dsv4lite.api.prepare import Job, RowJob
-from dsv4lite.api.session import SERVING, Session, Ticket
+from dsv4lite.api.session import SERVING, STARTED, Session, Ticket
 from dsv4lite.api.streams import AsyncCompletions
 from dsv4lite.checks import require
 from dsv4lite.config import EngineConfig, EngineSettings
@@ -66,29 +66,29 @@ class BaseLLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's vocabulary; only while the engine serves."""
-        return self._session.engine("tokenizer").info.tokenizer
+        """The checkpoint's vocabulary; only once the engine has started."""
+        return self._session.engine("tokenizer", *STARTED).info.tokenizer
 
     @property
     def weight_version(self) -> int:
-        """How often the weights were replaced; 0 for those of the checkpoint."""
-        return 0
+        """The version of the last weight update that was committed; 0 for the weights of the start."""
+        return self._session.weight_version
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine's counters; never blocks. Requests that wait for a place in its queue are not counted.
 
         Raises:
-            EngineStateError: The engine does not serve.
+            EngineStateError: The engine has not started, or was closed.
         """
-        return self._session.engine("stats").stats()
+        return self._session.engine("stats", *STARTED).stats()
 
     def memory(self) -> MemoryPlan:
         """Return the memory plan the engine was started with.
 
         Raises:
-            EngineStateError: The engine does not serve.
+            EngineStateError: The engine has not started, or was closed.
         """
-        return self._session.engine("memory").memory()
+        return self._session.engine("memory", *STARTED).memory()
 
     def abort(self, request_id: str | None = None) -> None:
         """End an open request, or all of them, now.
@@ -100,12 +100,12 @@ class BaseLLM:
 
     # ---- inside ----
 
-    def _check(self, call: str) -> EngineInfo:
-        """Return what the engine knows of its model; raise unless it serves and the caller may wait here."""
-        info = self._session.engine(call).info
+    def _check(self, call: str, *allowed: Phase) -> EngineInfo:
+        """Return what the engine knows of its model; raise unless the state allows the call and the caller may wait here."""
+        info = self._session.engine(call, *allowed).info
         if not self._bridge.is_current():
             message = f"{call}: this AsyncLLM was started in another event loop; use it there, or start one per loop"
-            raise EngineStateError(message, state=self.state.value, allowed=[phase.value for phase in SERVING])
+            raise EngineStateError(message, state=self.state.value, allowed=[phase.value for phase in allowed or SERVING])
         return info
 
     async def _submit(self, job: Job, wake: Callback | None = None) -> Ticket:

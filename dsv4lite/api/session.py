@@ -15,6 +15,7 @@ objects; ``AsyncLLM`` and ``LLM`` bring the bridge whose home runs ``drain`` aft
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import threading
@@ -32,20 +33,44 @@ from dsv4lite.api.collect import REFUSALS, Collector
 from dsv4lite.api.prepare import Job
 from dsv4lite.checks import require
 from dsv4lite.config import EngineConfig
-from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, QueueFullError, RequestFailedError
-from dsv4lite.request import Delta, FinishReason, Phase, Request, RequestOutput, SequenceUpdate
+from dsv4lite.errors import (
+    DSV4LiteError,
+    EngineDeadError,
+    EngineStateError,
+    QueueFullError,
+    RequestFailedError,
+    WeightsNotLoadedError,
+    WeightUpdateError,
+)
+from dsv4lite.request import (
+    MEMORY_TAGS,
+    Delta,
+    FinishReason,
+    MemoryTag,
+    Phase,
+    Request,
+    RequestOutput,
+    SequenceUpdate,
+    WeightSource,
+)
 
 if TYPE_CHECKING:
     from dsv4lite.engine.engine import Engine
 
 PauseMode = Literal["keep", "wait", "abort"]
+UpdateMode = Literal["keep", "wait", "abort", "recompute"]
 
-SERVING = (Phase.READY, Phase.PAUSED)
+SERVING = (Phase.READY, Phase.PAUSED, Phase.UPDATING)
+STARTED = (*SERVING, Phase.ASLEEP, Phase.WEIGHTS_INVALID)
+NOT_UPDATING = (Phase.READY, Phase.PAUSED, Phase.ASLEEP, Phase.WEIGHTS_INVALID)
 _HINTS = {
     Phase.NEW: "start it first: enter it with `with` or `async with`, or make it with `create`",
     Phase.STARTING: "wait until it has started",
     Phase.READY: "it has been started already",
     Phase.PAUSED: "it has been started already",
+    Phase.UPDATING: "leave the block of the open update first",
+    Phase.ASLEEP: "wake it up with `wake_up`",
+    Phase.WEIGHTS_INVALID: "give it all weights with `update_weights`",
     Phase.CLOSED: "make a new one",
 }
 _FOREVER = float("inf")
@@ -119,8 +144,31 @@ class Pause:
     done: Future[None] = field(default_factory=Future)
 
 
+@dataclass(slots=True, eq=False)
+class Update:
+    """An open weight update.
+
+    Attributes:
+        serial: Its number in the session.
+        staged: Nothing is written before the commit.
+        pause: Stops requests while weights are written.
+        ended: It was committed or rolled back, or the engine has been told to commit.
+    """
+
+    mode: UpdateMode
+    partial: bool
+    staged: bool
+    serial: int = 0
+    pause: Pause | None = None
+    ended: bool = False
+
+
 class Session:
-    """One engine and its open requests. Thread-safe; see the module's docstring."""
+    """One engine and its open requests. Thread-safe; see the module's docstring.
+
+    Attributes:
+        weight_version: Of the last committed update.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -134,12 +182,18 @@ class Session:
         self._visible: dict[str, Ticket] = {}  # open for their callers, by request_id
         self._in_engine: dict[str, Ticket] = {}  # open for the engine, by its id; the caller may have left
         self._queue: OrderedDict[str, Ticket] = OrderedDict()  # waiting for a place, in order of arrival, by the engine's id
-        self._ending: OrderedDict[Ticket, FinishReason] = OrderedDict()  # visible requests that home ends, some at a time
+        self._ending: OrderedDict[Ticket, tuple[FinishReason, DSV4LiteError | None]] = OrderedDict()  # by home, some at a time
         self._pauses: list[Pause] = []  # while there are any, requests stay queued
-        self._answer: Future[None] = Future()  # the engine's answer to the last order to pause or resume
-        self._answer.set_result(None)
+        self._stopped = False  # the engine was told to pause
+        self._answer = _done()  # the engine's answer to the last order to pause or resume
+        self._released: frozenset[MemoryTag] = frozenset()  # what sleeps, or will once the engine has done what it was told
+        self._valid = True  # the weights that are resident, or kept in host memory
+        self._hold: Pause | None = None  # while the engine cannot serve
+        self._update: Update | None = None
+        self.weight_version = 0
         self._next_sweep = _FOREVER  # when the deadlines of queued requests are checked next
         self._serial = itertools.count()
+        self._update_serial = itertools.count()
         self._mean_seconds = 1.0  # of recent requests
         self._updates_lock = threading.Lock()
         self._updates: list[SequenceUpdate] = []
@@ -150,7 +204,21 @@ class Session:
 
     @property
     def phase(self) -> Phase:
-        return Phase.CLOSED if self.forked else self._phase
+        """The state of the engine."""
+        return Phase.UPDATING if self._update is not None and self._phase is Phase.READY and not self.forked else self._state
+
+    @property
+    def _state(self) -> Phase:
+        """The state without regard to an open update; that of an engine whose weights are being overwritten is as before it."""
+        if self.forked:
+            return Phase.CLOSED
+        if self._phase is not Phase.READY:
+            return self._phase
+        if self._released:
+            return Phase.ASLEEP
+        if not self._valid and (self._update is None or self._hold is not None):
+            return Phase.WEIGHTS_INVALID
+        return Phase.PAUSED if self._stopped else Phase.READY
 
     @property
     def forked(self) -> bool:
@@ -168,29 +236,35 @@ class Session:
             raise EngineStateError(message, state=Phase.CLOSED.value)
 
     def require(self, call: str, *allowed: Phase) -> None:
-        """Raise unless the state is one of ``allowed``.
+        """Raise unless the state is one of ``allowed``; where this has ``UPDATING``, the state without regard to an open update.
 
         Raises:
             EngineDeadError: The engine has failed.
+            WeightsNotLoadedError: The engine has no weights.
             EngineStateError: The engine is in another state, or in another process.
         """
         self.require_process(call)
-        phase = self._phase
+        phase = self._state if Phase.UPDATING in allowed else self.phase
         if phase in allowed:
             return
         if phase is Phase.FAILED:
             raise self._death()
-        names = [p.value for p in allowed]
-        raise EngineStateError(f"{call}: the engine is {phase.value}; {_HINTS[phase]}", state=phase.value, allowed=names)
+        raise self._refusal(f"{call}: the engine is {phase.value}; {_HINTS[phase]}", phase, allowed)
 
-    def engine(self, call: str) -> Engine:
-        """Return an engine that serves, for a call that does not block."""
+    def _refusal(self, message: str, phase: Phase, allowed: Iterable[Phase]) -> EngineStateError:
+        lost = not self._valid and phase in (Phase.ASLEEP, Phase.WEIGHTS_INVALID)
+        if lost and phase is Phase.ASLEEP:
+            message += ", and give it all weights with `update_weights`"
+        return (WeightsNotLoadedError if lost else EngineStateError)(message, state=phase.value, allowed=[p.value for p in allowed])
+
+    def engine(self, call: str, *allowed: Phase) -> Engine:
+        """Return the engine, for a call that does not block; ``allowed`` is by default that it serves."""
         self.require_process(call)
         with self._lock:
-            return self._serving(call)
+            return self._engine_in(call, *allowed or SERVING)
 
-    def _serving(self, call: str) -> Engine:
-        self.require(call, *SERVING)
+    def _engine_in(self, call: str, *allowed: Phase) -> Engine:
+        self.require(call, *allowed)
         assert self._engine is not None
         return self._engine
 
@@ -305,7 +379,7 @@ class Session:
         options = job.options
         self.require_process("generate")
         with self._lock:
-            tokenizer = self._serving("generate").info.tokenizer
+            tokenizer = self._engine_in("generate", *SERVING).info.tokenizer
             rule = "belongs to an open request; choose another, or none"
             require(options.request_id not in self._visible, "request_id", options.request_id, rule)
             if not options.wait and len(self._in_engine) + len(self._queue) >= self._places:
@@ -359,11 +433,12 @@ class Session:
         """
         require(mode in ("keep", "wait", "abort"), "mode", mode, "must be 'keep', 'wait' or 'abort'")
         with self._lock:
-            self._serving("pause")
+            self._engine_in("pause", *STARTED)
             if mode == "abort":
                 self._abandon(None)
                 self._end_all(self._visible.values(), "abort")
-            pause = Pause(block=block, frozen=mode == "keep")
+            # Nothing runs that could be waited for while the engine sleeps or has no weights.
+            pause = Pause(block=block, frozen=mode == "keep" or (mode == "wait" and self._hold is not None))
             self._pauses.append(pause)
             self._apply_pauses()
         self._end_rest()
@@ -372,7 +447,7 @@ class Session:
     def resume(self) -> Future[None]:
         """End all pauses that are not blocks, complete or not; the engine resumes unless there are blocks."""
         with self._lock:
-            self._serving("resume")
+            self._engine_in("resume", *STARTED)
             self._give_up_pauses("resumed", blocks=False)
             self._apply_pauses()
             return self._answer
@@ -382,9 +457,155 @@ class Session:
         if self.forked:
             return
         with self._lock:
-            if pause in self._pauses:
-                self._pauses.remove(pause)
+            self._drop_pause(pause)
+
+    # ---- weights and memory; the engine does these in the order in which they are called ----
+
+    def open_update(self, update: Update) -> None:
+        """Open an update, of which there is one at a time. Without valid weights there is nothing to go back to: it is not staged.
+
+        Raises:
+            EngineStateError: The engine's weights cannot be updated now.
+        """
+        with self._lock:
+            call, possible = "update_weights", (Phase.READY, Phase.PAUSED, Phase.WEIGHTS_INVALID)
+            self._engine_in(call, *NOT_UPDATING)
+            if "weights" in self._released:
+                raise self._refusal(f"{call}: the weights are asleep; `wake_up(tags=['weights'])` first", self._state, possible)
+            if update.partial and not self._valid:
+                raise self._refusal(f"{call}: the weights were lost; partial=True cannot replace all", self._state, possible[:2])
+            update.serial, update.staged = next(self._update_serial), update.staged and self._valid
+            self._update = update
+
+    def begin_update(self, update: Update) -> Future[None]:
+        """Make the engine ready for new weights; if these are not staged, the present ones are lost from now on."""
+        with self._lock:
+            engine = self._engine_in("update_weights", *STARTED)
+            answer = engine.begin_update(update.serial, staged=update.staged)
+            self._valid = self._valid and update.staged
+            return answer
+
+    def load(self, update: Update, source: WeightSource) -> Future[None]:
+        """Give a source's tensors to the engine, in a thread of its own: the source may take long, or hang."""
+        engine, future = self.engine("load", *STARTED), Future[None]()
+        if self._update is not update or update.ended:
+            raise EngineStateError("load: this update is not open; load inside its block", state=self.phase.value)
+
+        def run() -> None:
+            try:
+                engine.load_weights(update.serial, source)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        threading.Thread(target=run, name="dsv4lite-weights", daemon=True).start()
+        return future
+
+    def commit_update(self, update: Update, version: int) -> Future[None]:
+        """Commit what was loaded; the update ends when the engine has done so, or refused."""
+
+        def end(answer: Future[None]) -> None:
+            error = answer.exception()
+            with self._lock:
+                if error is None:
+                    self._valid, self.weight_version = True, version
+                else:  # refused before anything was written, or not
+                    self._valid = self._valid and isinstance(error, WeightUpdateError)
+                self._end_update(update, committed=error is None)
+            self._end_rest()
+
+        with self._lock:
+            engine = self._engine_in("update_weights", *STARTED)
+            recompute = update.mode == "recompute"
+            answer = engine.commit_update(update.serial, version, partial=update.partial, recompute=recompute)
+            update.ended = True
+        answer.add_done_callback(end)
+        return answer
+
+    def roll_back(self, update: Update) -> None:
+        """End an update that is not to be committed; nothing happens if the engine commits it already. Does not block."""
+        if self.forked:
+            return
+        with self._lock:
+            if not update.ended:
+                update.ended = True
+                self._end_update(update)
+        self._end_rest()
+
+    def _end_update(self, update: Update, *, committed: bool = False) -> None:
+        self._update = None
+        if self._phase is not Phase.READY or self._engine is None:
+            return
+        if not committed:
+            with contextlib.suppress(EngineDeadError, EngineStateError):
+                self._engine.roll_back_update(update.serial)
+        if not self._valid and self._hold is None:
+            lost = WeightsNotLoadedError("an update of the weights failed", state=Phase.WEIGHTS_INVALID.value)
+            self._abandon(None)
+            self._end_all(self._visible.values(), "error", lost)
+        self._hold_or_go()
+        if update.pause is not None:
+            self._drop_pause(update.pause)
+
+    def weight_checksums(self) -> Future[dict[str, str]]:
+        """Ask for the checksums of the weights, if there are any."""
+        with self._lock:
+            engine, call = self._engine_in("weight_checksums", *STARTED), "weight_checksums"
+            if "weights" in self._released or not self._valid:
+                raise self._refusal(f"{call}: the weights are not in memory, or not valid", self._state, SERVING)
+            return engine.weight_checksums()
+
+    def sleep(self, level: int) -> Future[None]:
+        """Put the engine, which stands still, to sleep; a second time only a higher level has an effect."""
+        with self._lock:
+            engine, before = self._engine_in("sleep", *NOT_UPDATING), (self._released, self._valid)
+            after = (frozenset(MEMORY_TAGS), self._valid and level == 1)
+            if after == before:
+                return _done()
+            answer = engine.sleep(level)
+            self._released, self._valid = after
+            self._hold_or_go()
+
+        def end(answer: Future[None]) -> None:
+            with self._lock:
+                if answer.exception() is not None:
+                    self._released, self._valid = before
+                    self._hold_or_go()
+
+        answer.add_done_callback(end)
+        return answer
+
+    def wake_up(self, tags: Iterable[MemoryTag]) -> Future[None]:
+        """Wake up what sleeps of the tags; the engine serves once all is awake and it has weights."""
+        with self._lock:
+            engine, wanted = self._engine_in("wake_up", *NOT_UPDATING), self._released.intersection(tags)
+            if not wanted:
+                return _done()
+            answer = engine.wake_up(tuple(wanted))
+            self._released -= wanted
+
+        def end(answer: Future[None]) -> None:
+            with self._lock:
+                if answer.exception() is not None:
+                    self._released |= wanted
+                self._hold_or_go()
+
+        answer.add_done_callback(end)
+        return answer
+
+    def _hold_or_go(self) -> None:
+        """Hold all requests while the engine sleeps or has no weights."""
+        if self._phase is not Phase.READY:
+            return
+        if self._released or not self._valid:
+            if self._hold is None:
+                self._hold = Pause(block=True, frozen=True)
+                self._pauses.append(self._hold)
                 self._apply_pauses()
+        elif self._hold is not None:
+            hold, self._hold = self._hold, None
+            self._drop_pause(hold)
 
     # ---- from the engine ----
 
@@ -422,7 +643,7 @@ class Session:
             now = time.monotonic()
             for update in updates:
                 self._receive(update, now)
-            if failure is not None and self._phase in SERVING:
+            if failure is not None and self._phase is Phase.READY:
                 self._die()
             self._end_some()
             if self._pauses and not self._in_engine:
@@ -467,7 +688,7 @@ class Session:
     def _die(self) -> None:
         self._phase = Phase.FAILED
         self._in_engine.clear()
-        self._end_all(self._visible.values(), "error")
+        self._end_all(self._visible.values(), "error", self._death())
         self._give_up_pauses("failed")
 
     # ---- called with the lock held ----
@@ -482,7 +703,7 @@ class Session:
             engine_id, ticket = self._queue.popitem(last=False)
             self._in_engine[engine_id] = ticket
             try:
-                self._serving("generate").submit(ticket.request)
+                self._engine_in("generate", *SERVING).submit(ticket.request)
             except DSV4LiteError as error:
                 del self._in_engine[engine_id]
                 self._end(ticket, "error", error)
@@ -493,18 +714,18 @@ class Session:
             self._finish(ticket, reason, error)
             self._leave(ticket)
 
-    def _end_all(self, tickets: Iterable[Ticket], reason: FinishReason) -> None:
+    def _end_all(self, tickets: Iterable[Ticket], reason: FinishReason, error: DSV4LiteError | None = None) -> None:
         """End requests for their callers, some at once and the others at home; does not abort them in the engine."""
         for ticket in list(tickets):
             self._queue.pop(ticket.request.request_id, None)
-            self._ending.setdefault(ticket, reason)
+            self._ending.setdefault(ticket, (reason, error))
         self._end_some()
 
     def _end_some(self) -> None:
         for _ in range(min(_AT_ONCE, len(self._ending))):
-            ticket, reason = self._ending.popitem(last=False)
+            ticket, (reason, error) = self._ending.popitem(last=False)
             if not ticket.done:
-                self._finish(ticket, reason, self._death() if reason == "error" else None)
+                self._finish(ticket, reason, error.copy() if isinstance(error, EngineDeadError) else copy.copy(error))
 
     def _finish(self, ticket: Ticket, reason: FinishReason, error: DSV4LiteError | None) -> None:
         try:
@@ -557,10 +778,10 @@ class Session:
         frozen = any(pause.frozen and (pause.block or pause is self._pauses[-1]) for pause in self._pauses)
         pause_now = bool(self._pauses) and (frozen or not self._in_engine)
         try:
-            engine = self._serving("pause")
-            if pause_now != (self._phase is Phase.PAUSED):
+            engine = self._engine_in("pause", *STARTED)
+            if pause_now != self._stopped:
                 self._answer = engine.set_paused(pause_now)
-                self._phase = Phase.PAUSED if pause_now else Phase.READY
+                self._stopped = pause_now
         except (EngineDeadError, EngineStateError) as error:  # it died or is being closed
             self._give_up_pauses("stopped", error=error)
             return
@@ -569,6 +790,11 @@ class Session:
                 pause.frozen = pause.answered = True
                 _copy(self._answer, pause.done)
         self._pump()
+
+    def _drop_pause(self, pause: Pause) -> None:
+        if pause in self._pauses:
+            self._pauses.remove(pause)
+            self._apply_pauses()
 
     def _give_up_pauses(self, event: str, *, blocks: bool = True, error: DSV4LiteError | None = None) -> None:
         """End all pauses, or those that are not blocks; their callers get the reason as an error."""
@@ -598,6 +824,13 @@ def _unreadable(ticket: Ticket, flaw: Exception) -> RequestOutput:
     error.__cause__ = flaw
     ids = ticket.request.prompt_token_ids
     return RequestOutput(request_id=ticket.request_id, prompt_token_ids=ids, outputs=(), error=error)
+
+
+def _done() -> Future[None]:
+    """Return a future that has completed."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 def _copy(source: Future[None], target: Future[None]) -> None:

@@ -17,11 +17,15 @@ class Balancer:
     """Rebalances the experts of one rank each ``every`` steps, together with all ranks that share experts.
 
     ``refill`` fills slots of the model, by official names, from the source of its weights.
+
+    Attributes:
+        on: Off while weights are being replaced, and from then on: the source no longer has them.
     """
 
     def __init__(self, model: Model, refill: Callable[[Mapping[str, Slot]], None], every: int) -> None:
         self._model, self._refill, self._every = model, refill, every
         self._steps = 0
+        self.on = True
 
     def step(self) -> None:
         """Call before every step.
@@ -29,8 +33,8 @@ class Balancer:
         Raises:
             CheckpointError: The weights of experts that move cannot be read any more.
         """
-        self._steps += 1
-        if self._steps % self._every:
+        self._steps += self.on
+        if not self.on or self._steps % self._every:
             return
         started = time.monotonic()
         waiting, loads = self._model.rebalance()

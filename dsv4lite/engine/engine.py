@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -24,20 +24,23 @@ from dsv4lite.engine.executor import InProcessExecutor, JointStep, MultiRankExec
 from dsv4lite.engine.preparing import Preparing
 from dsv4lite.engine.rank import ProbeReport, grammar_compiler
 from dsv4lite.engine.recorder import StepRecorder
+from dsv4lite.engine.resident import Ask, ResidentMethod, whole_checksums
 from dsv4lite.engine.routed_experts import RoutedExperts
 from dsv4lite.engine.runner import InFlightStep, Runner, StepResult
 from dsv4lite.engine.worker import ExternalWorker
-from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError
+from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError, WeightUpdateError, shown
 from dsv4lite.planning.memory import MemoryPlan, require_fit
-from dsv4lite.request import FinishReason, Request, SamplingParams, SequenceUpdate
+from dsv4lite.request import MEMORY_TAGS, FinishReason, MemoryTag, Request, SamplingParams, SequenceUpdate, WeightSource
 from dsv4lite.sampling.sampler import dry_run
 from dsv4lite.sampling.state import failed
 from dsv4lite.scheduling.pages import Pools
 from dsv4lite.scheduling.replicas import SEQ_IDS, Replicas
 from dsv4lite.scheduling.scheduler import Scheduler, SchedulerLimits
 from dsv4lite.speculation.speculator import DraftProposer, SpeculationStats, make_drafting
+from dsv4lite.text.forms import ChatForm, find_form
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.source import progress_of
+from dsv4lite.weights.update import buckets
 
 log = logging.getLogger("dsv4lite.engine")
 
@@ -53,7 +56,7 @@ _LAST_STEP_S = 10.0  # how long the thread of a dead engine may take to return f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine knows once it has started."""
+    """What an engine knows once it has started; ``no_chat`` is why ``chat`` is ``None``."""
 
     vocab_size: int
     max_model_len: int
@@ -62,7 +65,8 @@ class EngineInfo:
     num_experts: int
     tokenizer: Tokenizer
     default_params: SamplingParams
-    chat: str | None
+    chat: ChatForm | None
+    no_chat: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +130,7 @@ class Engine:
         self._closing = False
         self._ended = False
         self._paused = False
+        self._released: set[MemoryTag] = set()
         self._stats = EngineStats()
         self._steps = self._generated = 0
         self._step_s = self._host_s = 0.0
@@ -204,6 +209,49 @@ class Engine:
     def dump_step(self, path: Path) -> Future[None]:
         """Save the next step; the future ends before that step."""
         return self.call(lambda engine: engine._dump_step(path))
+
+    def ask(self, method: ResidentMethod, *arguments: Any) -> Future[Any]:
+        """Call a method of every rank's ``Resident`` between two steps."""
+        return self.call(lambda engine: engine._ask(method, *arguments))
+
+    def begin_update(self, serial: int, *, staged: bool) -> Future[None]:
+        """Open a transaction of the weights on every rank, in place of an open one; see ``Resident`` for this and what follows."""
+        return self.ask("begin", serial, staged)
+
+    def load_weights(self, serial: int, source: WeightSource) -> None:
+        """Give a source's tensors to every rank; blocks the caller, and the engine only for one bucket at a time.
+
+        Raises:
+            WeightUpdateError: They do not fit the model, or the transaction has ended.
+            Exception: What the source raises.
+        """
+        if not isinstance(source, WeightSource):
+            raise WeightUpdateError(f"{shown(source)} is no source of weights; give a NamedTensors, ModuleSource or DiskSource")
+        for bucket in buckets(source.tensors()):
+            self.ask("take", serial, bucket).result()
+
+    def commit_update(self, serial: int, version: int, *, partial: bool, recompute: bool) -> Future[None]:
+        """Write the new weights on every rank, or, if one of them misses any, on none; publish the version.
+
+        With ``recompute`` open sequences compute their state again with the new weights.
+        """
+        return self.call(lambda engine: engine._commit(serial, version, partial, recompute))
+
+    def roll_back_update(self, serial: int) -> Future[None]:
+        """Drop what a transaction has staged; nothing happens if it has ended."""
+        return self.ask("roll_back", serial)
+
+    def sleep(self, level: int) -> Future[None]:
+        """Release the memory of weights and KV cache; level 1 keeps the weights in host memory. Fails without effect."""
+        return self.call(lambda engine: engine._sleep(level))
+
+    def wake_up(self, tags: Sequence[MemoryTag]) -> Future[None]:
+        """Allocate memory that ``sleep`` has released, and restore the weights from host memory. Fails without effect."""
+        return self.call(lambda engine: engine._wake_up(tags))
+
+    def weight_checksums(self) -> Future[dict[str, str]]:
+        """Return the checksums of whole tensors by their official names."""
+        return self.call(lambda engine: whole_checksums(engine._ask("checksums")))
 
     def stats(self) -> EngineStats:
         """Return the counters of the last step."""
@@ -298,6 +346,7 @@ class Engine:
         tokenizer = Tokenizer.from_folder(config.tokenizer or report.folder, vocab_size=vocab_size)
         if not isinstance(executor, ExternalWorker):
             self._load(executor, report, plan, tokenizer)
+        chat, no_chat = find_form(report.chat, tokenizer, shipped=config.chat_template == "checkpoint")
         self._info = EngineInfo(
             vocab_size=vocab_size,
             max_model_len=plan.max_model_len,
@@ -306,7 +355,8 @@ class Engine:
             num_experts=report.model.num_experts,
             tokenizer=tokenizer,
             default_params=report.default_params,
-            chat=report.chat,
+            chat=chat,
+            no_chat=no_chat,
         )
 
     def _load(
@@ -569,6 +619,7 @@ class Engine:
         try:
             result = function(self)
         except BaseException as error:
+            forget_frames(error)  # a caller may keep it longer than the engine
             _answer(future, error=error)
         else:
             _answer(future, result)
@@ -583,6 +634,41 @@ class Engine:
         if paused:
             self._finish_all()
         self._paused = paused
+
+    def _ask(self, method: ResidentMethod, *arguments: Any, undo: Ask | None = None) -> list[Any]:
+        """Call a method of every rank's ``Resident``; if one raises, call ``undo`` on all of them."""
+        self._finish_all()
+        try:
+            return self._runner.ask(Ask(method, arguments))
+        except Exception:
+            if undo is not None and self._dead is None:
+                self._runner.ask(undo)
+            raise
+
+    def _commit(self, serial: int, version: int, partial: bool, recompute: bool) -> None:
+        self._ask("check", serial, partial)
+        self._ask("write", serial)
+        if recompute:
+            self._scheduler.preempt_all()
+        self._scheduler.publish(version)
+
+    def _sleep(self, level: int) -> None:
+        if level == 1:
+            self._ask("copy_out", undo=Ask("drop_copies", (True,)))
+        self._finish_all()
+        self._scheduler.preempt_all()
+        self._scheduler.reset_prefix_cache()
+        self._ask("release", MEMORY_TAGS)
+        self._released.update(MEMORY_TAGS)
+        if level == 2:
+            self._ask("drop_copies", True)
+
+    def _wake_up(self, tags: Sequence[MemoryTag]) -> None:
+        wanted = tuple(self._released.intersection(tags))
+        self._ask("restore", wanted, undo=Ask("release", (wanted,)))
+        self._released.difference_update(wanted)
+        if "weights" in wanted:
+            self._ask("drop_copies", False)
 
     def _lose(self, loss: EngineDeadError) -> None:
         """Fail open requests and calls, in another thread, because a rank is lost: the engine's own may never leave its step."""

@@ -12,13 +12,16 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from dsv4lite.config import EngineConfig, LoadProgress, Progress
 from dsv4lite.device import choose_device, own_thread, sole_device
 from dsv4lite.engine.rank import Probe, ProbeReport, common_plan, device_of, require_devices, sendable, software
+from dsv4lite.engine.resident import Ask
 from dsv4lite.engine.runner import Runner, StepResult
 from dsv4lite.engine.wire import PlanWriter
-from dsv4lite.engine.worker import Change, ChangeMethod, ExternalWorker, Start, Step
-from dsv4lite.errors import DSV4LiteError, EngineDeadError
+from dsv4lite.engine.worker import Change, ChangeMethod, ExternalWorker, Start, Step, answer_to
+from dsv4lite.errors import DSV4LiteError, EngineDeadError, WeightUpdateError
 from dsv4lite.parallel.channel import Channel, Closed, encode
 from dsv4lite.parallel.launch import RankProcess
 from dsv4lite.parallel.mesh import LOOPBACK, Mesh, open_store
@@ -29,6 +32,7 @@ from dsv4lite.request import Request
 from dsv4lite.scheduling.replicas import SEQ_IDS, JointPlan
 from dsv4lite.scheduling.step_plan import StepPlan, StepShape
 from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
+from dsv4lite.weights.shared import SharedWeights
 
 log = logging.getLogger("dsv4lite.engine")
 
@@ -302,6 +306,43 @@ class MultiRankExecutor:
             except Closed as error:
                 raise self.explain(error) from None
 
+    def ask(self, ask: Ask) -> list[Any]:
+        """Call a method of every rank's ``Resident``; return the results by rank. No step may be in flight.
+
+        Raises:
+            WeightUpdateError: What ranks refused, together.
+            Exception: What one of them raised. Each has run the method, or failed in it.
+        """
+        assert self._watch is not None
+        with ExitStack() as stack:
+            message = encode(self._with_shared_tensors(ask, stack))
+            for process in self._processes.values():
+                self._send(process.work, message)
+            answers = [] if self._local is None else [answer_to(self._local, ask)]
+            for rank, process in sorted(self._processes.items()):
+                with self._watch.within(self._config.start_timeout_s, rank, f"{ask.method} weights or memory"):
+                    try:
+                        answers.append(process.work.receive())
+                    except Closed as error:
+                        raise self.explain(error) from None
+        errors = [answer.error for answer in answers if answer.error is not None]
+        if errors:
+            raise joined(errors)
+        return [answer.result for answer in answers]
+
+    def _with_shared_tensors(self, ask: Ask, stack: ExitStack) -> Ask:
+        """Return a call whose tensors child processes open in shared memory, until ``stack`` ends; messages would copy them.
+
+        Ranks of the host may be on other machines, and get them in messages.
+        """
+        if ask.method != "take" or self._host is not None:
+            return ask
+        serial, bucket = ask.arguments
+        held = [(name, tensor) for name, tensor in bucket if isinstance(tensor, Tensor)]
+        shared = stack.enter_context(SharedWeights(held, on_host=True))
+        others = [(name, given) for name, given in bucket if not isinstance(given, Tensor)]
+        return Ask("take", (serial, [*others, *((handle.name, handle) for handle in shared.handles)]))
+
     # --------------------------------------------------------------------------------------------------------------- the end
 
     def explain(self, error: BaseException) -> BaseException:
@@ -354,3 +395,13 @@ class MultiRankExecutor:
             channel.send_bytes(message)
         except Closed as error:
             raise self.explain(error) from None
+
+
+def joined(errors: Sequence[BaseException]) -> BaseException:
+    """Return one error for those of several ranks: what they refused together, else the first."""
+    refusals = [error for error in errors if isinstance(error, WeightUpdateError)]
+    if len(refusals) < len(errors):
+        return next(error for error in errors if not isinstance(error, WeightUpdateError))
+    names = ("missing", "unexpected", "mismatched")
+    lines = {name: dict.fromkeys(line for error in refusals for line in getattr(error, name)) for name in names}
+    return WeightUpdateError(refusals[0].reason, **lines)

@@ -27,6 +27,7 @@ from dsv4lite.config import (
 )
 from dsv4lite.device import choose_device, give_back_unused, installed_version, require_private, reserve, start_error
 from dsv4lite.engine.balancer import Balancer
+from dsv4lite.engine.resident import Resident
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.step_graphs import StepGraphs, graph_widths
 from dsv4lite.errors import CheckpointError, ConfigError, InvalidRequestError, UnsupportedError
@@ -134,6 +135,7 @@ class Probe:
                 sampler = Sampler(vocab_size, device, config.seed, grammars, slots=plan.sizes.slots, rows=rows)
             drafter = None if own is None or not model.shard.last else make_drafter(own, model, cache)
             graphs: StepGraphs | None = None
+            workspace = self.report.plan.per_device[0].workspace - SMALL_BLOCKS
             if device.type == "cuda":
                 # Verify steps are captured from ids to logits.
                 if model.capturable and (not drafting.max_drafts or mesh.layout.pp == 1):
@@ -148,12 +150,13 @@ class Probe:
                         drafter=drafter,
                         adaptive=drafting.adaptive,
                     )
-                reserve(device, self.report.plan.per_device[0].workspace - SMALL_BLOCKS)
+                reserve(device, workspace)
             balancer = None
             if config.redundant_experts is not None:
                 refill = partial(self.source.fill, numerics=self.numerics, mesh=mesh, seed=config.seed)
                 balancer = Balancer(model, refill, config.rebalance_steps)
-            runner = Runner(model, cache, sampler, graphs, drafter, mesh, balancer)
+            resident = Resident(model, cache, self.source, graphs=graphs, balancer=balancer, workspace=workspace)
+            runner = Runner(model, cache, sampler, graphs, drafter, mesh, balancer, resident)
             with torch.inference_mode():
                 cache_dir = config.compile_cache_dir or default_cache_dir()
                 runner.warm_up(config.max_num_batched_tokens, plan.max_model_len, cache_dir, progress)

@@ -193,10 +193,12 @@ class StepGraphs:
         return self._before[: shape.sequences * shape.width]
 
     def forget(self) -> None:
-        """Free the graphs, before the process groups whose collectives they contain. Nothing can be captured any more."""
+        """Free the graphs: before what they read, and before the process groups whose collectives they contain."""
         self._last = None
         self._captured.clear()
         self._passes.clear()
+        if self._pool is not None:
+            self._pool = torch.cuda.graph_pool_handle()
 
     def dry_run(self, shape: GraphShape) -> Tensor:
         """Run a step that is all padding, and everything that may run after it; return its inputs. Kernels may be held back."""

@@ -8,6 +8,8 @@
                                       <------    str              ready for steps; what its warm-up did
     Step(changes, plan)               ------>    runner.launch
                                       <------    StepResult       from ranks that sample
+    Ask(method, arguments)            ------>    runner.ask       with no step in flight
+                                      <------    Answer
     None                              ------>    the end
 
 A worker is a child process (``main``) or a process of the host's (``ExternalWorker``). Errors are sent on the connection for signs
@@ -30,6 +32,7 @@ import torch
 from dsv4lite.config import EngineConfig
 from dsv4lite.device import own_thread
 from dsv4lite.engine.rank import Probe, ProbeReport, device_of, grammar_compiler, sendable
+from dsv4lite.engine.resident import Ask
 from dsv4lite.engine.runner import InFlightStep, Runner
 from dsv4lite.engine.wire import PlanReader, Wire
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
@@ -71,6 +74,22 @@ class Step:
     changes: tuple[Change, ...]
     plan: Wire | None
     shape: StepShape | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The result of an ``Ask`` on one rank, or its error."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+
+def answer_to(runner: Runner, ask: Ask) -> Answer:
+    """Ask a runner of this process."""
+    try:
+        return Answer(result=runner.ask(ask)[0])
+    except Exception as error:
+        return Answer(error=portable(error))
 
 
 def main(work: int, life: int, parent: int) -> None:
@@ -145,6 +164,9 @@ class Worker:
             apart.start()
         with torch.inference_mode():
             while (step := self._work.receive()) is not None:
+                if isinstance(step, Ask):
+                    self._work.send(answer_to(self._runner, step))
+                    continue
                 launched = self._run(step)
                 if launched is None or not reporting:
                     continue

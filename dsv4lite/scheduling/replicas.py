@@ -123,6 +123,16 @@ class Replicas:
         for scheduler in self._schedulers:
             scheduler.reset_prefix_cache()
 
+    def publish(self, weight_version: int) -> None:
+        """Mark later tokens with a version of the weights, and make cached prefixes unreachable."""
+        for scheduler in self._schedulers:
+            scheduler.publish(weight_version)
+
+    def preempt_all(self) -> None:
+        """Release the state of all sequences."""
+        for scheduler in self._schedulers:
+            scheduler.preempt_all()
+
     def sequences_of(self, request_id: str) -> tuple[Completion, ...]:
         """Return the sequences of a live request."""
         return self._homes[request_id].sequences_of(request_id)

@@ -172,6 +172,7 @@ class Scheduler:
         self._num_unforked = 0
         self._next_seq_id = first_seq_id
         self._next_step = 0
+        self._weight_version = 0
         self._preemptions = 0
         self._prompt_tokens = 0
         self._cached_tokens = 0
@@ -232,6 +233,19 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Make cached prefixes unreachable. Running sequences continue; what they computed so far is not cached any more."""
         self._cache.bump_epoch()
+
+    def publish(self, weight_version: int) -> None:
+        """Mark later tokens with a version of the weights, and make what older weights have cached unreachable; between steps."""
+        assert not self._outstanding
+        self._weight_version = weight_version
+        self.reset_prefix_cache()
+
+    def preempt_all(self) -> None:
+        """Release the state of all sequences, which will compute it again from their tokens; between steps."""
+        assert not self._outstanding
+        self._release_deferred()
+        while self._running:
+            self._preempt(self._running[-1])
 
     def sequences_of(self, request_id: str) -> tuple[Sequence, ...]:
         """Return the sequences of a live request in the order of their index, ended ones included."""
@@ -640,7 +654,7 @@ class Scheduler:
             stop,
             cached,
             started,
-            0,
+            self._weight_version,
             None,
             drafted,
             accepted,

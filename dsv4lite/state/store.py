@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dsv4lite.device import fill_storage, free_storage, holds_storage
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.state.spec import Lifetime, SharedStore, StateSizes, StateSpec, StoreSpec
 
@@ -62,19 +63,44 @@ class StateCache:
                 else:
                     fill = torch.tensor(part.fill, dtype=torch.float32, device=device)[:, None]
                     slot = slots[part.name] = torch.empty(sizes.slots, spec.copies, *part.shape, dtype=torch.float32, device=device)
-                    filled.append((slot.copy_(fill), fill))
+                    filled.append((slot, fill))
                     if part.snapshot:
                         kept = torch.empty(sizes.snapshots, part.snapshot, *part.shape[1:], dtype=torch.float32, device=device)
-                        snapshots.append((slot, kept.copy_(fill)))
+                        snapshots.append((slot, kept))
             layers.append(LayerCache(stores=stores, slots=slots))
         last_token = torch.zeros(sizes.slots + 1, dtype=torch.int64, device=device)
-        return cls(spec, sizes, device, layers, snapshots, last_token, filled)
+        cache = cls(spec, sizes, device, layers, snapshots, last_token, filled)
+        cache._fill_slots()
+        return cache
+
+    def _fill_slots(self) -> None:
+        for slot, fill in self._slots:
+            slot.copy_(fill)
+        for slot, kept in self.snapshots:
+            kept.copy_(slot[0, 0, : kept.shape[1]])
+
+    def _tensors(self) -> list[Tensor]:
+        tensors = [slot for slot, _ in self._slots] + [kept for _, kept in self.snapshots]
+        return [store.memory for _, _, store in self.stores()] + tensors
+
+    def release_memory(self) -> None:
+        """Free the memory; nothing may be read or written until ``restore_memory``."""
+        for tensor in self._tensors():
+            free_storage(tensor)
+
+    def restore_memory(self) -> None:
+        """Allocate memory that was freed, with what it held at first."""
+        freed = [tensor for tensor in self._tensors() if not holds_storage(tensor)]
+        for tensor in freed:
+            fill_storage(tensor)
+            tensor.zero_()
+        if freed:
+            self._fill_slots()
 
     @property
     def nbytes(self) -> int:
         """Bytes really held."""
-        tensors = [slot for slot, _ in self._slots] + [kept for _, kept in self.snapshots]
-        return sum(store.nbytes for _, _, store in self.stores()) + sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors())
 
     def stores(self, first: int = 0) -> Iterator[tuple[str, StoreSpec, RowStore]]:
         """Yield every store of the layers from ``first`` on, as ``layers.I.name``, with its spec."""

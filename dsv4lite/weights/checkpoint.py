@@ -18,7 +18,7 @@ from io import BufferedReader
 from math import prod
 from mmap import mmap
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from dsv4lite.files import TABLE_BYTES, open_regular, parse_json, read_json
 from dsv4lite.parallel.shard import Cut
 from dsv4lite.weights.names import NameTables, Piece, translate
 
+T = TypeVar("T", "TensorInfo", "TensorInfo | HeldTensor")
 ExpertFormat = Literal["fp4", "fp8", "unquantized"]
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -80,6 +81,57 @@ class TensorInfo:
     offset: int
     nbytes: int
 
+    @property
+    def place(self) -> str:
+        """Where it lies, for errors."""
+        return self.file.name
+
+    def cut(self, cut: Cut) -> Wanted:
+        """Return a part of it, one slice per dimension in stored elements; without slices all of it."""
+        return Wanted(self, cut)
+
+    def part(self, piece: Piece) -> TensorInfo:
+        """Return an official tensor that this one contains."""
+        offset, nbytes, shape = self.offset, self.nbytes, self.shape
+        for index in piece.index:
+            length = shape[0]
+            first, stop = (index, index + 1) if isinstance(index, int) else (index.start, index.stop)
+            row = nbytes // length
+            offset, nbytes = offset + first * row, (stop - first) * row
+            shape = shape[1:] if isinstance(index, int) else (stop - first, *shape[1:])
+        return TensorInfo(name=piece.name, dtype=self.dtype, shape=shape, file=self.file, offset=offset, nbytes=nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTensor:
+    """A tensor in memory, described as ``TensorInfo`` describes one on disk."""
+
+    name: str
+    tensor: Tensor
+    place = "memory"
+
+    @property
+    def dtype(self) -> str:
+        """Dtype code of the file format; what the format does not have is named as PyTorch names it."""
+        dtype = self.tensor.dtype
+        return next((code for code, known in DTYPES.items() if known == dtype), str(dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def cut(self, cut: Cut) -> HeldTensor:
+        """Return a part of it, one slice per dimension in stored elements; without slices all of it."""
+        return HeldTensor(name=self.name, tensor=self.tensor[cut])
+
+    def part(self, piece: Piece) -> HeldTensor:
+        """Return an official tensor that this one contains."""
+        return HeldTensor(name=piece.name, tensor=self.tensor[piece.index])
+
+
+Described = TensorInfo | HeldTensor
+"""A tensor of which name, dtype and shape are known, wherever its data lie."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
@@ -106,12 +158,12 @@ class Checkpoint:
         """
         problems = _Problems()
         found: list[dict[str, Any]] = []
-        for read in (read_config, read_generation_config, _read_headers):
+        for read in (read_config, read_generation_config, read_headers):
             with problems.collected():
                 found.append(read(folder))
         problems.check(folder)
         config, generation_config, external = found
-        headers = _official(folder, external, names(config))
+        headers = official(external.values(), names(config), str(folder))
         return cls(folder=folder, config=config, generation_config=generation_config, headers=headers)
 
     @property
@@ -197,13 +249,13 @@ class _Problems(list[str]):
         except CheckpointError as error:
             self.extend(error.problems or [str(error)])
 
-    def check(self, folder: Path) -> None:
+    def check(self, folder: Path | str) -> None:
         """Raise if there are any."""
         if self:
             raise CheckpointError(f"the checkpoint in {folder} is damaged or incomplete; fetch it again:", problems=self)
 
 
-def _read_headers(folder: Path) -> dict[str, TensorInfo]:
+def read_headers(folder: Path) -> dict[str, TensorInfo]:
     """Read the headers of all shards, by the names that they use; raise one error that lists all that is wrong with them."""
     problems, external = _Problems(), dict[str, TensorInfo]()
     shards = _shards(folder)
@@ -220,21 +272,25 @@ def _read_headers(folder: Path) -> dict[str, TensorInfo]:
     return external
 
 
-def _official(folder: Path, external: Mapping[str, TensorInfo], names: NameTables) -> dict[str, TensorInfo]:
-    """Return tensors by their official names."""
-    problems, headers = _Problems(), dict[str, TensorInfo]()
-    for info in external.values():
+def official(external: Iterable[T], names: NameTables, where: str) -> dict[str, T]:
+    """Return tensors by their official names.
+
+    Raises:
+        CheckpointError: A tensor is given twice, or cannot be what its name says; lists all problems.
+    """
+    problems, headers = _Problems(), dict[str, T]()
+    for info in external:
         pieces: list[Piece] = []
         with problems.collected():
             pieces = translate(info.name, info.shape, names)
         if len(headers) + len(pieces) > _MOST_TENSORS:
-            problems.append(f"{folder}: holds more than {_MOST_TENSORS:,} tensors, more than any model has")
+            problems.append(f"{where}: holds more than {_MOST_TENSORS:,} tensors, more than any model has")
             break
         for piece in pieces:
             if piece.name in headers:
-                problems.append(f"{piece.name}: given twice, in {headers[piece.name].file.name} and in {info.file.name}")
-            headers[piece.name] = _located(info, piece)
-    problems.check(folder)
+                problems.append(f"{piece.name}: given twice, in {headers[piece.name].place} and in {info.place}")
+            headers[piece.name] = info.part(piece)
+    problems.check(where)
     return headers
 
 
@@ -334,18 +390,6 @@ def _entry(file: Path, name: str, entry: object, data: int) -> TensorInfo:
     if end - begin != nbytes:
         raise CheckpointError(f"{file.name}: {name} is {dtype} {shape}, {nbytes} bytes, but its offsets span {end - begin}")
     return TensorInfo(name=name, dtype=dtype, shape=tuple(shape), file=file, offset=data + begin, nbytes=nbytes)
-
-
-def _located(info: TensorInfo, piece: Piece) -> TensorInfo:
-    """Return where an official tensor lies, given the external tensor that contains it."""
-    offset, nbytes, shape = info.offset, info.nbytes, info.shape
-    for index in piece.index:
-        length = shape[0]
-        first, stop = (index, index + 1) if isinstance(index, int) else (index.start, index.stop)
-        row = nbytes // length
-        offset, nbytes = offset + first * row, (stop - first) * row
-        shape = shape[1:] if isinstance(index, int) else (stop - first, *shape[1:])
-    return TensorInfo(name=piece.name, dtype=info.dtype, shape=shape, file=info.file, offset=offset, nbytes=nbytes)
 
 
 # ------------------------------------------------------------------------------------------------------------------- data

@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to the places of a model.
+"""From tensors, of a checkpoint or of an update, to the places of a model.
 
 First the headers are compared with the model: whatever is missing, unexpected or of another shape or dtype is found before a byte
 of data is read, and all of it is raised at once. Then the tensors are streamed, each weight is joined with its scale, and both go
@@ -8,15 +8,15 @@ to their slot.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from dsv4lite.config import Progress
 from dsv4lite.errors import CheckpointError
 from dsv4lite.parallel.shard import Shards, blocks_of
-from dsv4lite.weights.checkpoint import Checkpoint, TensorInfo, Wanted, read_tensors
+from dsv4lite.weights.checkpoint import Checkpoint, Described, HeldTensor, Wanted, read_tensors
 from dsv4lite.weights.quant import Slot
 from dsv4lite.weights.tensors import FORMATS, MatrixFormat
 
@@ -26,12 +26,33 @@ _INTEGERS = ("I64", "I32")
 _INTEGER_TENSORS = ("tid2eid",)
 
 
+class OwnFormat(NamedTuple):
+    """How a model stores a quantized matrix, and so the only quantized form of it that an update may bring."""
+
+    form: MatrixFormat
+    scale: str
+
+
 class Assignment(NamedTuple):
     """What goes into one slot: a tensor, its scale if it has one, and which part of each."""
 
     slot: Slot
-    weight: Wanted
-    scale: Wanted | None = None
+    weight: Wanted | HeldTensor
+    scale: Wanted | HeldTensor | None = None
+
+
+class Fit(NamedTuple):
+    """How tensors fit the slots of a model.
+
+    Attributes:
+        assignments: By the slot's name.
+        missing, unexpected, mismatched: Lines that begin with the name of a tensor.
+    """
+
+    assignments: dict[str, Assignment]
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[str]
 
 
 def load(
@@ -56,36 +77,71 @@ def load(
     headers = checkpoint.headers
     if not whole:
         headers = {name: headers[name] for slot in slots for name in (slot, scale_name(slot)) if name in headers}
-    assignments = match(headers, slots, shards)
-    wanted = [part for a in assignments.values() for part in (a.weight, a.scale) if part is not None]
-    stream = ((info.name, tensor) for info, tensor in read_tensors(wanted, progress=progress))
-    for name, weight, scale in paired(stream, {name for name, a in assignments.items() if a.scale is not None}):
-        assignments[name].slot.store(weight, scale)
+    for _, slot, weight, scale in read_assigned(match(headers, slots, shards), progress=progress):
+        slot.store(weight, scale)
 
 
-def match(headers: Mapping[str, TensorInfo], slots: Mapping[str, Slot], shards: Shards | None = None) -> dict[str, Assignment]:
-    """Find for every slot what goes into it, without reading data.
-
-    Tensors under ``mtp.`` that the model has no slot for are passed over, and so is what other ranks hold.
+def match(headers: Mapping[str, Described], slots: Mapping[str, Slot], shards: Shards | None = None) -> dict[str, Assignment]:
+    """Find for every slot what goes into it, without reading data; see ``fit``.
 
     Raises:
         CheckpointError: Lists everything that is missing, unexpected, or of the wrong shape or dtype.
         ConfigError: A tensor cannot be cut as ``shards`` says.
     """
-    problems: list[str] = []
-    assignments: dict[str, Assignment] = {}
+    found = fit(headers, slots, shards)
+    by_slot = {name: i for i, name in enumerate(slots)}
+    lines = sorted(found.missing + found.mismatched, key=lambda line: by_slot[weight_name(line.split(":")[0])])
+    problems = lines + found.unexpected
+    if problems:
+        raise CheckpointError(f"the checkpoint does not fit the model; {len(problems)} problems:", problems=problems)
+    return found.assignments
+
+
+def fit(
+    headers: Mapping[str, Described],
+    slots: Mapping[str, Slot],
+    shards: Shards | None = None,
+    formats: Mapping[str, OwnFormat] | None = None,
+) -> Fit:
+    """Compare tensors with the slots of a model, without reading data.
+
+    Tensors under ``mtp.`` that the model has no slot for are passed over, and so is what other ranks hold.
+
+    Args:
+        headers: By official name.
+        slots: Those that are to be filled.
+        shards: Which part of each tensor this rank holds; default is all.
+        formats: For an update: of the model's quantized matrices. Floats for one of these will be quantized.
+
+    Raises:
+        ConfigError: A tensor cannot be cut as ``shards`` says.
+    """
+    found = Fit({}, [], [], [])
     for name, slot in slots.items():
         info = headers.get(name)
         if info is None:
-            problems.append(f"{name}: missing")
+            found.missing.append(f"{name}: missing")
             continue
-        assignment = _assign(slot, info, headers.get(scale_name(name)) if slot.kind == "matrix" else None, shards, problems)
-        if assignment is not None:
-            assignments[name] = assignment
-    problems += [f"{name}: unexpected; the model has no such tensor" for name in _unexpected(headers, slots, shards)]
-    if problems:
-        raise CheckpointError(f"the checkpoint does not fit the model; {len(problems)} problems:", problems=problems)
-    return assignments
+        own = None if formats is None else formats.get(name)
+        _assign(slot, info, headers.get(scale_name(name)) if slot.kind == "matrix" else None, shards, own, found)
+    found.unexpected.extend(f"{name}: unexpected; the model has no such tensor" for name in _unexpected(headers, slots, shards))
+    return found
+
+
+def read_assigned(
+    assignments: Mapping[str, Assignment], *, progress: Progress | None = None
+) -> Iterator[tuple[str, Slot, Tensor, Tensor | None]]:
+    """Read what goes into the slots: yields name, slot, this rank's part of the weight and of its scale, both as stored.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+    """
+    wanted = [part for a in assignments.values() for part in (a.weight, a.scale) if part is not None]
+    held = ((part.name, part.tensor) for part in wanted if isinstance(part, HeldTensor))
+    stored = read_tensors([part for part in wanted if isinstance(part, Wanted)], progress=progress)
+    stream = chain(held, ((info.name, tensor) for info, tensor in stored))
+    for name, weight, scale in paired(stream, {name for name, a in assignments.items() if a.scale is not None}):
+        yield name, assignments[name].slot, weight, scale
 
 
 def paired(tensors: Iterable[tuple[str, Tensor]], with_scale: set[str]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
@@ -105,32 +161,19 @@ def paired(tensors: Iterable[tuple[str, Tensor]], with_scale: set[str]) -> Itera
     """
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        weight_name = name.removesuffix(".scale") + ".weight" if name.endswith(".scale") else name
-        if weight_name not in with_scale:
+        owner = weight_name(name)
+        if owner not in with_scale:
             yield name, tensor, None
             continue
-        partner = waiting.pop(weight_name, None)
+        partner = waiting.pop(owner, None)
         if partner is None:
-            waiting[weight_name] = tensor.clone()
-        elif name == weight_name:
-            yield weight_name, tensor, partner
+            waiting[owner] = tensor.clone()
+        elif name == owner:
+            yield owner, tensor, partner
         else:
-            yield weight_name, partner, tensor
+            yield owner, partner, tensor
     if waiting:
         raise CheckpointError("weights or scales came without their partner:", problems=sorted(waiting))
-
-
-def cut_pair(name: str, weight: Tensor, scale: Tensor | None, shards: Shards) -> tuple[Tensor, Tensor | None]:
-    """Return a rank's part of a weight and of its scale, if it has one.
-
-    Raises:
-        ConfigError: They cannot be cut as ``shards`` says.
-    """
-    if scale is None:
-        return weight[shards.cut(name, weight.shape)].contiguous(), None
-    form = FORMATS["fp4" if weight.dtype in (torch.int8, torch.uint8) else "fp8"]
-    cut = shards.cut(name, (weight.shape[0], weight.shape[1] * form.pack), form.block)
-    return weight[blocks_of(cut, (1, form.pack))].contiguous(), scale[blocks_of(cut, form.block)].contiguous()
 
 
 def scale_name(name: str) -> str:
@@ -138,51 +181,70 @@ def scale_name(name: str) -> str:
     return name.removesuffix(".weight") + ".scale"
 
 
-def _assign(
-    slot: Slot, info: TensorInfo, scale: TensorInfo | None, shards: Shards | None, problems: list[str]
-) -> Assignment | None:
-    """Check a tensor against its slot; append to ``problems`` and return None if it does not fit."""
-    name, before = info.name, len(problems)
+def weight_name(name: str) -> str:
+    """Return the name of the weight that ``X.scale`` belongs to, ``X.weight``; other names are returned as they are."""
+    return name.removesuffix(".scale") + ".weight" if name.endswith(".scale") else name
+
+
+def own_formats(headers: Mapping[str, Described]) -> dict[str, OwnFormat]:
+    """Return how a checkpoint stores each of its quantized matrices."""
+    return {
+        name: OwnFormat(MATRIX_FORMATS[info.dtype], headers[scale_name(name)].dtype)
+        for name, info in headers.items()
+        if info.dtype in MATRIX_FORMATS and scale_name(name) in headers
+    }
+
+
+def _assign(slot: Slot, info: Described, scale: Described | None, shards: Shards | None, own: OwnFormat | None, found: Fit) -> None:
+    """Check a tensor against its slot; add to ``found`` what goes there, or what is wrong with it."""
+    name, problems, before = info.name, found.mismatched, len(found.mismatched)
     form = MATRIX_FORMATS.get(info.dtype) if slot.kind == "matrix" else None
     allowed = _INTEGERS if name.endswith(_INTEGER_TENSORS) else _FLOATS
     if form is None and info.dtype not in allowed:
         known = (*MATRIX_FORMATS, *allowed) if slot.kind == "matrix" else allowed
         problems.append(f"{name}: dtype {info.dtype}, expected {' or '.join(known)}")
-        return None
+        return
+    if own is not None and form is not None and form is not own.form:
+        kept = " or ".join(code for code, known in MATRIX_FORMATS.items() if known is own.form)
+        problems.append(f"{name}: dtype {info.dtype}, expected {kept}, or floats, which are quantized")
+        return
     shape = info.shape if form is None else (*info.shape[:-1], *(n * form.pack for n in info.shape[-1:]))
     if len(shape) != len(slot.shape):
         problems.append(f"{name}: shape {list(shape)}, expected {list(slot.shape)}")
-        return None
-    cut = None if shards is None else shards.cut(name, shape, form.block if form else ())
+        return
+    block = form.block if form else own.form.block if own else ()
+    cut = None if shards is None else shards.cut(name, shape, block)
     held = shape if cut is None else tuple(part.stop - part.start for part in cut)
     if held != slot.shape:
         part = "" if held == shape else f", of which this rank holds {list(held)}"
         problems.append(f"{name}: shape {list(shape)}{part}, expected {list(slot.shape)}")
-        return None
+        return
     if form is None:
         if scale is not None:
             problems.append(f"{scale.name}: a scale, but {name} is {info.dtype}, which has none")
-            return None
-        return Assignment(slot, Wanted(info, cut or ()))
+            return
+        found.assignments[name] = Assignment(slot, info.cut(cut or ()))
+        return
     if scale is None:
-        problems.append(f"{scale_name(name)}: missing; {name} is {info.dtype} and needs a scale")
-        return None
-    if scale.dtype not in form.scales:
-        problems.append(f"{scale.name}: dtype {scale.dtype}, expected {' or '.join(form.scales)}")
+        found.missing.append(f"{scale_name(name)}: missing; {name} is {info.dtype} and needs a scale")
+        return
+    scales = form.scales if own is None else (own.scale,)
+    if scale.dtype not in scales:
+        problems.append(f"{scale.name}: dtype {scale.dtype}, expected {' or '.join(scales)}")
     expected = form.blocks(*shape)
     if scale.shape != expected:
         problems.append(f"{scale.name}: shape {list(scale.shape)}, expected {list(expected)}: one per {form.block}")
     if len(problems) > before:
-        return None
+        return
     parts = (blocks_of(cut, (1, form.pack)), blocks_of(cut, form.block)) if cut else ((), ())
-    return Assignment(slot, Wanted(info, parts[0]), Wanted(scale, parts[1]))
+    found.assignments[name] = Assignment(slot, info.cut(parts[0]), scale.cut(parts[1]))
 
 
-def _unexpected(headers: Mapping[str, TensorInfo], slots: Mapping[str, Slot], shards: Shards | None) -> list[str]:
+def _unexpected(headers: Mapping[str, Described], slots: Mapping[str, Slot], shards: Shards | None) -> list[str]:
     """Return the tensors that have no place in the model and are not left out on purpose."""
     found = []
     for name in headers:
-        owner = name.removesuffix(".scale") + ".weight" if name.endswith(".scale") else name
+        owner = weight_name(name)
         if owner in slots and (owner == name or (owner in headers and slots[owner].kind == "matrix")):
             continue
         if name.startswith("mtp.") or (shards is not None and shards.elsewhere(owner)):

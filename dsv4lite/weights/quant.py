@@ -169,6 +169,24 @@ class MatrixSlot:
         """Logical ``(out, in)``."""
         return (self.end - self.begin, self.matrix.weight.shape[-1])
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that hold it, with others."""
+        return (self.matrix.weight,) if self.matrix.scale is None else (self.matrix.weight, self.matrix.scale)
+
+    def values(self) -> Tensor:
+        """Return the numbers of the matrix, float32."""
+        home, bytes_ = self.matrix.weight.detach().flatten(0, -2)[self.begin : self.end], self.matrix.scale
+        if bytes_ is None:
+            return home.float()
+        if self._scale_per_row(bytes_):
+            return dequantize_fp8(home, bytes_[self.begin : self.end], FP8_GROUP)
+        first, last = self.begin // FP8_GROUP, (self.end - 1) // FP8_GROUP
+        return dequantize_matrix(home, bytes_[first : last + 1])
+
+    def _scale_per_row(self, bytes_: Tensor) -> bool:
+        return len(bytes_) == prod(self.matrix.weight.shape[:-1])
+
     def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
         """Convert a matrix of the checkpoint to the resident form.
 
@@ -185,7 +203,7 @@ class MatrixSlot:
             raise _misfit(weight, scale, f"float8_e4m3fn with {' or '.join(str(d).removeprefix('torch.') for d in wanted)} scales")
         home.copy_(weight)
         source, rows = e8m0_to_float(scale) if wide else scale.view(torch.uint8), self.end - self.begin
-        if len(scales) == prod(self.matrix.weight.shape[:-1]):  # one per row
+        if self._scale_per_row(scales):
             scales.detach()[self.begin : self.end].copy_(source.repeat_interleave(FP8_GROUP, 0)[:rows])
         else:
             first = self.begin // FP8_GROUP
@@ -234,6 +252,15 @@ class TileSlot:
         _, rows, columns = self.stack.shape
         return (rows if self.half is None else rows // 2, columns)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that hold it, with others."""
+        return self.stack.codes, self.stack.scales
+
+    def values(self) -> Tensor:
+        """Return the numbers of the matrix, float32."""
+        return self.stack.stored.dequantize(self.expert, self.half)
+
     def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
         """Write a matrix of the checkpoint into its tiles.
 
@@ -259,6 +286,15 @@ class TensorSlot:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensor itself."""
+        return (self.tensor,)
+
+    def values(self) -> Tensor:
+        """Return its numbers, float32, or its ids, int64."""
+        return self.tensor.detach().float() if self.tensor.is_floating_point() else self.tensor
+
     def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
         """Copy the tensor, cast to the resident dtype."""
         assert scale is None
@@ -268,7 +304,7 @@ class TensorSlot:
 
 @dataclass(frozen=True, slots=True)
 class IdSlot(TensorSlot):
-    """Where a table of ids goes that kernels use as indices, unchecked.
+    """Where a table of ids [N, K] goes that kernels use as indices, unchecked; the ids of a row are distinct.
 
     Attributes:
         name: Official name of the table.
@@ -278,19 +314,27 @@ class IdSlot(TensorSlot):
     name: str = ""
     limit: int = 0
 
+    def problem(self, weight: Tensor) -> str:
+        """Return what is wrong with a table, or nothing."""
+        wrong = ((weight < 0) | (weight >= self.limit)).nonzero()
+        if len(wrong):
+            at = wrong[0].tolist()
+            first = f"{weight[*at].item()} at {at}"
+            return f"{self.name}: {len(wrong)} ids are out of range, the first one {first}; ids are from 0 to {self.limit - 1}"
+        repeated = (weight.sort(-1).values.diff(dim=-1) == 0).any(-1).nonzero()
+        if len(repeated):
+            row = int(repeated[0])
+            return f"{self.name}: {len(repeated)} rows have an id twice, the first one row {row}: {weight[row].tolist()}"
+        return ""
+
     def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
         """Copy the table.
 
         Raises:
-            CheckpointError: An id is out of range.
+            CheckpointError: An id is out of range, or twice in a row.
         """
-        wrong = ((weight < 0) | (weight >= self.limit)).nonzero()
-        if len(wrong):
-            at = wrong[0].tolist()
-            raise CheckpointError(
-                f"{self.name}: {len(wrong)} ids are out of range, the first one {weight[*at].item()} at {at}; "
-                f"ids are from 0 to {self.limit - 1}. Fetch the checkpoint again, or take the config.json that came with it"
-            )
+        if problem := self.problem(weight):
+            raise CheckpointError(f"{problem}. Fetch the checkpoint again, or take the config.json that came with it")
         TensorSlot.store(self, weight, scale)  # dataclasses with slots know no super()
 
 
@@ -304,6 +348,15 @@ class CopiedSlot:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.places[0].shape
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that hold the copies, with others."""
+        return tuple(tensor for place in self.places for tensor in place.tensors)
+
+    def values(self) -> Tensor:
+        """Return the numbers of the matrix, float32."""
+        return self.places[0].values()
 
     def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
         """Store the matrix in every place."""

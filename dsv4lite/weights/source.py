@@ -20,11 +20,20 @@ from dsv4lite.models.shard import shards_of
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.shard import Shards
-from dsv4lite.weights.checkpoint import Checkpoint, ExpertFormat, TensorInfo, locate, read_config, read_generation_config
+from dsv4lite.weights.checkpoint import (
+    Checkpoint,
+    ExpertFormat,
+    HeldTensor,
+    TensorInfo,
+    locate,
+    read_config,
+    read_generation_config,
+)
 from dsv4lite.weights.dummy import dummy_tensors, fill_tiles
-from dsv4lite.weights.loader import cut_pair, load, paired, scale_name
+from dsv4lite.weights.loader import OwnFormat, load, match, own_formats, read_assigned, scale_name
+from dsv4lite.weights.names import NameTables
 from dsv4lite.weights.quant import CopiedSlot, Numerics, Slot, TileSlot
-from dsv4lite.weights.tensors import TensorSpec, stored_tensors
+from dsv4lite.weights.tensors import FORMATS, TensorSpec, stored_form
 
 log = logging.getLogger("dsv4lite.weights")
 
@@ -59,6 +68,7 @@ class ModelSource:
     """A model before it is loaded: all that configuration and headers contain.
 
     Attributes:
+        names: Other names of the model's tensors.
         dtype: What the unquantized tensors are stored in.
         dense_fp8: Every dense matrix is stored in FP8, with e8m0 scales or, if the family's releases have such, float32 ones; not
             so where some are unquantized.
@@ -69,6 +79,7 @@ class ModelSource:
     folder: Path
     generation_config: Mapping[str, Any]
     family: Family
+    names: NameTables
     model: ModelConfig
     dtype: torch.dtype
     expert_format: ExpertFormat
@@ -108,17 +119,19 @@ class ModelSource:
             ConfigError, UnsupportedError: The model's config is wrong, or of another family.
         """
 
-        def family_of(raw: Mapping[str, Any]) -> Family:
-            return find_family({**raw, **config.hf_overrides}, config.family)
+        def names_of(raw: Mapping[str, Any]) -> NameTables:
+            raw = {**raw, **config.hf_overrides}
+            return find_family(raw, config.family).names(raw)
 
         dummy, checkpoint = config.load_format == "dummy", None
         folder = locate(config.model, config.revision, weights=fetch and not dummy)
         if dummy or not (fetch or any(folder.glob("*.safetensors"))):
             raw, generation_config = read_config(folder), read_generation_config(folder)
         else:
-            checkpoint = Checkpoint.open(folder, names=lambda raw: family_of(raw).names(raw))
+            checkpoint = Checkpoint.open(folder, names=names_of)
             raw, generation_config = dict(checkpoint.config), dict(checkpoint.generation_config)
-        raw, family = {**raw, **config.hf_overrides}, family_of(raw)
+        raw = {**raw, **config.hf_overrides}
+        family = find_family(raw, config.family)
         model = family.read_config(raw)
         if checkpoint is None:
             dtype = str(raw.get("torch_dtype") or raw.get("dtype"))
@@ -135,6 +148,7 @@ class ModelSource:
             folder=folder,
             generation_config=generation_config,
             family=family,
+            names=family.names(raw),
             model=model,
             dtype=_FLOATS.get(dtype, torch.bfloat16),
             expert_format=expert_format,
@@ -197,13 +211,26 @@ class ModelSource:
             load(self.checkpoint, slots, progress=progress, shards=shards, whole=whole)
             return
         self._fill_stacks(slots, shards, seed)
-        names = {name for name, slot in slots.items() if not isinstance(_places(slot)[0], TileSlot)}
         form: dict[str, Any] = {"expert_format": self.expert_format, "quantized": self.model.quantized}
-        specs = self.family.tensors.specs(self.model)
-        scaled = {name for name in names if len(stored_tensors(name, specs[name], **form)) == 2}
-        tensors = dummy_tensors(self.model, self.family.tensors, **form, seed=seed, device=numerics.device, names=names)
-        for name, weight, scale in paired(tensors, scaled):
-            slots[name].store(*cut_pair(name, weight, scale, shards))
+        names = {name for name, slot in slots.items() if not isinstance(_places(slot)[0], TileSlot)}
+        made: dict[str, HeldTensor] = {}
+        for name, tensor in dummy_tensors(self.model, self.family.tensors, **form, seed=seed, device=numerics.device, names=names):
+            made[name] = HeldTensor(name=name, tensor=tensor)
+            if name in names:  # the scale has come before
+                for _, slot, weight, scale in read_assigned(match(made, {name: slots[name]}, shards)):
+                    slot.store(weight, scale)
+                made.clear()
+
+    def formats(self) -> dict[str, OwnFormat]:
+        """Return how the model stores each of its quantized matrices."""
+        if self.checkpoint is not None:
+            return own_formats(self.checkpoint.headers)
+        form: dict[str, Any] = {"expert_format": self.expert_format, "quantized": self.model.quantized}
+        return {
+            name: OwnFormat(FORMATS[found], FORMATS[found].scales[0])
+            for name, spec in self.family.tensors.specs(self.model).items()
+            if (found := stored_form(spec, **form)) in FORMATS
+        }
 
     def _fill_stacks(self, slots: Mapping[str, Slot], shards: Shards, seed: int) -> None:
         """Fill stacks of tiles, each as a whole where all of its matrices are wanted."""

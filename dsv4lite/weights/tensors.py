@@ -82,6 +82,11 @@ class StoredTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
+def stored_form(spec: TensorSpec, *, quantized: bool, expert_format: ExpertFormat) -> ExpertFormat:
+    """Return how a checkpoint stores a tensor of the model: a key of ``FORMATS``, or ``"unquantized"``; see ``stored_tensors``."""
+    return expert_format if spec.kind == "expert" else "fp8" if spec.kind == "dense" and quantized else "unquantized"
+
+
 def stored_tensors(name: str, spec: TensorSpec, *, quantized: bool, expert_format: ExpertFormat) -> dict[str, StoredTensor]:
     """Return how a checkpoint stores a tensor of the model: itself, and its scale if it has one.
 
@@ -89,8 +94,7 @@ def stored_tensors(name: str, spec: TensorSpec, *, quantized: bool, expert_forma
         quantized: The dense matrices are FP8.
         expert_format: Of the routed experts.
     """
-    name_of_form = expert_format if spec.kind == "expert" else "fp8" if spec.kind == "dense" and quantized else "unquantized"
-    form = FORMATS.get(name_of_form)
+    form = FORMATS.get(stored_form(spec, quantized=quantized, expert_format=expert_format))
     if form is None:
         return {name: StoredTensor(spec.shape, _PLAIN_DTYPES[spec.kind])}
     rows, columns = spec.shape

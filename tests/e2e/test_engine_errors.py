@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -360,7 +361,7 @@ def test_exception_in_a_step_reaches_every_caller_with_its_cause(model: Path, ov
             assert error.value.__cause__ is boom
         # Each caller gets an exception of its own: a shared one would collect all their tracebacks.
         raised = []
-        for call in (engine.pause, engine.resume, engine.reset_prefix_cache):
+        for call in (partial(engine.set_paused, True), partial(engine.set_paused, False), engine.reset_prefix_cache):
             with pytest.raises(EngineDeadError) as error:
                 call()
             raised.append(error.value)

@@ -32,11 +32,13 @@ from dsv4lite.errors import (
     InvalidRequestError,
     QueueFullError,
     RequestFailedError,
+    WeightsNotLoadedError,
 )
 from dsv4lite.llm import AsyncLLM
 from dsv4lite.models.family import Family
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.request import Delta, Phase, Request, RequestOutput, SamplingParams
+from dsv4lite.weights.update import NamedTensors
 from tests.fakes import ENDLESS, MANY, POISON, REFUSED, FakeEngine, Lab, endless
 
 Test = Callable[[Lab], Awaitable[None]]
@@ -1104,7 +1106,7 @@ async def test_close_ends_open_requests_with_what_they_have(lab: Lab) -> None:
     assert sum(bool(out.token_ids) for out in results) == 2
     with pytest.raises(EngineStateError) as error:
         await llm.generate("x")
-    assert (error.value.state, error.value.allowed) == ("closed", ("ready", "paused"))
+    assert (error.value.state, error.value.allowed) == ("closed", ("ready", "paused", "updating"))
 
 
 async def test_close_completes_in_a_cancelled_scope(lab: Lab) -> None:
@@ -1342,6 +1344,12 @@ async def test_slow_loop_gets_many_steps_in_one_post(lab: Lab) -> None:
 
 # ---- states: every pair of state and method ----
 
+
+async def update(llm: AsyncLLM) -> None:
+    async with llm.update_weights(3) as transaction:
+        await transaction.load(NamedTensors({}))
+
+
 SERVING_ONLY: dict[str, Callable[[Any], Any]] = {
     "generate": lambda llm: llm.generate("x", SamplingParams(max_tokens=1), deadline=1e-9),
     "generate_batch": lambda llm: llm.generate_batch([], SamplingParams()),
@@ -1351,13 +1359,21 @@ SERVING_ONLY: dict[str, Callable[[Any], Any]] = {
     "chat_stream": lambda llm: llm.chat_stream([{"role": "user", "content": "x"}]),
     "score": lambda llm: llm.score("", "y"),
     "score_batch": lambda llm: llm.score_batch([]),
+    "dump_step": lambda llm: llm.dump_step("step"),
+    "weight_checksums": lambda llm: llm.weight_checksums(),
+}
+WHILE_STARTED: dict[str, Callable[[Any], Any]] = {
     "pause": lambda llm: llm.pause(),
     "resume": lambda llm: llm.resume(),
     "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
-    "dump_step": lambda llm: llm.dump_step("step"),
     "stats": lambda llm: llm.stats(),
     "memory": lambda llm: llm.memory(),
     "tokenizer": lambda llm: llm.tokenizer,
+}
+BETWEEN_UPDATES: dict[str, Callable[[Any], Any]] = {
+    "sleep": lambda llm: llm.sleep(2),
+    "wake_up": lambda llm: llm.wake_up(),
+    "update_weights": update,
 }
 ALWAYS: dict[str, Callable[[AsyncLLM], Any]] = {
     "abort": lambda llm: llm.abort(),
@@ -1380,6 +1396,13 @@ async def in_phase(lab: Lab, phase: Phase, proceed: threading.Event, group: anyi
         await llm.__aenter__()
     if phase is Phase.PAUSED:
         await llm.pause()
+    elif phase is Phase.UPDATING:
+        await llm.update_weights(1).__aenter__()
+    elif phase is Phase.ASLEEP:
+        await llm.sleep(1)
+    elif phase is Phase.WEIGHTS_INVALID:
+        await llm.sleep(2)
+        await llm.wake_up()
     elif phase is Phase.FAILED:
         lab.engine.die(MemoryError())
         await until(lambda: llm.state is Phase.FAILED)
@@ -1393,7 +1416,7 @@ async def in_phase(lab: Lab, phase: Phase, proceed: threading.Event, group: anyi
 @LOOPS
 def test_state_allows_or_refuses_every_call(backend: str, lab: Lab, phase: Phase) -> None:
     """Refused calls change nothing and use one engine; each allowed call has an engine of its own."""
-    calls = {**SERVING_ONLY, **ALWAYS, "start": lambda llm: llm.__aenter__()}
+    calls = {**SERVING_ONLY, **WHILE_STARTED, **BETWEEN_UPDATES, **ALWAYS, "start": lambda llm: llm.__aenter__()}
 
     async def outcome_of(llm: AsyncLLM, method: str) -> Exception | None:
         try:
@@ -1417,14 +1440,20 @@ def test_state_allows_or_refuses_every_call(backend: str, lab: Lab, phase: Phase
                 else:
                     assert isinstance(outcome, EngineStateError), method
                     assert outcome.state == phase and phase not in outcome.allowed, method
+                    assert isinstance(outcome, WeightsNotLoadedError) == (phase is Phase.WEIGHTS_INVALID), method
             assert allowed or llm.state is phase
             proceed.set()
         await llm.aclose()
 
     async def main() -> None:
         with anyio.fail_after(30):
-            serving = phase in (Phase.READY, Phase.PAUSED)
-            allowed = [*ALWAYS, *(SERVING_ONLY if serving else ()), *(["start"] if phase is Phase.NEW else ())]
+            serving = phase in (Phase.READY, Phase.PAUSED, Phase.UPDATING)
+            started = serving or phase in (Phase.ASLEEP, Phase.WEIGHTS_INVALID)
+            allowed = [*ALWAYS, *(SERVING_ONLY if serving else ()), *(WHILE_STARTED if started else ())]
+            allowed += [name for name in BETWEEN_UPDATES if started and phase is not Phase.UPDATING]
+            allowed += ["start"] if phase is Phase.NEW else []
+            if phase is Phase.ASLEEP:
+                allowed.remove("update_weights")  # the weights sleep, too
             for method in allowed:
                 await call([method], True)
             await call([method for method in calls if method not in allowed], False)

@@ -24,7 +24,7 @@ from dsv4lite.errors import (
 )
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import Phase, RequestOutput, SamplingParams
-from tests.e2e.test_llm_api import SERVING_ONLY
+from tests.e2e.test_llm_api import SERVING_ONLY, WHILE_STARTED
 from tests.fakes import ENDLESS, MANY, POISON, FakeEngine, Lab, endless
 
 
@@ -280,10 +280,16 @@ def test_engine_that_does_not_run_refuses_calls(lab: Lab, state: str) -> None:
     if state == "closed":
         with llm:
             pass
-    for call in SERVING_ONLY.values():
+    serving = ("ready", "paused", "updating")
+    for name, call in {**SERVING_ONLY, **WHILE_STARTED}.items():
         with pytest.raises(EngineStateError) as error:
             call(llm)
-        assert (error.value.state, error.value.allowed) == (state, ("ready", "paused"))
+        more = () if name in SERVING_ONLY and name != "weight_checksums" else ("asleep", "weights_invalid")
+        assert (error.value.state, error.value.allowed) == (state, (*serving, *more)), name
+    for call in (llm.sleep, llm.wake_up, lambda: llm.update_weights(1)):
+        with pytest.raises(EngineStateError) as error:
+            call()
+        assert (error.value.state, error.value.allowed) == (state, ("ready", "paused", "asleep", "weights_invalid"))
     llm.abort()
     llm.close()
     llm.close()

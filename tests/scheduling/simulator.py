@@ -296,6 +296,7 @@ class Harness:
         self.device = Device(limits.window, limits.stages, snapshots=limits.snapshots)
         self.most_outstanding = limits.stages - 1 + self.overlap
         self.now = 0.0
+        self.version = 0
         self.requests: dict[str, Request] = {}
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[tuple[str, int], SequenceUpdate] = {}
@@ -313,9 +314,7 @@ class Harness:
     def preempt_all(self) -> None:
         """Send all running sequences back to the queue, as if others needed their pages; no plan may be outstanding."""
         assert not self.outstanding
-        self.scheduler._release_deferred()
-        for seq in reversed(list(self.scheduler._running)):
-            self.scheduler._preempt(seq)
+        self.scheduler.preempt_all()
 
     def add(self, request: Request, *, fails_at: int | None = None) -> None:
         self.scheduler.add(request)
@@ -327,6 +326,7 @@ class Harness:
     def take(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:
             key = (update.request_id, update.index)
+            assert not update.token_ids or update.weight_version == self.version
             assert key not in self.ends, "an update of a sequence that has ended"
             self.outputs[key] += update.token_ids
             assert not (update.cached_tokens and self.cached.get(key)), "cached tokens are reported twice"
@@ -393,7 +393,12 @@ class Harness:
         self.scheduler.check()
 
     def bump(self) -> None:
-        self.scheduler.reset_prefix_cache()
+        """Make cached prefixes unreachable; between steps by publishing other weights, whose version later tokens carry."""
+        if self.outstanding:
+            self.scheduler.reset_prefix_cache()
+        else:
+            self.version += 1
+            self.scheduler.publish(self.version)
         self.device.epoch += 1
 
     def drain(self) -> None:

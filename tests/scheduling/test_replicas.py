@@ -107,6 +107,24 @@ def test_reset_makes_prefixes_of_all_replicas_unreachable() -> None:
     assert [s.cached_prefix(request("x", [*prefix, 2])) for s in schedulers] == [0, 0]
 
 
+def test_new_weights_and_lost_state_concern_all_replicas() -> None:
+    both, schedulers = make()
+    prefix = list(range(300))
+    for name in ("a", "b"):
+        both.add(request(name, [*prefix, 1]))
+    finish(both)
+    both.publish(7)
+    assert [s.cached_prefix(request("x", [*prefix, 2])) for s in schedulers] == [0, 0]
+    for name in ("c", "d"):
+        both.add(request(name, prefix))
+    updates = step(both) + step(both)  # a prefix of 256 tokens, then the rest
+    assert {update.weight_version for update in updates} == {7} and [s.num_running for s in schedulers] == [1, 1]
+    both.preempt_all()
+    assert [(s.num_running, s.num_waiting) for s in schedulers] == [(0, 1), (0, 1)]
+    finish(both)
+    both.check()
+
+
 def test_requests_of_all_replicas_end_once_and_leave_nothing() -> None:
     both, schedulers = make(3)
     chance = random.Random(0)

@@ -65,13 +65,13 @@ def sparse_attention(
         if block is not None and mask.shape[1] < block:  # a product of another width may have another order of summation
             missing = block - mask.shape[1]
             mask, keys = pad(mask, (0, missing)), pad(keys, (0, 0, 0, missing))
-        hidden = None if bool(mask.all()) else ~mask
-        if hidden is not None and keys.dim() == 3:
+        unseen = None if bool(mask.all()) else ~mask
+        if unseen is not None and keys.dim() == 3:
             # An invalid row may hold a NaN of another sequence; zero times NaN would still be NaN.
-            keys = keys.masked_fill(hidden[..., None], 0.0)
+            keys = keys.masked_fill(unseen[..., None], 0.0)
         logits = torch.matmul(query, keys.transpose(-1, -2)) * scale
-        if hidden is not None:
-            logits = logits.masked_fill(hidden[:, None], float("-inf"))
+        if unseen is not None:
+            logits = logits.masked_fill(unseen[:, None], float("-inf"))
         block_peak = logits.amax(-1, keepdim=True)
         new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
         p = torch.exp(logits - new_peak)

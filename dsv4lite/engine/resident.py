@@ -1,0 +1,201 @@
+"""What one rank holds in memory between steps, and what can be done to it there: new weights, sleep and wake-up, checksums."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dsv4lite.device import fill_storage, free_storage, give_back_unused, holds_storage, reserve, storage_bytes
+from dsv4lite.engine.balancer import Balancer
+from dsv4lite.engine.step_graphs import StepGraphs
+from dsv4lite.errors import CapacityError, WeightUpdateError
+from dsv4lite.models.family import Model
+from dsv4lite.models.shard import shards_of
+from dsv4lite.parallel.shard import Cut
+from dsv4lite.request import MemoryTag
+from dsv4lite.state.store import StateCache
+from dsv4lite.weights.host_memory import HostMemory
+from dsv4lite.weights.source import ModelSource
+from dsv4lite.weights.update import Bucket, Transaction, checksum
+
+log = logging.getLogger("dsv4lite.engine")
+
+ResidentMethod = Literal[
+    "begin", "take", "check", "write", "roll_back", "copy_out", "drop_copies", "release", "restore", "checksums"
+]  # of ``Resident``
+Checksums = dict[str, dict[tuple[tuple[int, int], ...], int]]
+"""By official name, the checksum of the part that begins and ends there in each dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A call of a method of every rank's ``Resident``, between two steps."""
+
+    method: ResidentMethod
+    arguments: tuple[Any, ...]
+
+
+class Resident:
+    """The weights and the KV cache of one rank; mutable, used in the rank's thread between steps.
+
+    Tensors keep their identity and views: sleep takes the bytes of their storages away, and wake-up gives them new ones.
+
+    Args:
+        model: Whose slots are the weights.
+        cache: The state of sequences.
+        source: What the model was made from.
+        graphs: Captured steps, which read all this at fixed addresses. Updates keep those; after a sleep steps are captured anew.
+        balancer: Moves experts, by reading the source again: it ends with the first update.
+        workspace: Bytes of the device to reserve for steps.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: StateCache,
+        source: ModelSource,
+        *,
+        graphs: StepGraphs | None = None,
+        balancer: Balancer | None = None,
+        workspace: int = 0,
+    ) -> None:
+        self._model, self._cache, self._source = model, cache, source
+        self._graphs, self._balancer, self._workspace = graphs, balancer, workspace
+        mesh = model.shard.mesh
+        self._shards = shards_of(source.model, source.family.tensors, mesh.layout, mesh.rank)
+        self._device = cache.device
+        self._open: tuple[int, Transaction] | None = None
+        self._copies: dict[int, Tensor] = {}  # host copies of the weights' storages, in the order of ``_weights``
+        self._host = HostMemory(cache.device)  # for those, or for what an update stages
+
+    # -------------------------------------------------------------------------------------------------------------- updates
+
+    def begin(self, serial: int, staged: bool) -> None:
+        """Open a transaction of this number."""
+        if self._balancer is not None:
+            self._balancer.on = False  # slots keep their experts meanwhile
+        formats, names = self._source.formats(), self._source.names
+        self._host.clear()
+        transaction = Transaction(
+            self._model.slots(), names, formats, self._shards, self._device, staging=self._host if staged else None
+        )
+        self._open = (serial, transaction)
+
+    def take(self, serial: int, bucket: Bucket) -> None:
+        """Check tensors, and stage or store this rank's part of them; see ``Transaction.take``."""
+        self._transaction(serial).take(bucket)
+
+    def check(self, serial: int, partial: bool) -> None:
+        """Require that the transaction is complete; see ``Transaction.check``."""
+        self._transaction(serial).check(partial=partial)
+
+    def write(self, serial: int) -> None:
+        """Write what was staged, and end the transaction."""
+        self._transaction(serial).write()
+        self._open = None
+        if self._balancer is not None:
+            log.warning("experts stay where they are from now on: moving them reads the checkpoint, whose weights were replaced")
+            self._balancer = None
+
+    def roll_back(self, serial: int) -> None:
+        """Drop what was staged, if that transaction is open."""
+        if self._open is not None and self._open[0] == serial:
+            self._open = None
+            if self._balancer is not None:
+                self._balancer.on = True
+
+    def _transaction(self, serial: int) -> Transaction:
+        if self._open is None or self._open[0] != serial:
+            raise WeightUpdateError("this update has ended")
+        return self._open[1]
+
+    def checksums(self) -> Checksums:
+        """Return the checksum of every tensor that this rank has a part of."""
+        found: Checksums = {}
+        specs = self._source.family.tensors.specs(self._source.model)
+        for name, slot in self._model.slots().items():
+            cut = self._shards.cut(name, specs[name].shape)
+            found[name] = {_bounds(cut): checksum(slot.values().float(), cut, specs[name].shape)}
+        return found
+
+    # --------------------------------------------------------------------------------------------------------------- memory
+
+    def _weights(self) -> list[Tensor]:
+        """Return the tensors that a full update fills, each once."""
+        return list({id(tensor): tensor for slot in self._model.slots().values() for tensor in slot.tensors}.values())
+
+    def copy_out(self) -> None:
+        """Copy the weights to host memory, pinned for a GPU, unless they were released.
+
+        Raises:
+            CapacityError: There is too little host memory.
+        """
+        for i, tensor in enumerate(self._weights()):
+            if holds_storage(tensor):
+                there = storage_bytes(tensor)
+                self._copies[i] = self._host.take(there.shape, there.dtype).copy_(there)
+
+    def drop_copies(self, free: bool) -> None:
+        """Forget the host copies of the weights; free their memory, or keep it for the next ones."""
+        self._copies.clear()
+        self._host.clear()
+        if free:
+            self._host.free()
+
+    def release(self, tags: Collection[MemoryTag]) -> None:
+        """Give the memory of weights and KV cache back to the device, and that of captured steps; twice is as good as once."""
+        if self._graphs is not None:
+            self._graphs.forget()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        for tensor in self._weights() if "weights" in tags else ():
+            free_storage(tensor)
+        if "kv_cache" in tags:
+            self._cache.release_memory()
+        give_back_unused(self._device)
+
+    def restore(self, tags: Collection[MemoryTag]) -> None:
+        """Allocate what was released, and copy the weights back if there are copies; twice is as good as once.
+
+        Raises:
+            CapacityError: The device has too little memory; some may have been allocated.
+        """
+        with _room_to_wake_up(self._device):
+            for i, tensor in enumerate(self._weights()) if "weights" in tags else ():
+                if not holds_storage(tensor):
+                    fill_storage(tensor)
+                    if i in self._copies:
+                        storage_bytes(tensor).copy_(self._copies[i])
+            if "kv_cache" in tags:
+                self._cache.restore_memory()
+                if self._device.type == "cuda":
+                    reserve(self._device, self._workspace)
+
+
+@contextmanager
+def _room_to_wake_up(device: torch.device) -> Iterator[None]:
+    """Raise ``CapacityError`` if an allocation in the block fails."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError where the host has no memory
+        problem = f"{device} has too little memory to wake up: {error}"
+        raise CapacityError(problem, advice=("free memory, and try again",)) from error
+
+
+def whole_checksums(parts: Iterable[Checksums]) -> dict[str, str]:
+    """Return the checksums of whole tensors, 16 hexadecimal digits, from those of all ranks' parts."""
+    joined: Checksums = {}
+    for part in parts:
+        for name, found in part.items():
+            joined.setdefault(name, {}).update(found)
+    return {name: f"{sum(found.values()) & (1 << 64) - 1:016x}" for name, found in sorted(joined.items())}
+
+
+def _bounds(cut: Cut) -> tuple[tuple[int, int], ...]:
+    return tuple((part.start, part.stop) for part in cut)

@@ -1,0 +1,353 @@
+"""New weights for a model that is loaded: where they come from, and one rank's part of replacing them.
+
+An update takes the way of loading: names are translated, every tensor is compared with its slot, cut, and stored by the slot. What
+it adds is that tensors arrive in any order, that floats are quantized to the model's own format, and that all of them can be kept
+aside (staged) until every rank has what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dsv4lite.errors import CheckpointError, ConfigError, WeightUpdateError, shown
+from dsv4lite.kernels.quantize import quantize_matrix
+from dsv4lite.parallel.shard import Cut, Shards
+from dsv4lite.weights.checkpoint import Described, HeldTensor, TensorInfo, locate, official, read_headers, read_tensors
+from dsv4lite.weights.delta import MARK, Blocks
+from dsv4lite.weights.host_memory import HostMemory
+from dsv4lite.weights.loader import MATRIX_FORMATS, OwnFormat, fit, read_assigned, scale_name, weight_name
+from dsv4lite.weights.names import NameTables
+from dsv4lite.weights.quant import IdSlot, Slot
+from dsv4lite.weights.shared import SharedTensor
+from dsv4lite.weights.tensors import FORMATS
+
+Given = Tensor | TensorInfo | SharedTensor
+"""A tensor, or where it lies on disk or in another process."""
+Bucket = Sequence[tuple[str, Given]]
+"""Tensors that are handed to the ranks together, by the names that the source has for them."""
+
+_BUCKET_BYTES = 64 << 20
+_MASK = (1 << 64) - 1
+_ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # multipliers of splitmix64, as int64
+_CHECKSUM_ELEMENTS = 1 << 24  # of which bits are mixed at a time
+
+
+# ---------------------------------------------------------------------------------------------------------------- sources
+
+
+class NamedTensors:
+    """A mapping of names to tensors, or an iterable of pairs, whose tensors may be overwritten once the next pair is asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        self._tensors = tensors
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the pairs."""
+        if isinstance(self._tensors, Mapping):
+            yield from self._tensors.items()
+            return
+        for name, tensor in self._tensors:
+            yield name, tensor.detach().clone() if isinstance(tensor, Tensor) else tensor
+
+
+@runtime_checkable
+class _HasSlots(Protocol):
+    def slots(self) -> Mapping[str, Slot]: ...
+
+
+class ModuleSource:
+    """The parameters and persistent buffers of a module: transformers' model, or one of this package.
+
+    Tensors that are distributed (FSDP2, ``DTensor``) are gathered one after the other, so that all ranks of theirs must load at the
+    same time.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the module's tensors."""
+        if isinstance(self._module, _HasSlots):
+            for name, slot in self._module.slots().items():
+                yield name, slot.values()
+            return
+        for name, tensor in self._module.state_dict().items():
+            yield name, _gathered(tensor)
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    if not dist.is_available():
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class DiskSource:
+    """A checkpoint on disk, or a part of it. Ranks read what they hold themselves.
+
+    Args:
+        model: Folder, or hub id.
+        prefix: Only tensors whose names on disk, without ``model.``, begin so: ``"mtp."`` is V4's drafter, ``"layers.61."`` V3's.
+    """
+
+    def __init__(self, model: str, *, prefix: str | tuple[str, ...] = "") -> None:
+        self._model, self._prefix = str(model), prefix
+
+    def tensors(self) -> Iterator[tuple[str, TensorInfo]]:
+        """Yield where the tensors lie, in the order of the disk.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be found or read.
+        """
+        found = read_headers(locate(self._model))
+        for name, info in sorted(found.items(), key=lambda item: (item[1].file, item[1].offset)):
+            if name.removeprefix("model.").startswith(self._prefix):
+                yield name, info
+
+
+class ProcessGroupSource:
+    """What one rank of a process group of the host's sends with ``broadcast_weights``, and all others receive at the same time.
+
+    Args:
+        source: Global rank that sends.
+        group: Default is the default group.
+        device: Where the group's backend wants tensors.
+    """
+
+    def __init__(self, source: int, *, group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu") -> None:
+        self._source, self._group, self._device = source, group, torch.device(device)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Receive and yield tensors until the sender has no more."""
+        while True:
+            headers: list[Any] = [None]
+            dist.broadcast_object_list(headers, self._source, self._group, device=self._device)
+            if not headers[0]:
+                return
+            for name, dtype, shape in headers[0]:
+                tensor = torch.empty(shape, dtype=dtype, device=self._device)
+                dist.broadcast(tensor.flatten().view(torch.uint8), self._source, self._group)
+                yield name, tensor
+
+
+def broadcast_weights(
+    tensors: Iterable[tuple[str, Tensor]], *, group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu"
+) -> None:
+    """Send tensors to every ``ProcessGroupSource`` of a process group; the caller is the rank that these name as ``source``."""
+    source = dist.get_rank()
+    for bucket in buckets(tensors):
+        held = [(name, tensor.to(device).contiguous()) for name, tensor in bucket if isinstance(tensor, Tensor)]
+        headers = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in held]
+        dist.broadcast_object_list([headers], source, group, device=torch.device(device))
+        for _, tensor in held:
+            dist.broadcast(tensor.flatten().view(torch.uint8), source, group)
+    dist.broadcast_object_list([None], source, group, device=torch.device(device))
+
+
+def buckets(tensors: Iterable[tuple[str, Given]]) -> Iterator[Bucket]:
+    """Collect tensors into buckets of about 64 MiB.
+
+    Raises:
+        WeightUpdateError: Something else than a named tensor is among them.
+    """
+    bucket: list[tuple[str, Given]] = []
+    size = 0
+    for name, tensor in tensors:
+        if not isinstance(name, str) or not isinstance(tensor, Given):
+            raise _refused(mismatched=[f"{shown(name)}: {shown(tensor)}, expected a name and a tensor"])
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+        if size >= _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+# --------------------------------------------------------------------------------------------------------------- one rank
+
+
+class Transaction:
+    """New values for the slots of one rank; mutable.
+
+    Args:
+        slots: All places of the rank's model.
+        names: How trainers name tensors.
+        formats: How the model stores its quantized matrices.
+        shards: Which part of each tensor this rank holds.
+        device: Of the slots; floats are quantized there.
+        staging: Memory in which tensors are kept until ``write``; ``None``: they go to their slots at once.
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[str, Slot],
+        names: NameTables,
+        formats: Mapping[str, OwnFormat],
+        shards: Shards,
+        device: torch.device,
+        *,
+        staging: HostMemory | None,
+    ) -> None:
+        self._slots, self._names, self._formats, self._shards, self._device = slots, names, formats, shards, device
+        self._staging = staging
+        self._staged: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._waiting: dict[str, Described] = {}  # weights and scales whose partner did not come yet
+        self._seen: set[str] = set()
+        self._filled: set[str] = set()
+        self._parts: dict[str, dict[str, Tensor]] = {}  # of blocks whose other parts did not come yet
+        self._blocks: dict[str, Blocks] = {}  # by official name
+
+    def take(self, bucket: Bucket) -> None:
+        """Check tensors, and stage or store this rank's part of them. On return the tensors may be overwritten.
+
+        Raises:
+            WeightUpdateError: They do not fit the model. Some of the bucket may have been stored.
+            CheckpointError: A file cannot be read.
+        """
+        given = [self._opened(name, tensor) for name, tensor in bucket]
+        for device in {info.tensor.device for info in given if isinstance(info, HeldTensor) and info.tensor.is_cuda}:
+            torch.cuda.synchronize(device)  # another stream may still write them
+        try:
+            arrived = official([info for info in given if MARK not in info.name], self._names, "the update")
+            arrived |= self._block_headers([info for info in given if MARK in info.name])
+            if twice := self._seen.intersection(arrived):
+                raise _refused(unexpected=[f"{name}: given twice" for name in sorted(twice)])
+            self._seen.update(arrived)
+            headers = {**self._waiting, **arrived}
+            self._waiting = {name: _lasting(info) for name, info in headers.items() if self._waits(info, headers)}
+            ready = {name: info for name, info in headers.items() if name not in self._waiting}
+            slots = {name: self._slots[name] for name in ready if name in self._slots}
+            found = fit(ready, slots, self._shards, self._formats)
+        except CheckpointError as error:
+            raise _refused(mismatched=error.problems) from error
+        except ConfigError as error:
+            raise _refused(mismatched=[str(error)]) from error
+        if found.missing or found.unexpected or found.mismatched:
+            raise _refused(missing=found.missing, unexpected=found.unexpected, mismatched=found.mismatched)
+        for name, slot, weight, scale in read_assigned(found.assignments):
+            self._accept(name, slot, self._patched(name, slot, weight) if weight.is_meta else weight, scale)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _opened(self, name: str, tensor: Given) -> Described:
+        if isinstance(tensor, TensorInfo):
+            return tensor
+        try:
+            held = tensor.open(self._device) if isinstance(tensor, SharedTensor) else tensor.detach()
+        except OSError as error:
+            raise _refused(mismatched=[f"{name}: cannot be opened: {error}"]) from error
+        return HeldTensor(name=name, tensor=held)
+
+    def _block_headers(self, parts: Sequence[Described]) -> dict[str, Described]:
+        """Return tensors without memory, by official name, for those whose blocks are complete with these parts."""
+        stored = read_tensors([info.cut(()) for info in parts if isinstance(info, TensorInfo)])
+        held = [(info.name, info.tensor) for info in parts if isinstance(info, HeldTensor)]
+        headers: dict[str, Described] = {}
+        for name, tensor in chain(held, ((info.name, tensor) for info, tensor in stored)):
+            owner, _, part = name.rpartition(MARK)
+            if part not in Blocks._fields or owner.endswith(".scale"):
+                raise _refused(unexpected=[f"{name}: unexpected; blocks of weights have {', '.join(Blocks._fields)}"])
+            if self._staging is None:
+                raise _refused(mismatched=[f"{name}: blocks change the present numbers, so that an update of them must be staged"])
+            found = self._parts.setdefault(owner, {})
+            found[part] = tensor.clone()
+            if len(found) < len(Blocks._fields):
+                continue
+            try:
+                blocks = Blocks.of(self._parts.pop(owner))
+            except ValueError as error:
+                raise _refused(mismatched=[f"{owner}: {error}"]) from error
+            whole: Described = HeldTensor(name=owner, tensor=blocks.whole())
+            pieces = official([whole], self._names, "the update")
+            self._blocks |= dict.fromkeys(pieces, blocks)
+            headers |= pieces
+        return headers
+
+    def _patched(self, name: str, slot: Slot, place: Tensor) -> Tensor:
+        """Return this rank's part of a tensor that comes in blocks: the present numbers, with the new ones."""
+        own = self._formats.get(name)
+        try:
+            return self._blocks.pop(name).write(slot.values(), place, None if own is None else own.form.block)
+        except ValueError as error:
+            raise _refused(mismatched=[f"{name}: {error}"]) from error
+
+    def _waits(self, info: Described, headers: Mapping[str, Described]) -> bool:
+        """Return whether a weight needs a scale, or a scale a weight, that is not among ``headers``."""
+        owner = weight_name(info.name)
+        if owner not in self._slots or self._slots[owner].kind != "matrix":
+            return False
+        return owner not in headers if info.name != owner else info.dtype in MATRIX_FORMATS and scale_name(owner) not in headers
+
+    def _accept(self, name: str, slot: Slot, weight: Tensor, scale: Tensor | None) -> None:
+        own = self._formats.get(name)
+        if own is not None and scale is None:
+            weight, scale = quantize_matrix(weight.to(self._device), fp4=own.form is FORMATS["fp4"])
+            scale = scale.float() if own.scale == "F32" else scale
+        if isinstance(slot, IdSlot) and (problem := slot.problem(weight)):
+            raise _refused(mismatched=[problem])
+        if self._staging is None:
+            slot.store(weight, scale)
+        else:
+            self._staged[name] = (self._aside(weight), None if scale is None else self._aside(scale))
+        self._filled.add(name)
+
+    def _aside(self, tensor: Tensor) -> Tensor:
+        assert self._staging is not None
+        return self._staging.take(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def check(self, *, partial: bool) -> None:
+        """Require that every slot has its tensor, or with ``partial`` that no weight or scale lacks its partner.
+
+        Raises:
+            WeightUpdateError: Lists what is missing.
+        """
+        waiting = {weight_name(name): name for name in self._waiting}
+        missing = [f"{scale_name(owner) if owner == name else owner}: missing; {name} came" for owner, name in waiting.items()]
+        missing += [f"{name}: only {' and '.join(parts)} of its blocks came" for name, parts in self._parts.items()]
+        if not partial:
+            missing += [f"{name}: missing" for name in self._slots if name not in self._filled and name not in waiting]
+        if missing:
+            raise _refused(missing=missing)
+
+    def write(self) -> None:
+        """Write what is staged to its slots, in place."""
+        for name, (weight, scale) in self._staged.items():
+            self._slots[name].store(weight, scale)
+
+
+def _lasting(info: Described) -> Described:
+    """Return a tensor that has to wait: its memory may be overwritten meanwhile."""
+    return HeldTensor(name=info.name, tensor=info.tensor.clone()) if isinstance(info, HeldTensor) else info
+
+
+def _refused(*, missing: Iterable[str] = (), unexpected: Iterable[str] = (), mismatched: Iterable[str] = ()) -> WeightUpdateError:
+    return WeightUpdateError("the update does not fit the model:", missing=missing, unexpected=unexpected, mismatched=mismatched)
+
+
+def checksum(values: Tensor, cut: Cut, shape: Sequence[int]) -> int:
+    """Return a 64-bit checksum of a part of a tensor: a sum over its elements, so that the sums of parts are that of the whole.
+
+    Each element adds a number made of the bits of its value and of its place in the whole tensor.
+
+    Args:
+        values: The part, float32.
+        cut: Which part of the tensor it is.
+        shape: Of the whole tensor.
+    """
+    places = torch.zeros((), dtype=torch.int64, device=values.device)
+    for part, size in zip(cut, shape, strict=True):
+        places = places[..., None] * size + torch.arange(part.start, part.stop, device=values.device)
+    bits, total = values.contiguous().view(torch.int32).flatten(), 0
+    for some, where in zip(bits.split(_CHECKSUM_ELEMENTS), places.flatten().split(_CHECKSUM_ELEMENTS), strict=True):
+        mixed = (some.long() + where * _ODD[0]) * _ODD[1]
+        mixed = (mixed ^ mixed >> 29) * _ODD[2]
+        total += int((mixed ^ mixed >> 32).sum())
+    return total & _MASK

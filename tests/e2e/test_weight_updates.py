@@ -1,0 +1,565 @@
+"""Weights replaced while an engine lives: afterwards it is as good as a fresh one; after an error nothing has changed."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4lite.config import MTP
+from dsv4lite.errors import EngineStateError, InvalidRequestError, WeightsNotLoadedError, WeightUpdateError
+from dsv4lite.kernels.quantize import dequantize_matrix
+from dsv4lite.llm import LLM, AsyncLLM
+from dsv4lite.parallel.shard import pattern_of
+from dsv4lite.request import Phase, SamplingParams
+from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors
+from tests.e2e.engines import MODEST, SMALL, engine_of, opened, write_model, write_tokenizer
+from tests.e2e.updates import (
+    GREEDY,
+    KINDS,
+    LONG,
+    PROMPT,
+    VOCAB,
+    ask,
+    quantized_tensors,
+    read,
+    same,
+    write_for_kernels,
+    write_quantized,
+)
+from tests.tiny import trainer_model, trainer_settings
+
+LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
+EXACT: dict[str, Any] = {"deterministic": True}
+DRAFTING: dict[str, Any] = {**EXACT, "speculative": MTP(2, adaptive=False)}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two plain checkpoints of one shape."""
+    folder = tmp_path_factory.mktemp("models")
+    return write_model(folder / "a", seed=0), write_model(folder / "b", seed=1)
+
+
+@pytest.fixture(scope="module")
+def fresh(models: tuple[Path, Path]) -> tuple[Any, Any]:
+    """What fresh engines of the two generate, and their checksums."""
+    found = []
+    for model in models:
+        with opened(model, **EXACT) as llm:
+            found.append((ask(llm), llm.weight_checksums()))
+    return found[0], found[1]
+
+
+@pytest.fixture
+def llm(models: tuple[Path, Path]) -> Iterator[LLM]:
+    with opened(models[0], **EXACT) as llm:
+        yield llm
+
+
+def load(llm: LLM, version: int, *sources: Any, **options: Any) -> None:
+    with llm.update_weights(version, **options) as update:
+        for source in sources:
+            update.load(source)
+
+
+# ------------------------------------------------------------------------------------------- every tensor, one at a time
+
+SETS = {kind: (quantized_tensors(0, kind), quantized_tensors(1, kind)) for kind in KINDS}
+OLD, NEW = SETS["v4"]
+WEIGHTS = {kind: [name for name in old if not name.endswith(".scale")] for kind, (old, _) in SETS.items()}
+EACH = [(kind, name) for kind in ("v4", "v32") for name in WEIGHTS[kind]]
+ONE_OF_EACH = {(kind, pattern_of(name)): (kind, name) for kind, name in EACH}.values()
+
+
+def with_scale(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A tensor, and its scale if it has one."""
+    return {n: tensors[n] for n in (name, name.removesuffix(".weight") + ".scale") if n in tensors}
+
+
+@pytest.fixture(scope="module")
+def kind(request: pytest.FixtureRequest) -> str:
+    """Which of ``KINDS`` the lasting engine is of."""
+    return str(getattr(request, "param", "v4"))
+
+
+@pytest.fixture(scope="module")
+def lasting(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """An engine whose weights are the first of the kind's ``SETS`` before and after each test."""
+    folder = write_quantized(tmp_path_factory.mktemp("old"), SETS[kind][0], kind)
+    with opened(folder, **DRAFTING) as llm:
+        before = llm.weight_checksums()
+        yield llm
+        assert llm.weight_checksums() == before and set(before) == set(WEIGHTS[kind])
+
+
+@pytest.mark.parametrize(("kind", "name"), ONE_OF_EACH, indirect=["kind"])
+def test_engine_with_one_tensor_replaced_is_as_a_fresh_engine(lasting: LLM, tmp_path: Path, kind: str, name: str) -> None:
+    """One of each kind: logits of prompt and completion, and which drafts are accepted, are those of a fresh engine."""
+    old, new = SETS[kind][0], with_scale(name, SETS[kind][1])
+    assert not any(tensor.float().equal(old[n].float()) for n, tensor in new.items() if n == name)
+    with opened(write_quantized(tmp_path, {**old, **new}, kind), **DRAFTING) as llm:
+        wanted, checksums = ask(llm), llm.weight_checksums()
+    before = lasting.weight_checksums()
+    load(lasting, 1, NamedTensors(new), partial=True)
+    try:
+        assert same(ask(lasting), wanted) and wanted.usage.drafted_tokens > 0
+        assert lasting.weight_checksums() == checksums
+        assert {n for n in before if before[n] != checksums[n]} == {name}
+    finally:
+        load(lasting, 0, NamedTensors(with_scale(name, old)), partial=True)
+
+
+@pytest.mark.parametrize(("kind", "name"), EACH, indirect=["kind"])
+def test_every_tensor_gets_to_its_place_and_nowhere_else(lasting: LLM, kind: str, name: str) -> None:
+    """All tensors of the model in memory are compared with what the checkpoint says, before and after one is replaced."""
+    slots = engine_of(lasting)._runner.model.slots()  # type: ignore[union-attr]
+    old, new = SETS[kind]
+
+    def held(of: Mapping[str, Tensor]) -> None:
+        for each in WEIGHTS[kind] if of is new else [name]:
+            source = of if each == name else old
+            pair = [*with_scale(each, source).values()]
+            assert slots[each].values().equal(dequantize_matrix(pair[0], pair[1] if len(pair) > 1 else None)), each
+
+    load(lasting, 1, NamedTensors(with_scale(name, new)), partial=True)
+    held(new)
+    load(lasting, 0, NamedTensors(with_scale(name, old)), partial=True)
+    held(old)
+
+
+# ------------------------------------------------------------------------------------------------------------- sources
+
+
+def shuffled(tensors: Mapping[str, Tensor], seed: int = 0) -> list[tuple[str, Tensor]]:
+    pairs = list(tensors.items())
+    random.Random(seed).shuffle(pairs)
+    return pairs
+
+
+def through_one_buffer(pairs: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Hand out every tensor in the same memory, as a trainer's bucket does."""
+    buffer = torch.empty(max(tensor.nbytes for _, tensor in pairs), dtype=torch.uint8)
+    for name, tensor in pairs:
+        place = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        yield name, place.copy_(tensor)
+        buffer.fill_(0xFF)
+
+
+def in_parts(tensors: Mapping[str, Tensor]) -> list[NamedTensors]:
+    pairs = shuffled(tensors, 1)
+    return [NamedTensors(dict(pairs[i::7])) for i in range(7)]
+
+
+FORMS: dict[str, Callable[[Path, str], list[Any]]] = {
+    "mapping": lambda folder, kind: [NamedTensors(read(folder))],
+    "pairs in any order through one buffer": lambda folder, kind: [NamedTensors(through_one_buffer(shuffled(read(folder))))],
+    "buckets that part weights from their scales": lambda folder, kind: in_parts(read(folder)),
+    "disk": lambda folder, kind: [DiskSource(str(folder))],
+    "disk in two parts": lambda folder, kind: [
+        DiskSource(str(folder), prefix=KINDS[kind].drafter),
+        DiskSource(str(folder), prefix=KINDS[kind].others),
+    ],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS, indirect=True)
+def test_whole_update_makes_the_engine_a_fresh_one(lasting: LLM, tmp_path: Path, kind: str, form: str) -> None:
+    old, new = SETS[kind]
+    folder = write_quantized(tmp_path, new, kind)
+    with opened(folder, **DRAFTING) as llm:
+        wanted, checksums = ask(llm), llm.weight_checksums()
+    load(lasting, 7, *FORMS[form](folder, kind))
+    assert lasting.weight_version == 7 and lasting.weight_checksums() == checksums
+    output = ask(lasting)
+    assert same(output, wanted) and output.outputs[0].weight_versions == ((7, 0, 12),)
+    load(lasting, 8, NamedTensors(old))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["v4", "v32"], indirect=True)
+def test_floats_are_quantized_to_the_formats_of_the_checkpoint(lasting: LLM, kind: str, dtype: torch.dtype) -> None:
+    """Numbers that FP8 and FP4 have are restored exactly; others are rounded by the official recipe."""
+    old, new = SETS[kind]
+    load(lasting, 1, NamedTensors(new))
+    wanted, checksums = ask(lasting), lasting.weight_checksums()
+    load(lasting, 2, NamedTensors(old))
+    pairs = {name: [*with_scale(name, new).values()] for name in WEIGHTS[kind]}
+    wide = {name: dequantize_matrix(*pair).to(dtype) if len(pair) > 1 else pair[0] for name, pair in pairs.items()}
+    load(lasting, 3, NamedTensors(shuffled(wide)))
+    assert same(ask(lasting), wanted) and lasting.weight_checksums() == checksums
+    name = "layers.1.ffn.experts.2.w1.weight"
+    rounded = (wide[name].float() + 0.01).to(dtype)
+    load(lasting, 4, NamedTensors({name: rounded}), partial=True)
+    (held,) = [slot for n, slot in engine_of(lasting)._runner.model.slots().items() if n == name]  # type: ignore[union-attr]
+    if kind == "v4":
+        scale = torch.exp2(torch.ceil(torch.log2(rounded.float().unflatten(1, (-1, 32)).abs().amax(-1) / 6)))
+        steps = (held.values().unflatten(1, (-1, 32)) / scale[..., None]).abs()
+        assert torch.isin(steps, torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])).all()
+    else:  # two blocks of 128 x 128
+        scale = torch.exp2(torch.ceil(torch.log2(rounded.float().unflatten(1, (-1, 128)).abs().amax((0, 2)) / 448)))
+        steps = held.values().unflatten(1, (-1, 128)) / scale[:, None]
+        assert steps.to(torch.float8_e4m3fn).float().equal(steps) and 224 < steps.abs().max() <= 448
+        scale *= 16  # of its largest numbers
+    assert (held.values() - rounded.float()).abs().max() <= scale.max() and not held.values().equal(rounded.float())
+    load(lasting, 0, NamedTensors(old))
+
+
+def test_module_of_a_trainer_is_a_source(tmp_path: Path) -> None:
+    """transformers' names, with the experts of a layer in one tensor; it has no drafter, and this engine needs none."""
+    pytest.importorskip("transformers")
+    settings = trainer_settings(ratios=(0, 4, 8), vocab_size=VOCAB)
+    old, new = (trainer_model(settings, seed=seed) for seed in (0, 1))
+    tokenizer = str(write_tokenizer(tmp_path / "tokenizer", VOCAB))
+    for name, model in (("old", old), ("new", new)):
+        model.save_pretrained(tmp_path / name)
+    with opened(tmp_path / "new", tokenizer=tokenizer, **EXACT) as llm:
+        wanted, checksums = ask(llm), llm.weight_checksums()
+    with opened(tmp_path / "old", tokenizer=tokenizer, **EXACT) as llm:
+        assert not same(ask(llm), wanted)
+        load(llm, 1, ModuleSource(new))
+        assert same(ask(llm), wanted) and llm.weight_checksums() == checksums
+
+
+def test_model_of_this_package_is_a_source(llm: LLM, models: tuple[Path, Path], fresh: Any) -> None:
+    with opened(models[1], **EXACT) as other:
+        load(llm, 1, ModuleSource(engine_of(other)._runner.model))  # type: ignore[union-attr, arg-type]
+    assert same(ask(llm), fresh[1][0])
+
+
+def test_source_of_the_hosts_own_is_used_and_anything_else_refused(llm: LLM, models: tuple[Path, Path], fresh: Any) -> None:
+    class Mine:
+        def tensors(self) -> Iterator[tuple[str, Tensor]]:
+            yield from read(models[1]).items()
+
+    load(llm, 1, Mine())
+    assert same(ask(llm), fresh[1][0])
+    with pytest.raises(WeightUpdateError, match="is no source of weights; give a NamedTensors"):
+        load(llm, 2, {"embed.weight": torch.zeros(1)})
+    assert llm.weight_version == 1
+
+
+def test_tensors_in_memory_keep_their_addresses(llm: LLM, models: tuple[Path, Path]) -> None:
+    """Captured graphs read the model's tensors at these."""
+    model: Any = engine_of(llm)._runner.model  # type: ignore[union-attr]
+
+    def places() -> dict[str, tuple[int, int]]:
+        return {name: (id(x), x.data_ptr()) for name, x in (*model.named_parameters(), *model.named_buffers())}
+
+    before = places()
+    load(llm, 1, DiskSource(str(models[1])))
+    assert places() == before and len(before) > 50
+
+
+# --------------------------------------------------------------------------------------------------------- what is wrong
+
+
+def raising() -> Iterator[tuple[str, Tensor]]:
+    yield "norm.weight", torch.ones(SMALL["hidden_size"])
+    raise OSError("the disk is gone")
+
+
+W1, W1_SCALE = "layers.0.ffn.experts.1.w1.weight", "layers.0.ffn.experts.1.w1.scale"
+IDS = "layers.0.ffn.gate.tid2eid"
+WRONG: dict[str, tuple[Any, str, str]] = {
+    "name": ({"layers.0.attn.wx.weight": torch.zeros(2)}, "unexpected", "layers.0.attn.wx.weight: unexpected"),
+    "shape": ({"norm.weight": torch.zeros(3)}, "mismatched", "norm.weight: shape [3], expected [32]"),
+    "dtype": ({"norm.weight": torch.zeros(32, dtype=torch.int64)}, "mismatched", "norm.weight: dtype I64, expected BF16"),
+    "odd dtype": ({"norm.weight": torch.zeros(32, dtype=torch.complex64)}, "mismatched", "norm.weight: dtype torch.complex64"),
+    "no tensor": ({"norm.weight": 3}, "mismatched", "'norm.weight': 3, expected a name and a tensor"),
+    "scale of a float": ({W1: torch.zeros(16, 32), W1_SCALE: NEW[W1_SCALE]}, "mismatched", f"{W1_SCALE}: a scale, but {W1} is F32"),
+    "weight without scale": ({W1: NEW[W1]}, "missing", f"{W1_SCALE}: missing; {W1} came"),
+    "scale without weight": ({W1_SCALE: NEW[W1_SCALE]}, "missing", f"{W1}: missing; {W1_SCALE} came"),
+    "scale of a norm": ({"norm.scale": NEW[W1_SCALE]}, "unexpected", "norm.scale: unexpected"),
+    "other format": (
+        {W1: torch.zeros(16, 32).to(torch.float8_e4m3fn), W1_SCALE: NEW[W1_SCALE]},
+        "mismatched",
+        f"{W1}: dtype F8_E4M3, expected I8 or U8, or floats",
+    ),
+    "scale's dtype": ({W1: NEW[W1], W1_SCALE: torch.ones(16, 1)}, "mismatched", f"{W1_SCALE}: dtype F32, expected F8_E8M0"),
+    "stack of experts": (
+        {"layers.0.mlp.experts.down_proj": torch.zeros(3)},
+        "mismatched",
+        "layers.0.mlp.experts.down_proj has shape [3]; stacked experts are",
+    ),
+    "ids": ({IDS: torch.full((VOCAB, 2), 4)}, "mismatched", f"{IDS}: 192 ids are out of range"),
+    "ids twice": ({IDS: torch.full((VOCAB, 2), 3)}, "mismatched", f"{IDS}: 96 rows have an id twice, the first one row 0: [3, 3]"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_tensor_that_does_not_fit_is_named_and_nothing_changes(lasting: LLM, case: str) -> None:
+    tensors, kind, line = WRONG[case]
+    before, version, checksums = ask(lasting), lasting.weight_version, lasting.weight_checksums()
+    with pytest.raises(WeightUpdateError) as caught:
+        load(lasting, 9, NamedTensors(NEW if "embed.weight" in tensors else {}), NamedTensors(tensors), partial=True)
+    lines = getattr(caught.value, kind)
+    assert len(lines) == 1 and lines[0].startswith(line) and line in str(caught.value)
+    others = {"missing", "unexpected", "mismatched"} - {kind}
+    assert not any(getattr(caught.value, other) for other in others)
+    assert (lasting.state, lasting.weight_version, lasting.weight_checksums()) == (Phase.READY, version, checksums)
+    assert same(ask(lasting), before)
+
+
+def test_all_that_is_missing_is_listed(lasting: LLM) -> None:
+    some = {name: tensor for name, tensor in NEW.items() if "experts.1." not in name and name != "mtp.0.norm.weight"}
+    with pytest.raises(WeightUpdateError) as caught:
+        load(lasting, 9, NamedTensors(some))
+    absent = {name for name in NEW if name not in some and not name.endswith(".scale")}
+    assert {line.removesuffix(": missing") for line in caught.value.missing} == absent and len(absent) > 10
+    assert lasting.state is Phase.READY
+
+
+def test_tensor_given_twice_is_refused(lasting: LLM) -> None:
+    with pytest.raises(WeightUpdateError, match=r"norm\.weight: given twice"):
+        load(lasting, 9, NamedTensors({"norm.weight": NEW["norm.weight"]}), NamedTensors({"norm.weight": NEW["norm.weight"]}))
+
+
+def test_source_that_raises_is_the_cause(llm: LLM, fresh: Any) -> None:
+    with pytest.raises(WeightUpdateError, match="the source of the update failed: OSError: the disk is gone") as caught:
+        load(llm, 1, NamedTensors(raising()))
+    assert isinstance(caught.value.__cause__, OSError)
+    assert (llm.state, llm.weight_version) == (Phase.READY, 0) and same(ask(llm), fresh[0][0])
+
+
+def test_source_that_hangs_is_given_up_at_the_deadline(llm: LLM, models: tuple[Path, Path], fresh: Any) -> None:
+    """What it yields after that reaches no later update."""
+    go, gone = threading.Event(), threading.Event()
+
+    def hanging() -> Iterator[tuple[str, Tensor]]:
+        yield "norm.weight", torch.full((32,), 9.0)
+        go.wait(60)
+        try:
+            yield "norm.weight", torch.full((32,), 9.0)
+        finally:
+            gone.set()
+
+    with pytest.raises(WeightUpdateError, match=r"did not end within 0\.05 s"):
+        with llm.update_weights(1) as update:
+            update.load(NamedTensors(hanging()), deadline=0.05)
+    assert llm.state is Phase.READY and same(ask(llm), fresh[0][0])
+    with llm.update_weights(2) as update:
+        go.set()
+        gone.wait(60)
+        update.load(DiskSource(str(models[1])))
+    assert same(ask(llm), fresh[1][0]) and llm.weight_version == 2
+
+
+def test_failed_load_that_was_caught_still_rolls_back(llm: LLM, models: tuple[Path, Path], fresh: Any) -> None:
+    with pytest.raises(WeightUpdateError, match="rolled back, because a load has failed"):
+        with llm.update_weights(1) as update:
+            update.load(DiskSource(str(models[1])))
+            with pytest.raises(WeightUpdateError, match="given twice"):
+                update.load(DiskSource(str(models[1])))
+    assert same(ask(llm), fresh[0][0])
+
+
+def test_exception_of_the_block_rolls_back_and_passes(llm: LLM, models: tuple[Path, Path], fresh: Any) -> None:
+    with pytest.raises(ZeroDivisionError):
+        with llm.update_weights(1) as update:
+            update.load(DiskSource(str(models[1])))
+            raise ZeroDivisionError
+    assert (llm.state, llm.weight_version) == (Phase.READY, 0) and same(ask(llm), fresh[0][0])
+    with pytest.raises(EngineStateError, match="this update is not open"):
+        update.load(DiskSource(str(models[1])))
+    with pytest.raises(RuntimeError, match="entered only once"), update:
+        raise AssertionError
+    assert llm.state is Phase.READY
+
+
+def test_error_that_is_kept_does_not_keep_the_model(models: tuple[Path, Path]) -> None:
+    with opened(models[0]) as llm:
+        held = weakref.ref(engine_of(llm)._runner.model.embed)  # type: ignore[union-attr]
+        with pytest.raises(WeightUpdateError) as caught:
+            load(llm, 1, NamedTensors({"norm.weight": torch.zeros(3)}))
+    gc.collect()
+    assert caught.value.mismatched and held() is None
+
+
+def test_second_update_beside_an_open_one_is_refused(llm: LLM) -> None:
+    with pytest.raises(EngineStateError, match="the engine is updating; leave the block"), llm.update_weights(1):
+        assert llm.state is Phase.UPDATING
+        with llm.update_weights(2):
+            raise AssertionError
+    assert llm.state is Phase.READY
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"version": -1}, "version=-1 must be an integer of at least 0"),
+        ({"version": True}, "version=True must be"),
+        ({"version": 1, "mode": "now"}, "mode='now' must be"),
+        ({"version": 1, "partial": 1}, "partial=1 must be True or False"),
+        ({"version": 1, "staged": None}, "staged=None must be True or False"),
+    ],
+)
+def test_bad_arguments_are_refused(llm: LLM, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.update_weights(**arguments)
+    assert llm.state is Phase.READY
+
+
+# ---------------------------------------------------------------------------------------------------- without staging
+
+
+def test_failure_without_staging_leaves_no_valid_weights_until_a_full_update(
+    llm: LLM, models: tuple[Path, Path], fresh: Any
+) -> None:
+    load(llm, 1, DiskSource(str(models[1])), staged=False)
+    assert same(ask(llm), fresh[1][0])
+    with llm.stream(PROMPT, SamplingParams(max_tokens=900, ignore_eos=True)) as stream:
+        next(iter(stream))
+        with pytest.raises(WeightUpdateError, match="missing"):
+            load(llm, 2, NamedTensors({"norm.weight": torch.zeros(32)}), staged=False)
+        with pytest.raises(WeightsNotLoadedError):
+            stream.final()
+    assert (llm.state, llm.weight_version) == (Phase.WEIGHTS_INVALID, 1)
+    with pytest.raises(WeightsNotLoadedError):
+        ask(llm)
+    with pytest.raises(WeightsNotLoadedError):
+        llm.weight_checksums()
+    with pytest.raises(WeightsNotLoadedError, match="partial=True cannot replace all"):
+        load(llm, 3, DiskSource(str(models[0])), partial=True)
+    with pytest.raises(WeightUpdateError, match="missing"):
+        load(llm, 3, NamedTensors({}))
+    assert llm.state is Phase.WEIGHTS_INVALID
+    load(llm, 4, DiskSource(str(models[0])))
+    assert (llm.state, llm.weight_version) == (Phase.READY, 4)
+    assert same(ask(llm), fresh[0][0]) and llm.weight_checksums() == fresh[0][1]
+
+
+# ----------------------------------------------------------------------------------------------- requests in the meantime
+
+
+@LOOPS
+@pytest.mark.parametrize("mode", ["keep", "recompute", "wait", "abort"])
+def test_requests_meet_an_update_as_its_mode_says(models: tuple[Path, Path], fresh: Any, backend: str, mode: Any) -> None:
+    """The versions of tokens change once, at the same step for all; a request of afterwards is that of a fresh engine."""
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, logprobs=0)
+
+    async def main() -> None:
+        outputs: list[Any] = []
+
+        async def generate() -> None:
+            outputs.append(await llm.generate(PROMPT, params))
+
+        async with AsyncLLM(str(models[0]), **{**MODEST, **EXACT}) as llm, anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(generate)
+            while llm.stats().generated_tokens < 30:
+                await anyio.sleep(0.001)
+            async with llm.update_weights(5, mode=mode) as update:
+                assert llm.state is Phase.UPDATING
+                before = llm.stats().generated_tokens
+                await update.load(DiskSource(str(models[1])))
+                while llm.stats().generated_tokens == before and len(outputs) < 3:
+                    await anyio.sleep(0.001)  # steps go on beside the update
+            later = await llm.generate(PROMPT, GREEDY)
+            assert same(later, fresh[1][0]) and later.outputs[0].weight_versions == ((5, 0, 12),)
+            assert llm.stats().preemptions == (3 if mode == "recompute" else 0)
+        for output in outputs:
+            (one,) = output.outputs
+            spans = one.weight_versions
+            if mode in ("keep", "recompute"):
+                assert one.finish_reason == "length" and [span[0] for span in spans] == [0, 5]
+                assert (spans[0][1], spans[-1][2]) == (0, 60) and spans[0][2] == spans[1][1]
+            else:
+                assert one.finish_reason == ("length" if mode == "wait" else "abort")
+                assert spans == ((0, 0, len(one.token_ids)),)
+
+    anyio.run(main, backend=backend)
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_open_request_goes_on_with_new_weights_from_its_tokens(models: tuple[Path, Path], llm: LLM, mode: Any) -> None:
+    """With recomputed state its next tokens are what the new weights make of prompt and completion so far."""
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=1)
+    with llm.stream(PROMPT, params) as stream:
+        iterator, seen = iter(stream), 0
+        while seen < 7:
+            seen += len(next(iterator).token_ids)
+        load(llm, 3, DiskSource(str(models[1])), mode=mode)
+        (one,) = stream.final().outputs
+    (_, _, border), (version, start, end) = one.weight_versions
+    assert (version, start, end) == (3, border, 40) and 7 <= border < 40
+    scored = llm.score(PROMPT, one.token_ids, params)  # by the new weights alone
+    assert one.logprobs is not None
+    assert scored.sampled[border:].equal(one.logprobs.sampled[border:]) == (mode == "recompute")
+    assert not scored.sampled[:border].equal(one.logprobs.sampled[:border])
+
+
+def test_prefix_that_older_weights_have_cached_is_not_used(models: tuple[Path, Path], llm: LLM) -> None:
+    ask(llm, LONG)
+    assert ask(llm, LONG).usage.cached_tokens == 256
+    load(llm, 1, DiskSource(str(models[1])))
+    output = ask(llm, LONG)
+    with opened(models[1], **EXACT) as other:
+        assert output.usage.cached_tokens == 0 and same(output, ask(other, LONG))
+    assert ask(llm, LONG).usage.cached_tokens == 256
+
+
+@LOOPS
+def test_cancelled_update_rolls_back(models: tuple[Path, Path], fresh: Any, backend: str) -> None:
+    async def main() -> None:
+        async with AsyncLLM(str(models[0]), **{**MODEST, **EXACT}) as llm:
+            with anyio.move_on_after(0.1) as scope:
+                async with llm.update_weights(1) as update:
+                    await update.load(DiskSource(str(models[1])))
+                    await anyio.sleep_forever()
+            assert scope.cancelled_caught and (llm.state, llm.weight_version) == (Phase.READY, 0)
+            assert same(await llm.generate(PROMPT, GREEDY), fresh[0][0])
+
+    anyio.run(main, backend=backend)
+
+
+def test_pause_before_or_during_an_update_outlasts_it(llm: LLM, models: tuple[Path, Path], fresh: Any) -> None:
+    llm.pause()
+    load(llm, 1, DiskSource(str(models[1])))
+    assert llm.state is Phase.PAUSED
+    llm.resume()
+    assert same(ask(llm), fresh[1][0])
+    with llm.update_weights(2) as update:
+        llm.pause()
+        update.load(DiskSource(str(models[0])))
+    assert llm.state is Phase.PAUSED
+    llm.resume()
+    assert same(ask(llm), fresh[0][0])
+
+
+def test_closing_the_engine_inside_an_update_is_an_error_of_the_block(models: tuple[Path, Path]) -> None:
+    llm = LLM.create(str(models[0]), **MODEST)
+    with pytest.raises(EngineStateError, match="closed"), llm.update_weights(1):
+        llm.close()
+    assert llm.state is Phase.CLOSED
+
+
+# ------------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+def test_gpu_update_keeps_captured_steps(tmp_path: Path) -> None:
+    """Graphs that read freed memory gave wrong numbers elsewhere: here none is captured again, and results are a fresh engine's."""
+    old, new = write_for_kernels(tmp_path / "old", 0), write_for_kernels(tmp_path / "new", 1)
+    settings: dict[str, Any] = {**DRAFTING, "max_model_len": 1024, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 30}
+    with LLM(str(new), **settings) as llm:
+        wanted, checksums = ask(llm), llm.weight_checksums()
+    with LLM(str(old), **settings) as llm:
+        ask(llm)
+        graphs: Any = engine_of(llm)._runner._graphs  # type: ignore[union-attr]
+        captured = {shape: id(found.graph) for shape, found in graphs._captured.items()}
+        for version, tensors in enumerate((read(new), {n: t.cuda() for n, t in read(new).items()}), 1):
+            load(llm, version, DiskSource(str(old)))
+            load(llm, version, NamedTensors(tensors))
+            assert same(ask(llm), wanted) and llm.weight_checksums() == checksums
+        assert {shape: id(found.graph) for shape, found in graphs._captured.items()} == captured

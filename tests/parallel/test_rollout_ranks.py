@@ -1,0 +1,168 @@
+"""Weights and memory of several ranks: all of them change, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dsv4lite.config import MTP
+from dsv4lite.errors import EngineStateError, WeightsNotLoadedError, WeightUpdateError
+from dsv4lite.layout import Layout
+from dsv4lite.llm import LLM
+from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.request import Phase
+from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors, ProcessGroupSource, broadcast_weights
+from tests.e2e.engines import MODEST, prompts_of, same_outputs, write_model
+from tests.e2e.updates import GREEDY, ask, read
+from tests.mla import write_random_model
+from tests.parallel.ranks import Ranks
+from tests.parallel.requests import SHARED, VOCAB
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "process": {"executor": "process"},
+    "tp": {"tensor_parallel_size": 2, "executor": "thread"},
+    "tp and ep": {"tensor_parallel_size": 2, "expert_parallel_size": 2},
+    "dp and ep": {"data_parallel_size": 2, "expert_parallel_size": 2},
+    "pp": {"pipeline_parallel_size": 2, "executor": "thread"},
+    "experts that move": {"tensor_parallel_size": 2, "expert_parallel_size": 2, "redundant_experts": 2, "rebalance_steps": 3},
+}
+SETTINGS: dict[str, Any] = {**MODEST, "speculative": MTP(1, adaptive=False)}
+PROMPTS = prompts_of((5, 40, 61), VOCAB, seed=3)
+# Of the last rank of ep, by its official name and by the release's.
+W1 = {
+    "v4": ("layers.0.ffn.experts.3.w1.weight", "layers.0.ffn.experts.3.w1.weight"),
+    "v3": ("layers.1.ffn.experts.15.w1.weight", "model.layers.1.mlp.experts.15.gate_proj.weight"),
+}
+
+
+@pytest.fixture(scope="module")
+def kind(request: pytest.FixtureRequest) -> str:
+    """Which models: V4 or V3."""
+    return str(getattr(request, "param", "v4"))
+
+
+@pytest.fixture(scope="module")
+def models(kind: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    if kind == "v3":
+        old, new = (write_random_model(folder / str(seed), kind, seed=seed, num_nextn_predict_layers=1) for seed in (0, 1))
+        return old, new
+    return write_model(folder / "a", SHARED, seed=0), write_model(folder / "b", SHARED, seed=1)
+
+
+@pytest.fixture(scope="module")
+def fresh(models: tuple[Path, Path]) -> list[Any]:
+    """What fresh engines of one rank generate, and their checksums."""
+    found = []
+    for model in models:
+        with LLM(str(model), **SETTINGS) as llm:
+            found.append((llm.generate_batch(PROMPTS, GREEDY), llm.weight_checksums()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [*(("v4", layout) for layout in LAYOUTS), ("v3", "tp and ep"), ("v3", "pp")], indirect=["kind"]
+)
+def test_ranks_change_together(models: tuple[Path, Path], fresh: list[Any], kind: str, layout: str) -> None:
+    """Updates from disk and from memory, refused ones, and both levels of sleep."""
+    w1, named = W1[kind]
+    (old, old_sums), (new, new_sums) = fresh
+    with LLM(str(models[0]), **{**SETTINGS, **LAYOUTS[layout]}) as llm:
+
+        def is_of(outputs: Any, checksums: Any, version: int) -> None:
+            found = llm.generate_batch(PROMPTS, GREEDY)
+            same_outputs(found, outputs, tolerance=1e-4)
+            assert [one.outputs[0].weight_versions for one in found] == [((version, 0, 12),)] * len(PROMPTS)
+            assert (llm.state, llm.weight_version, llm.weight_checksums()) == (Phase.READY, version, checksums)
+
+        is_of(old, old_sums, 0)
+        wrong = {**read(models[1]), named: torch.zeros(3, 3)}
+        with pytest.raises(WeightUpdateError, match=rf"{w1}: (shape|dimension 0 of) \[3, 3\]"), llm.update_weights(1) as update:
+            update.load(NamedTensors(wrong))
+        is_of(old, old_sums, 0)
+        del wrong[named]
+        with pytest.raises(WeightUpdateError) as caught, llm.update_weights(1) as update:
+            update.load(NamedTensors(wrong))
+        assert caught.value.missing == (f"{w1}: missing",)
+        is_of(old, old_sums, 0)
+        with llm.update_weights(2) as update:
+            update.load(DiskSource(str(models[1])))
+        is_of(new, new_sums, 2)
+        llm.sleep(1)
+        llm.wake_up()
+        is_of(new, new_sums, 2)
+        llm.sleep(2)
+        llm.wake_up()
+        with pytest.raises(WeightsNotLoadedError):
+            ask(llm)
+        with llm.update_weights(3) as update:
+            update.load(NamedTensors(read(models[0])))
+        is_of(old, old_sums, 3)
+
+
+def trainer_and_rollout(mesh: Mesh, models: tuple[Path, Path], store: str) -> dict[str, str]:
+    """Rank 0 trains, and sends its weights to the engine of rank 1, in a process group of the host's."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=mesh.rank, world_size=2)
+    try:
+        if mesh.rank == 0:
+            broadcast_weights(NamedTensors(read(models[1])).tensors())
+            return {}
+        with LLM(str(models[0]), **SETTINGS) as llm:
+            with llm.update_weights(1) as update:
+                update.load(ProcessGroupSource(0))
+            return llm.weight_checksums()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_weights_come_over_a_process_group(models: tuple[Path, Path], fresh: list[Any], ranks: Ranks, tmp_path: Path) -> None:
+    _, received = ranks.run(trainer_and_rollout, models, str(tmp_path / "store"), layout=Layout(tp=2))
+    assert received == fresh[1][1]
+
+
+def sharded_policy(mesh: Mesh, models: tuple[Path, Path], store: str) -> tuple[dict[str, str], list[Any]]:
+    """Both ranks train and serve: each holds a half of every tensor of the policy, and a half of the engine."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=mesh.rank, world_size=2)
+    try:
+        world, policy = init_device_mesh("cpu", (2,)), torch.nn.Module()
+        for name, tensor in read(models[1]).items():
+            policy.register_buffer(name.replace(".", "/"), distribute_tensor(tensor, world, [Shard(0)]))
+
+        class Named(ModuleSource):
+            def tensors(self) -> Iterator[tuple[str, Tensor]]:
+                for name, tensor in super().tensors():
+                    yield name.replace("/", "."), tensor
+
+        with LLM(str(models[0]), **SETTINGS, tensor_parallel_size=2, executor="external") as llm:
+            if mesh.rank > 0:
+                for _ in Named(policy).tensors():
+                    pass
+                for call in (llm.sleep, llm.wake_up, llm.weight_checksums, llm.update_weights(1).__enter__):
+                    with pytest.raises(EngineStateError, match="follows rank 0") if call != llm.wake_up else nullcontext():
+                        call()
+                assert llm.state is Phase.READY
+                return {}, []
+            with llm.update_weights(1) as update:
+                update.load(Named(policy))
+            llm.sleep(1)
+            llm.wake_up()
+            return llm.weight_checksums(), llm.generate_batch(PROMPTS, GREEDY)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_that_train_gather_their_tensors_for_the_rank_that_leads(
+    models: tuple[Path, Path], fresh: list[Any], ranks: Ranks, tmp_path: Path
+) -> None:
+    (checksums, outputs), _ = ranks.run(sharded_policy, models, str(tmp_path / "store"), layout=Layout(tp=2))
+    assert checksums == fresh[1][1]
+    same_outputs(outputs, fresh[1][0], tolerance=1e-4)
