@@ -138,6 +138,13 @@ def test_rounds_of_kernels_are_bounded() -> None:
 
 
 @kernel_test
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if isinstance(layer[3], Fp8Latent)], ids=str)
+def test_fp8_rows_of_a_model_in_float32_agree(layer: Layer) -> None:
+    given = inputs(layer, [(0, 1), (63, 2)], splits=2)
+    check(given._replace(q_THC=given.q_THC.float(), up_HCL=given.up_HCL.float()))
+
+
+@kernel_test
 @pytest.mark.parametrize("layer", LAYERS if ON_GPU else LAYERS[:2], ids=str)
 @pytest.mark.parametrize("projects", [False, True])
 def test_queries_are_rotated_and_may_be_a_slice(layer: Layer, projects: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from dsv4lite.kernels.dispatch import capability_of, on_gpu
 from dsv4lite.kernels.latent_attention import MOST_HEADS, LatentAttentionInputs
 from dsv4lite.kernels.latent_rows.triton import _row_elements
 from dsv4lite.kernels.rows.packed import _WIDEN, LOG2_E, narrowed
-from dsv4lite.kernels.rows.triton import memory_of, rotate
+from dsv4lite.kernels.rows.triton import memory_of, rotate_tail
 
 _CHUNK = 8  # splits that are added at a time
 
@@ -111,20 +111,8 @@ def _logits(q0, q1, k0, k1, always, SWAP: tl.constexpr, PRECISION: tl.constexpr)
     return logits
 
 
-@triton.jit
-def turned(q, cos, sin, token, here, ROPE: tl.constexpr, GPU: tl.constexpr):
-    """Rotate queries [N, C] by the angles of their tokens, [N] or [1], where these are ``here``."""
-    # Reference: rope
-    pair = tl.arange(0, q.shape[1] // 2)[None, :]
-    inside = here & (pair < ROPE // 2)
-    c = tl.load(cos + token[:, None] * (ROPE // 2) + pair, mask=inside, other=1.0)
-    s = tl.load(sin + token[:, None] * (ROPE // 2) + pair, mask=inside, other=0.0)
-    FLOAT32: tl.constexpr = q.dtype == tl.float32
-    return rotate(q.to(tl.float32), c, s, pair < ROPE // 2, q.shape[0], q.shape[1], FLOAT32, GPU).to(q.dtype)
-
-
 @triton.jit(do_not_specialize=["columns", "begin"])
-def _attend_kernel(
+def _absorbed_kernel(
     query, q, cos, sin, memory, selected, positions, sequences, grow, out, stats, q_row, columns, scale, begin,
     H: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, TAIL: tl.constexpr,
     ROW: tl.constexpr, PLACES: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
@@ -156,7 +144,9 @@ def _attend_kernel(
     q0 = tl.load(query + at * LATENT + column, mask=valued, other=0.0)
     q1 = tl.load(q + of_step * q_row + head[:, None] * (NOPE + ROPE) + NOPE + pair, mask=inside & (pair < ROPE), other=0.0)
     if TURNS:
-        q1 = turned(q1, cos, sin, of_step + tl.zeros((1,), tl.int32), True, ROPE, GPU)
+        # Reference: rope
+        angle = of_step * (ROPE // 2)
+        q1 = rotate_tail(q1.to(tl.float32), cos + angle, sin + angle, HEADS, ROPE, TAIL, ROPE, FLOAT32, GPU).to(q1.dtype)
     if not GPU:
         q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
     acc = tl.zeros((PADDED, HEADS) if SWAP else (HEADS, PADDED), tl.float32)
@@ -167,7 +157,7 @@ def _attend_kernel(
         latents, scales, k1 = _fetch(data, live, LATENT, PADDED, ROPE, TAIL, FP8)
         data, live = _locate(piece + SPLITS, count, listed, memory, selected, grow, TOP_K, ROW, PLACES, ROWS)
         k0 = _widened(latents, scales, GPU) if FP8 else latents
-        if not GPU:
+        if FLOAT32 or not GPU:
             k0, k1 = k0.to(tl.float32), k1.to(tl.float32)
         logits = _logits(q0, q1, k0, k1, piece < pieces, SWAP, PRECISION) * scale
         # Reference: sparse_attention, one block; exponentials of two instead of e.
@@ -243,7 +233,6 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
         q.dtype,
         memory.dtype,
     )
-    assert not (fp8 and q.dtype == torch.float32), "FP8 rows are widened to bfloat16"
     assert given.selected_TK is None or given.selected_TK.is_contiguous()
     tile = _tile_for(heads, fp8, q.element_size(), capability_of(device))
     top_k = 0 if given.selected_TK is None else given.selected_TK.shape[1]
@@ -258,7 +247,7 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
         stats = torch.empty(splits, tokens, heads, 2, dtype=torch.float32, device=device)
     selected = paging.positions_T if given.selected_TK is None else given.selected_TK
     tables = (paging.positions_T, paging.sequence_T, paging.grow_SP)
-    _attend_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](
+    _absorbed_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](
         query_THL, q, *given.angles(), memory, selected, *tables, parts, stats, q.stride(0), paging.grow_SP.stride(0),
         given.scale * LOG2_E, begin,
         **layer, NOPE=given.nope, ROPE=given.rope, TAIL=max(16, triton.next_power_of_2(given.rope)), ROW=row,

@@ -17,9 +17,8 @@ from torch import Tensor
 from dsv4lite.kernels.attention.triton import _LARGE
 from dsv4lite.kernels.dispatch import capability_of, on_gpu
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, projected_rows
-from dsv4lite.kernels.latent_attention.decode_triton import turned
 from dsv4lite.kernels.rows.packed import LOG2_E, narrowed
-from dsv4lite.kernels.rows.triton import only_if
+from dsv4lite.kernels.rows.triton import only_if, rotate
 
 
 class Round(NamedTuple):
@@ -107,7 +106,11 @@ def _projected_kernel(
     q0 = tl.load(q + channel, mask=here & (channel < NOPE), other=0.0)
     q1 = tl.load(q + NOPE + tail, mask=here & (tail < ROPE), other=0.0)
     if TURNS:
-        q1 = turned(q1, cos, sin, row + i, here, ROPE, GPU)
+        # Reference: rope
+        pair = tl.arange(0, TAIL // 2)[None, :]
+        angle, inside = (row + i)[:, None] * (ROPE // 2) + pair, here & (pair < ROPE // 2)
+        c, s = tl.load(cos + angle, mask=inside, other=1.0), tl.load(sin + angle, mask=inside, other=0.0)
+        q1 = rotate(q1.to(tl.float32), c, s, pair < ROPE // 2, QUERIES, TAIL, FLOAT32, GPU).to(q1.dtype)
     if not GPU:
         q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
     again = only_if(goes_on > 0, i < size)
