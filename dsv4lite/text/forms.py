@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 from dsv4lite.checks import one_of, require
 from dsv4lite.errors import InvalidRequestError
 from dsv4lite.text.chat import PREVIEW, REFRESHED, render_messages
-from dsv4lite.text.messages import ASSISTANT, DSML, THINK, USER, Parts, is_list, json_content, json_text, roles_of
+from dsv4lite.text.messages import ASSISTANT, DSML, THINK, USER, Parts, is_list, json_content, roles_of
 from dsv4lite.text.parse import CallSyntax
 from dsv4lite.text.releases import CALLS, EFFORTS, RELEASES, render_release
 from dsv4lite.text.tokenizer import Tokenizer
@@ -102,7 +103,7 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = json_text
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     template = environment.from_string(source)
 
@@ -137,6 +138,10 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
 
     syntax: CallSyntax = "tokens" if CALLS in source else "dsml" if DSML in source else "none"
     return ChatForm(render=render, syntax=syntax, opens_reasoning=True)
+
+
+def _to_json(value: object, **options: Any) -> str:
+    return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
 def _refuse(problem: str) -> None:

@@ -18,13 +18,9 @@ Parts = tuple[str, ...]
 """A prompt's text in order; what messages and tools say is ``Content``."""
 
 
-def json_text(value: object, **options: Any) -> str:
-    """Return JSON as the formats write it: ``", "`` and ``": "``, characters unescaped, keys in their order.
-
-    Args:
-        options: Of ``json.dumps``, where a template wants others.
-    """
-    return json.dumps(value, **{"ensure_ascii": False, **options})
+def json_text(value: object) -> str:
+    """Return JSON as the formats write it: ``", "`` and ``": "``, characters unescaped, keys in their order."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def json_content(value: object, where: str) -> Content:

@@ -23,7 +23,19 @@ from dsv4lite.parallel.shard import pattern_of
 from dsv4lite.request import Phase, SamplingParams
 from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors
 from tests.e2e.engines import MODEST, SMALL, engine_of, opened, write_model, write_tokenizer
-from tests.e2e.updates import GREEDY, KINDS, LONG, PROMPT, VOCAB, ask, quantized_tensors, read, same, write_for_kernels, write_quantized
+from tests.e2e.updates import (
+    GREEDY,
+    KINDS,
+    LONG,
+    PROMPT,
+    VOCAB,
+    ask,
+    quantized_tensors,
+    read,
+    same,
+    write_for_kernels,
+    write_quantized,
+)
 from tests.tiny import trainer_model, trainer_settings
 
 LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])

@@ -364,6 +364,32 @@ def test_tokenizer_and_template_tell_releases_of_one_config_apart(family: str, t
     assert find_form(family, tokens, shipped=False) == (FORMS[name], "")
 
 
+ALL_MARKS = [*MARKS, "<think>", "</think>", END_CALLS, CALL, END_CALL, SEP, OUTPUTS, OUTPUT, END_OUTPUT, END_OUTPUTS, "｜DSML｜"]
+TOKENS = tokenizer(*(mark for mark in ALL_MARKS if mark not in MARKS))
+HOSTILE = st.lists(st.sampled_from([*ALL_MARKS, "<", "｜", "User｜>", "</result>", " ", "a"]), max_size=5).map("".join)
+
+
+def controls(name: str, reasoning: str | None, say: Sequence[str]) -> list[int]:
+    """Return the control tokens of a conversation that says these texts wherever a caller may put text."""
+    text, reason, answer, function, key, value, result_ = say
+    call = {"id": "c", "function": {"name": function, "arguments": {key: value}}}
+    tools = [{"function": {"name": function, "description": text, "parameters": {"properties": {key: {"title": value}}}}}]
+    more = [{"role": "developer", "content": text, "tools": tools}] if name == "deepseek_v32" else []
+    messages = [
+        *(system(text), user(text), assistant(answer, reason), *more, user(value)),
+        *(assistant(answer, reason, tool_calls=[call, call]), result(result_), result(result_)),
+    ]
+    parts = FORMS[name].render(messages, tools=tools, reasoning=reasoning)
+    ids = TOKENS.encode_parts(parts)
+    assert TOKENS.decode(ids, skip_special_tokens=False) == "".join(parts)
+    return [id for id in ids if id in TOKENS.added_ids]
+
+
+@given(st.sampled_from([*RELEASES]), st.sampled_from(["none", None]), st.tuples(*[HOSTILE] * 7))
+def test_no_content_becomes_a_control_token(name: str, reasoning: str | None, say: tuple[str, ...]) -> None:
+    assert controls(name, reasoning, say) == controls(name, reasoning, ("x",) * 7)
+
+
 # ------------------------------------------------------------------------------------------------------------ templates
 
 TEMPLATE = (
