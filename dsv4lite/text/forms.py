@@ -46,7 +46,7 @@ FORMS: Mapping[str, ChatForm] = MappingProxyType(
             name: ChatForm(
                 render=partial(render_release, release=release),
                 syntax="tokens" if release.call else "dsml",
-                opens_reasoning=name == "deepseek_r1_0528",
+                opens_reasoning=release.thinks == "always",
             )
             for name, release in RELEASES.items()
         },
