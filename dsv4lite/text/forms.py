@@ -81,12 +81,12 @@ def find_form(family: str | None, tokenizer: Tokenizer, *, shipped: bool) -> tup
 def _release(family: str | None, tokenizer: Tokenizer) -> str | None:
     """Return the name of a model's format; V3, R1 and V3.1 have one config, and so have V3.2-Exp and V3.2."""
     template = tokenizer.chat_template
-    if family == "deepseek_v32":
-        return family if template is None else "deepseek_v31"  # V3.2-Exp ships V3.1's
-    if family != "deepseek_v3":
+    if family not in ("deepseek_v3", "deepseek_v32"):
         return family
     if tokenizer.token_id(USER) is None:
         return None  # a model of other makers
+    if family == "deepseek_v32":
+        return family if template is None else "deepseek_v31"  # V3.2-Exp ships V3.1's
     if tokenizer.token_id("<｜search▁begin｜>") is not None:
         return "deepseek_v31"
     if tokenizer.token_id(THINK) is None:
@@ -127,8 +127,8 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
                 add_generation_prompt=True,
                 thinking=thinking,
                 enable_thinking=thinking,
-                bos_token=tokenizer.bos_token,
-                eos_token=tokenizer.eos_token,
+                bos_token=tokenizer.bos_token or "",
+                eos_token=tokenizer.eos_token or "",
             )
         except Exception as error:  # a template is a program, which raises what it likes
             raise InvalidRequestError(

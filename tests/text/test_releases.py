@@ -333,15 +333,22 @@ def test_parser_inverts_the_encoder(name: str, content: str, made: list[tuple[st
 # ---------------------------------------------------------------------------------------------------------------- forms
 
 MARKS = [B, E, U, A, CALLS]
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def tokenizer(*more: str, template: str | None = None) -> Tokenizer:
     """A vocabulary of single bytes and control tokens."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(token, normalized=False) for token in (*MARKS, *more)])
+    return Tokenizer(backend, chat_template=template)
+
+
+def foreign(template: str) -> Tokenizer:
+    """A vocabulary of other makers: without DeepSeek's control tokens, and without BOS and EOS."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
     return Tokenizer(backend, chat_template=template)
 
 
@@ -417,6 +424,12 @@ def test_template_of_the_checkpoint_writes_the_prompt(family: str | None, shippe
     assert ["".join(parts)[-7:] == "<think>" for parts in asked] == [False, True, True]
     assert [form.thinking(parts) for parts in asked] == [None, True, True]
     assert form.syntax == "none"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_model_with_a_vocabulary_of_other_makers_is_talked_to_by_its_template(family: str) -> None:
+    form, _ = find_form(family, foreign(TEMPLATE), shipped=False)
+    assert form is not None and "".join(form.render([user("a"), assistant("b")])) == f"{U}ab{A}"
 
 
 @pytest.mark.parametrize(("mark", "syntax"), [(CALLS, "tokens"), ("<｜DSML｜invoke", "dsml"), ("[TOOL_CALLS]", "none")])
