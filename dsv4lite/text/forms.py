@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 from dsv4lite.checks import one_of, require
 from dsv4lite.errors import InvalidRequestError
 from dsv4lite.text.chat import PREVIEW, REFRESHED, render_messages
-from dsv4lite.text.messages import ASSISTANT, DSML, THINK, USER, Parts, is_list, json_content, json_text, roles_of
+from dsv4lite.text.messages import ASSISTANT, DSML, THINK, USER, Parts, is_list, json_content, roles_of
 from dsv4lite.text.parse import CallSyntax
 from dsv4lite.text.releases import CALLS, EFFORTS, RELEASES, render_release
 from dsv4lite.text.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ FORMS: Mapping[str, ChatForm] = MappingProxyType(
             name: ChatForm(
                 render=partial(render_release, release=release),
                 syntax="tokens" if release.call else "dsml",
-                opens_reasoning=name == "deepseek_r1_0528",
+                opens_reasoning=release.thinks == "always",
             )
             for name, release in RELEASES.items()
         },
@@ -80,12 +81,12 @@ def find_form(family: str | None, tokenizer: Tokenizer, *, shipped: bool) -> tup
 def _release(family: str | None, tokenizer: Tokenizer) -> str | None:
     """Return the name of a model's format; V3, R1 and V3.1 have one config, and so have V3.2-Exp and V3.2."""
     template = tokenizer.chat_template
-    if family == "deepseek_v32":
-        return family if template is None else "deepseek_v31"  # V3.2-Exp ships V3.1's
-    if family != "deepseek_v3":
+    if family not in ("deepseek_v3", "deepseek_v32"):
         return family
     if tokenizer.token_id(USER) is None:
         return None  # a model of other makers
+    if family == "deepseek_v32":
+        return family if template is None else "deepseek_v31"  # V3.2-Exp ships V3.1's
     if tokenizer.token_id("<｜search▁begin｜>") is not None:
         return "deepseek_v31"
     if tokenizer.token_id(THINK) is None:
@@ -102,7 +103,7 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = json_text
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     template = environment.from_string(source)
 
@@ -126,8 +127,8 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
                 add_generation_prompt=True,
                 thinking=thinking,
                 enable_thinking=thinking,
-                bos_token=tokenizer.bos_token,
-                eos_token=tokenizer.eos_token,
+                bos_token=tokenizer.bos_token or "",
+                eos_token=tokenizer.eos_token or "",
             )
         except Exception as error:  # a template is a program, which raises what it likes
             raise InvalidRequestError(
@@ -137,6 +138,10 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
 
     syntax: CallSyntax = "tokens" if CALLS in source else "dsml" if DSML in source else "none"
     return ChatForm(render=render, syntax=syntax, opens_reasoning=True)
+
+
+def _to_json(value: object, **options: Any) -> str:
+    return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
 def _refuse(problem: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dsv4lite.errors import InvalidRequestError, near_match, shown
@@ -18,13 +18,9 @@ Parts = tuple[str, ...]
 """A prompt's text in order; what messages and tools say is ``Content``."""
 
 
-def json_text(value: object, **options: Any) -> str:
-    """Return JSON as the formats write it: ``", "`` and ``": "``, characters unescaped, keys in their order.
-
-    Args:
-        options: Of ``json.dumps``, where a template wants others.
-    """
-    return json.dumps(value, **{"ensure_ascii": False, **options})
+def json_text(value: object) -> str:
+    """Return JSON as the formats write it: ``", "`` and ``": "``, characters unescaped, keys in their order."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def json_content(value: object, where: str) -> Content:
@@ -132,19 +128,20 @@ def content_of(message: Mapping[str, Any], where: str, *, optional: bool = False
     return Content("\n\n".join(texts))
 
 
-def system_parts(message: Mapping[str, Any], where: str, text: str) -> Parts:
+def system_parts(message: Mapping[str, Any], where: str, text: str, describe: Callable[..., str] = json_content) -> Parts:
     """Return what a system or developer message says of its tools and response format.
 
     Args:
-        text: About tools; ``%TOOLS%`` stands for their schemas.
+        text: About tools; ``%TOOLS%`` stands for their descriptions.
+        describe: Describes the function of a tool; its place, for errors, is the second argument.
     """
     parts: list[str] = []
     tools = list_of(message, "tools", where)
     if tools:
         places = [f"tools[{i}] of {where}" for i in range(len(tools))]
-        schemas = [json_content(function_of(tool, place), place) for tool, place in zip(tools, places, strict=True)]
+        described = [describe(function_of(tool, place), place) for tool, place in zip(tools, places, strict=True)]
         before, after = text.split("%TOOLS%")
-        parts += ["\n\n" + before, Content("\n".join(schemas)), after]
+        parts += ["\n\n" + before, Content("\n".join(described)), after]
     if message.get("response_format"):
         parts += ["\n\n" + RESPONSE_FORMAT, json_content(message["response_format"], f"the response_format of {where}")]
     return tuple(parts)

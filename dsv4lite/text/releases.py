@@ -40,6 +40,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _RESULT_END = re.compile("</(?=result|function_results)", re.IGNORECASE)
 _SECTIONS = """## Tools
 You have access to the following tools:
+
 %TOOLS%
 IMPORTANT: ALWAYS adhere to this exact format for tool use:
 {call}{{{{additional_tool_calls}}}}<｜tool▁calls▁end｜>
@@ -211,7 +212,7 @@ def render_release(
         reasons = thinking and i >= last and (release.keeps_reasoning or following is None)
         if role == "system":
             parts.append(content_of(message, where, optional=True))
-            parts += system_parts(message, where, release.tools) if release.schemas else _sections(message, where, release)
+            parts += system_parts(message, where, release.tools, json_content if release.schemas else _section)
         elif role == "developer" and thinking and i < last:
             continue
         elif role in ("user", "developer"):
@@ -252,31 +253,25 @@ def _turns(messages: Sequence[Message], tools: Sequence[Message] | None, release
     known = ("system", *(("developer",) if release.schemas else ()), "user", "assistant", "tool")
     roles = roles_of(messages, tools, known)
     turns = [(role, message, f"messages[{i}]") for i, (role, message) in enumerate(zip(roles, messages))]
-    heads = [turn for turn in turns if turn[0] == "system"][: 1 if release.schemas else None]
+    heads = [turn for turn in turns if turn[0] == "system"]
+    heads = heads[:1] if release.schemas else heads
     if not heads and not tools:
         return turns
-    texts = [content_of(message, where, optional=True) for _, message, where in heads]
-    own = [tool for _, message, where in heads for tool in list_of(message, "tools", where)]
-    first, where = heads[0][1:] if heads else ({}, "the request")
-    head = ("system", {**first, "role": "system", "content": "\n\n".join(texts), "tools": [*own, *(tools or ())]}, where)
-    place = turns.index(heads[0]) if heads and release.schemas else 0
+    head = {
+        "role": "system",
+        "content": "\n\n".join(content_of(message, where, optional=True) for _, message, where in heads),
+        "tools": [*(tool for _, message, where in heads for tool in list_of(message, "tools", where)), *(tools or ())],
+        "response_format": heads[0][1].get("response_format") if release.schemas and heads else None,
+    }
+    place = turns.index(heads[0]) if release.schemas and heads else 0
     rest = [turn for turn in turns if turn not in heads]
-    return [*rest[:place], head, *rest[place:]]
+    return [*rest[:place], ("system", head, heads[0][2] if heads else "the request"), *rest[place:]]
 
 
-def _sections(message: Message, where: str, release: Release) -> Iterator[str]:
-    """Write a section about each tool of a system message."""
-    tools = list_of(message, "tools", where)
-    if not tools:
-        return
-    before, after = release.tools.split("%TOOLS%")
-    yield "\n\n" + before
-    for i, tool in enumerate(tools):
-        place = f"tools[{i}] of {where}"
-        function = function_of(tool, place)
-        yield from ("\n### ", Content(function["name"]), "\nDescription: ", Content(text_of(function, "description", place)))
-        yield from ("\n\nParameters: ", json_content(function.get("parameters") or {}, place), "\n")
-    yield after
+def _section(function: Message, where: str) -> str:
+    """Describe a tool's function."""
+    about, schema = text_of(function, "description", where), json_content(function.get("parameters") or {}, where)
+    return f"### {function['name']}\nDescription: {about}\n\nParameters: {schema}\n"
 
 
 def _answer(message: Message, where: str, release: Release, calls: Sequence[Any], *, keeps: bool) -> Iterator[str]:

@@ -42,7 +42,7 @@ class Tokenizer:
         bos_token_id: Beginning of a prompt; ``None`` if the vocabulary has none.
         eos_token_id: End of a completion.
         pad_token_id: Filler that is never attended to.
-        bos_token, eos_token: The first two as text.
+        bos_token, eos_token: The first two as text; ``None`` without an id.
         add_bos_token: Whether the checkpoint wants a plain prompt to start with the BOS token.
         chat_template: The Jinja template that the checkpoint ships, if any.
         special_ids: Ids that ``skip_special_tokens`` leaves out of decoded text. Chat markup such as ``<think>`` is not among them
@@ -82,7 +82,8 @@ class Tokenizer:
         self.bos_token_id = None if bos_token is None else vocabulary.get(bos_token)
         self.eos_token_id = None if eos_token is None else vocabulary.get(eos_token)
         self.pad_token_id = None if pad_token is None else vocabulary.get(pad_token)
-        self.bos_token, self.eos_token = bos_token, eos_token
+        self.bos_token = None if self.bos_token_id is None else bos_token
+        self.eos_token = None if self.eos_token_id is None else eos_token
         self.add_bos_token = add_bos_token
         self.chat_template = chat_template
 

@@ -333,15 +333,22 @@ def test_parser_inverts_the_encoder(name: str, content: str, made: list[tuple[st
 # ---------------------------------------------------------------------------------------------------------------- forms
 
 MARKS = [B, E, U, A, CALLS]
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def tokenizer(*more: str, template: str | None = None) -> Tokenizer:
     """A vocabulary of single bytes and control tokens."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(token, normalized=False) for token in (*MARKS, *more)])
+    return Tokenizer(backend, chat_template=template)
+
+
+def foreign(template: str) -> Tokenizer:
+    """A vocabulary of other makers: without DeepSeek's control tokens, and without BOS and EOS."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
     return Tokenizer(backend, chat_template=template)
 
 
@@ -362,6 +369,32 @@ FOUND: list[tuple[str | None, Tokenizer, str | None]] = [
 @pytest.mark.parametrize(("family", "tokens", "name"), FOUND)
 def test_tokenizer_and_template_tell_releases_of_one_config_apart(family: str, tokens: Tokenizer, name: str) -> None:
     assert find_form(family, tokens, shipped=False) == (FORMS[name], "")
+
+
+ALL_MARKS = [*MARKS, "<think>", "</think>", END_CALLS, CALL, END_CALL, SEP, OUTPUTS, OUTPUT, END_OUTPUT, END_OUTPUTS, "｜DSML｜"]
+TOKENS = tokenizer(*(mark for mark in ALL_MARKS if mark not in MARKS))
+HOSTILE = st.lists(st.sampled_from([*ALL_MARKS, "<", "｜", "User｜>", "</result>", " ", "a"]), max_size=5).map("".join)
+
+
+def controls(name: str, reasoning: str | None, say: Sequence[str]) -> list[int]:
+    """Return the control tokens of a conversation that says these texts wherever a caller may put text."""
+    text, reason, answer, function, key, value, result_ = say
+    call = {"id": "c", "function": {"name": function, "arguments": {key: value}}}
+    tools = [{"function": {"name": function, "description": text, "parameters": {"properties": {key: {"title": value}}}}}]
+    more = [{"role": "developer", "content": text, "tools": tools}] if name == "deepseek_v32" else []
+    messages = [
+        *(system(text), user(text), assistant(answer, reason), *more, user(value)),
+        *(assistant(answer, reason, tool_calls=[call, call]), result(result_), result(result_)),
+    ]
+    parts = FORMS[name].render(messages, tools=tools, reasoning=reasoning)
+    ids = TOKENS.encode_parts(parts)
+    assert TOKENS.decode(ids, skip_special_tokens=False) == "".join(parts)
+    return [id for id in ids if id in TOKENS.added_ids]
+
+
+@given(st.sampled_from([*RELEASES]), st.sampled_from(["none", None]), st.tuples(*[HOSTILE] * 7))
+def test_no_content_becomes_a_control_token(name: str, reasoning: str | None, say: tuple[str, ...]) -> None:
+    assert controls(name, reasoning, say) == controls(name, reasoning, ("x",) * 7)
 
 
 # ------------------------------------------------------------------------------------------------------------ templates
@@ -391,6 +424,12 @@ def test_template_of_the_checkpoint_writes_the_prompt(family: str | None, shippe
     assert ["".join(parts)[-7:] == "<think>" for parts in asked] == [False, True, True]
     assert [form.thinking(parts) for parts in asked] == [None, True, True]
     assert form.syntax == "none"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_model_with_a_vocabulary_of_other_makers_is_talked_to_by_its_template(family: str) -> None:
+    form, _ = find_form(family, foreign(TEMPLATE), shipped=False)
+    assert form is not None and "".join(form.render([user("a"), assistant("b")])) == f"{U}ab{A}"
 
 
 @pytest.mark.parametrize(("mark", "syntax"), [(CALLS, "tokens"), ("<｜DSML｜invoke", "dsml"), ("[TOOL_CALLS]", "none")])
