@@ -236,6 +236,7 @@ _RULES: Mapping[str, Rule] = {
     ),
     "dtype": one_of("auto", "float32", "bfloat16"),
     "kv_cache_dtype": one_of("auto", "fp8", "bfloat16", "float32"),
+    "chat_template": one_of("auto", "checkpoint"),
     "load_format": one_of("auto", "dummy"),
     "device": _text("must be a string such as 'auto', 'cpu' or 'cuda:0'", str),
     **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_completions"), integer(1)),
@@ -270,6 +271,8 @@ class EngineConfig:
         dtype: Activations: ``auto`` follows the checkpoint (bfloat16 for quantized ones, float32 for float16 ones).
         kv_cache_dtype: Cache rows: ``auto`` is fp8 rows for quantized checkpoints of V4, else the activation dtype; MLA models may
             have ``fp8`` rows whatever their weights are.
+        chat_template: ``checkpoint`` takes the Jinja template that the model ships for ``chat``, which needs the extra ``chat``;
+            ``auto`` does so only if this package has no encoder for the model.
         load_format: ``dummy`` fills the model with plausible random weights and needs only config and tokenizer.
         device: ``auto`` takes CUDA when there is one.
         max_model_len: Most tokens of prompt and completion together; default is the model's limit, or what fits.
@@ -315,6 +318,7 @@ class EngineConfig:
     model: str
     revision: str | None = None
     tokenizer: str | None = None
+    chat_template: Literal["auto", "checkpoint"] = "auto"
     dtype: Dtype = "auto"
     kv_cache_dtype: KvCacheDtype = "auto"
     load_format: LoadFormat = "auto"
@@ -432,6 +436,7 @@ class EngineSettings(TypedDict, total=False):
 
     revision: str | None
     tokenizer: str | None
+    chat_template: Literal["auto", "checkpoint"]
     dtype: Dtype
     kv_cache_dtype: KvCacheDtype
     load_format: LoadFormat

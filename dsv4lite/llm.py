@@ -225,7 +225,7 @@ class AsyncLLM(BaseLLM):
             messages: OpenAI-style messages with ``role`` and ``content``; see ``dsv4lite.text.chat.render_messages``.
             params: As in ``generate``.
             tools: OpenAI-style tool definitions.
-            reasoning: How hard to think before the answer; ``"none"`` is not to.
+            reasoning: How hard to think before the answer; ``"none"`` is not to. V3 never thinks, R1 always.
             allow_special: Let control tokens that are written in messages and tools, such as ``<｜User｜>``, act as such. By
                 default they are text, and a tool's result cannot close its own tag.
             request_id, priority, deadline, cache_salt, wait: As in ``generate``.

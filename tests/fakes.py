@@ -18,6 +18,7 @@ import torch
 from dsv4lite.config import EngineConfig, tiny_model
 from dsv4lite.errors import EngineDeadError, EngineStateError, InvalidRequestError, RequestFailedError
 from dsv4lite.request import FinishReason, Logprobs, MemoryTag, Request, SamplingParams, SequenceUpdate, TokenLogprob
+from dsv4lite.text.forms import FORMS, ChatForm
 from dsv4lite.text.tokenizer import Tokenizer
 
 REFUSED, POISON = 4000, 4001
@@ -50,7 +51,8 @@ class FakeInfo:
     max_completions: int = 1024
     num_experts: int = 4
     default_params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.5, max_tokens=7))
-    chat: str | None = "deepseek_v4"
+    chat: ChatForm | None = FORMS["deepseek_v4"]
+    no_chat: str = ""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from dsv4lite.api.collect import ParserFactory
 from dsv4lite.checks import is_number, is_unicode, require
 from dsv4lite.errors import InvalidRequestError, UnsupportedError, near_match, shown
 from dsv4lite.request import Prompt, Request, SamplingParams, check_request
-from dsv4lite.text.chat import CHAT_FORMS, END_THINK, THINK, render_messages
+from dsv4lite.text.messages import END_THINK, THINK, function_of, list_of
 from dsv4lite.text.parse import ChatParser
 from dsv4lite.text.tokenizer import Tokenizer
 
@@ -112,21 +112,24 @@ def chat_job(
 
     Raises:
         InvalidRequestError: A message, a tool or ``reasoning`` is malformed.
-        UnsupportedError: The model's family has no chat format.
+        UnsupportedError: The model has no chat format, or a template for which jinja2 is missing.
     """
     require(allow_special in (True, False), "allow_special", allow_special, "must be True or False")
-    if info.chat is None:
-        raise UnsupportedError("this model's family has no chat format; render the conversation yourself and use generate()")
-    efforts, tokenizer = CHAT_FORMS[info.chat], info.tokenizer
-    parts = render_messages(messages, reasoning=reasoning, efforts=efforts, tools=tools, escape_results=not allow_special)
-    thinking = parts[-1].endswith(THINK)
-    all_tools = copy.deepcopy([*(tools or ()), *(tool for message in messages for tool in message.get("tools") or ())])
+    form, tokenizer = info.chat, info.tokenizer
+    if form is None:
+        raise UnsupportedError(info.no_chat)
+    parts = form.render(messages, reasoning=reasoning, tools=tools, escape_results=not allow_special)
+    thinking = form.thinking(parts)
+    given = [*(tools or ()), *(tool for i, message in enumerate(messages) for tool in list_of(message, "tools", f"messages[{i}]"))]
+    for i, tool in enumerate(given):
+        function_of(tool, f"tools[{i}]")
+    all_tools = copy.deepcopy(given)
 
     def encode() -> tuple[int, ...]:
         return tuple(tokenizer.encode("".join(parts)) if allow_special else tokenizer.encode_parts(parts))
 
     def parser(prefix: str) -> ChatParser:
-        return ChatParser(thinking, all_tools, call_id_prefix=prefix)
+        return ChatParser(thinking, all_tools, syntax=form.syntax, call_id_prefix=prefix)
 
     return _generation_job(info, encode, sum(map(len, parts)), params, options, parser)
 

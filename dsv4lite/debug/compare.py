@@ -22,7 +22,8 @@ BOUND = 2**-6
 BOUNDS: Mapping[str, float] = {
     "choose_paged": 0.05,
     "route": 0.05,
-    **dict.fromkeys(("quantize_fp8", "hc_enter", "swiglu_quantize", "latent_norms"), 2**-4),
+    **dict.fromkeys(("quantize_fp8", "hc_enter", "swiglu_quantize", "latent_norms", "store_latent_rows"), 2**-4),
+    **dict.fromkeys(("store_index_keys", "index_queries"), 2**-4),
     **dict.fromkeys(("experts_forward", "moe_decode_small", "fp8_weight_linear_quantize"), 2**-4),
     "compress_step": 2**-3,
 }

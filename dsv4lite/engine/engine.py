@@ -37,6 +37,7 @@ from dsv4lite.scheduling.pages import Pools
 from dsv4lite.scheduling.replicas import SEQ_IDS, Replicas
 from dsv4lite.scheduling.scheduler import Scheduler, SchedulerLimits
 from dsv4lite.speculation.speculator import DraftProposer, SpeculationStats, make_drafting
+from dsv4lite.text.forms import ChatForm, find_form
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.source import progress_of
 from dsv4lite.weights.update import buckets
@@ -55,7 +56,7 @@ _LAST_STEP_S = 10.0  # how long the thread of a dead engine may take to return f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine knows once it has started."""
+    """What an engine knows once it has started; ``no_chat`` is why ``chat`` is ``None``."""
 
     vocab_size: int
     max_model_len: int
@@ -64,7 +65,8 @@ class EngineInfo:
     num_experts: int
     tokenizer: Tokenizer
     default_params: SamplingParams
-    chat: str | None
+    chat: ChatForm | None
+    no_chat: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,6 +346,7 @@ class Engine:
         tokenizer = Tokenizer.from_folder(config.tokenizer or report.folder, vocab_size=vocab_size)
         if not isinstance(executor, ExternalWorker):
             self._load(executor, report, plan, tokenizer)
+        chat, no_chat = find_form(report.chat, tokenizer, shipped=config.chat_template == "checkpoint")
         self._info = EngineInfo(
             vocab_size=vocab_size,
             max_model_len=plan.max_model_len,
@@ -352,7 +355,8 @@ class Engine:
             num_experts=report.model.num_experts,
             tokenizer=tokenizer,
             default_params=report.default_params,
-            chat=report.chat,
+            chat=chat,
+            no_chat=no_chat,
         )
 
     def _load(

@@ -179,7 +179,7 @@ class Family:
             else they are FP8 in quantized models and unquantized in others.
         row_reads: Least bytes of one layer's state that a decode step reads of a sequence: for the roofline.
         drafters: A tensor that only a checkpoint with this kind of drafter has.
-        chat: Returns the name of the chat format (``text.chat.CHAT_FORMS``).
+        chat: Returns the name of the chat format (``text.forms.FORMS``); what config does not tell apart, the tokenizer does.
     """
 
     name: str
@@ -211,6 +211,7 @@ def _mla(name: str) -> Family:
         row_reads=mla_state.row_reads,
         free_rows=True,
         drafters={"mtp": "mtp.0.eh_proj.weight"},
+        chat=(lambda config: name) if name in ("deepseek_v3", "deepseek_v32") else None,
     )
 
 

@@ -7,7 +7,6 @@ that only the template writes control tokens.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +14,26 @@ from types import MappingProxyType
 from typing import Any
 
 from dsv4lite.checks import one_of, require
-from dsv4lite.errors import InvalidRequestError, near_match, shown
+from dsv4lite.errors import near_match, shown
+from dsv4lite.text.messages import (
+    ASSISTANT,
+    DSML,
+    END_THINK,
+    THINK,
+    USER,
+    Parts,
+    content_of,
+    dsml_call,
+    function_of,
+    list_of,
+    malformed,
+    roles_of,
+    system_parts,
+    text_of,
+)
 from dsv4lite.text.tokenizer import BOS, EOS, Content
 
-USER, ASSISTANT, REMINDER = "<｜User｜>", "<｜Assistant｜>", "<｜latest_reminder｜>"
-THINK, END_THINK = "<think>", "</think>"
-DSML = "｜DSML｜"
+REMINDER = "<｜latest_reminder｜>"
 ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
 TASKS = ("action", "query", "authority", "domain", "title", "extracted_url", "read_url")
 """Quick instructions: what ``task`` of a message may be; the token is ``<｜TASK｜>``."""
@@ -69,7 +82,6 @@ Otherwise, output directly after </think> with tool calls or final response.
 
 You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.
 """
-RESPONSE_FORMAT = "## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +125,6 @@ REFRESHED = Efforts(
 )
 """Efforts of the refreshed releases (0731 and later), one level further up; their configuration has ``dspark_block_size``."""
 
-CHAT_FORMS: Mapping[str, Efforts] = MappingProxyType({"deepseek_v4": PREVIEW, "deepseek_v4_refreshed": REFRESHED})
-"""Chat formats by the names that families give (``Family.chat``)."""
-
-Parts = tuple[str, ...]
 _RESULT_END = re.compile("</(?=tool_result)", re.IGNORECASE)
 
 
@@ -202,13 +210,7 @@ class _Turn:
 
 def _turns(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, escape_results: bool) -> list[_Turn]:
     """Check the messages and merge neighbouring user and tool messages into turns."""
-    if not _is_list(messages):
-        raise _malformed(f"messages must be a list of messages, not {type(messages).__name__}", messages)
-    if not messages:
-        raise _malformed("messages is empty", messages)
-    if not (tools is None or _is_list(tools)):
-        raise _malformed(f"the request's tools must be a list, not {type(tools).__name__}", tools)
-    roles = [_role(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    roles = roles_of(messages, tools, ROLES)
     tools_at = roles.index("system") if tools and "system" in roles else None
     turns: list[_Turn] = []
     if tools and tools_at is None:
@@ -221,9 +223,9 @@ def _turns(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, A
         if role == "assistant":
             turn = _assistant(message, where)
         elif role == "latest_reminder":
-            turn = _Turn(role=role, body=(REMINDER, _content(message, where)))
+            turn = _Turn(role=role, body=(REMINDER, content_of(message, where)))
         elif i == tools_at:
-            turn = _system({**message, "tools": [*_list(message, "tools", where), *(tools or ())]}, where)
+            turn = _system({**message, "tools": [*list_of(message, "tools", where), *(tools or ())]}, where)
         else:
             turn = _system(message, where)
         turn.task = _task(message, where)
@@ -236,12 +238,12 @@ def _add_block(turns: list[_Turn], message: Mapping[str, Any], where: str, escap
     """Append a user or tool message to the open user turn, or open one. A task closes its turn to further user messages."""
     is_result = message["role"] == "tool"
     if is_result:
-        text = _content(message, where, placeholders=True)
+        text = content_of(message, where, placeholders=True)
         if escape_results:
             text = Content(_RESULT_END.sub(r"<\\/", text))
-        block = _Block(parts=("<tool_result>", text, "</tool_result>"), call_id=_text(message, "tool_call_id", where))
+        block = _Block(parts=("<tool_result>", text, "</tool_result>"), call_id=text_of(message, "tool_call_id", where))
     else:
-        block = _Block(parts=(_content(message, where),))
+        block = _Block(parts=(content_of(message, where),))
     task = None if is_result else _task(message, where)
     if turns and turns[-1].role == "user" and (is_result or turns[-1].task is None):
         turns[-1].blocks.append(block)
@@ -263,64 +265,30 @@ def _sort_results(turns: Sequence[_Turn]) -> None:
 def _system(message: Mapping[str, Any], where: str) -> _Turn:
     """Render a system or developer message with its tools and response format."""
     role: str = message["role"]
-    body: list[str] = [USER, _content(message, where)] if role == "developer" else [_content(message, where, optional=True)]
-    tools = _list(message, "tools", where)
-    if tools:
-        places = [f"tools[{i}] of {where}" for i in range(len(tools))]
-        schemas = [_json(_function(tool, place), place) for tool, place in zip(tools, places, strict=True)]
-        before, after = TOOLS.split("%TOOLS%")
-        body += ["\n\n" + before, Content("\n".join(schemas)), after]
-    if message.get("response_format"):
-        body += ["\n\n" + RESPONSE_FORMAT, _json(message["response_format"], f"the response_format of {where}")]
-    return _Turn(role=role, body=tuple(body), has_tools=bool(tools))
+    content = (USER, content_of(message, where)) if role == "developer" else (content_of(message, where, optional=True),)
+    return _Turn(role=role, body=(*content, *system_parts(message, where, TOOLS)), has_tools=bool(message.get("tools")))
 
 
 def _assistant(message: Mapping[str, Any], where: str) -> _Turn:
     """Render an assistant message."""
-    calls = _list(message, "tool_calls", where)
+    calls = list_of(message, "tool_calls", where)
     if not calls and "content" not in message and "reasoning_content" not in message:
-        raise _malformed(f"{where} (assistant) has neither 'content' nor 'tool_calls'", message)
-    body: list[str] = [_content(message, where, optional=True)]
+        raise malformed(f"{where} (assistant) has neither 'content' nor 'tool_calls'", message)
+    body: list[str] = [content_of(message, where, optional=True)]
     order: dict[str, int] = {}
     for i, call in enumerate(calls):
         place = f"tool_calls[{i}] of {where}"
-        function = _function(call, place)
-        body += ["\n" if i else f"\n\n<{DSML}tool_calls>\n", *_invoke(function, place)]
-        id = _text(call, "id", place) or _text(function, "id", place)
+        function = function_of(call, place)
+        body += ["\n" if i else f"\n\n<{DSML}tool_calls>\n", *dsml_call(function, place)]
+        id = text_of(call, "id", place) or text_of(function, "id", place)
         if id:
             order[id] = i
     if calls:
         body.append(f"\n</{DSML}tool_calls>")
     if not message.get("wo_eos"):
         body.append(EOS)
-    reasoning = Content(_text(message, "reasoning_content", where))
+    reasoning = Content(text_of(message, "reasoning_content", where))
     return _Turn(role="assistant", body=tuple(body), reasoning=reasoning, call_order=order if calls else None)
-
-
-def _invoke(function: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Write one tool call. Strings are raw, everything else is JSON; arguments that are no JSON object become one string."""
-    if "arguments" not in function:
-        raise _malformed(f"the function of {where} has no 'arguments'", function)
-    given = function["arguments"]
-    arguments: object = given
-    if isinstance(given, str):
-        try:
-            arguments = json.loads(given)
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, Mapping):
-        arguments = {"arguments": given}
-    yield f'<{DSML}invoke name="'
-    yield Content(function["name"])
-    yield '">\n'
-    for i, (name, value) in enumerate(arguments.items()):
-        is_text = isinstance(value, str)
-        yield ("\n" if i else "") + f'<{DSML}parameter name="'
-        yield Content(name) if isinstance(name, str) else _json(name, where)
-        yield f'" string="{"true" if is_text else "false"}">'
-        yield Content(value) if is_text else _json(value, where)
-        yield f"</{DSML}parameter>"
-    yield f"\n</{DSML}invoke>"
 
 
 def _header(turn: _Turn, thinking: bool, reasons: bool) -> str:
@@ -339,95 +307,8 @@ def _last_question(turns: Sequence[_Turn]) -> int:
     return max((i for i, turn in enumerate(turns) if turn.role in ("user", "developer")), default=-1)
 
 
-# ---- checks ----
-
-
-def json_text(value: object) -> str:
-    """Return JSON as the format writes it: ``", "`` and ``": "``, characters unescaped, keys in their order."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _json(value: object, where: str) -> Content:
-    try:
-        return Content(json_text(value))
-    except (TypeError, ValueError, RecursionError) as error:  # no JSON value, a cycle, a huge integer, too deep
-        raise _malformed(f"{where} cannot be written as JSON: {error}", value) from error
-
-
-def _malformed(problem: str, value: object) -> InvalidRequestError:
-    return InvalidRequestError(problem, parameter="messages", value=value)
-
-
-def _role(message: Mapping[str, Any], where: str) -> str:
-    if not isinstance(message, Mapping) or "role" not in message:
-        raise _malformed(f"{where} is not a mapping with a 'role'", message)
-    role: str = message["role"]
-    if role not in ROLES:
-        raise _malformed(f"{where} has the unknown role {shown(role)}{near_match(role, ROLES)}", role)
-    return role
-
-
 def _task(message: Mapping[str, Any], where: str) -> str | None:
     task: str | None = message.get("task")
     if task is not None and task not in TASKS:
-        raise _malformed(f"{where} has the unknown task {shown(task)}{near_match(task, TASKS)}", task)
+        raise malformed(f"{where} has the unknown task {shown(task)}{near_match(task, TASKS)}", task)
     return task
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def _list(message: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
-    """Return a field that is a list, or nothing."""
-    found: Any = message.get(name) or ()
-    if not _is_list(found):
-        raise _malformed(f"the {name} of {where} must be a list, not {type(found).__name__}", found)
-    return found  # type: ignore[no-any-return]  # checked two lines before
-
-
-def _text(message: Mapping[str, Any], name: str, where: str) -> str:
-    """Return a field that is a string, or the empty string."""
-    found: object = message.get(name) or ""
-    if not isinstance(found, str):
-        raise _malformed(f"the {name} of {where} must be a string, not {shown(found)}", found)
-    return found
-
-
-def _function(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the ``function`` of a tool definition or tool call."""
-    function: object = entry.get("function") if isinstance(entry, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _malformed(f"{where} has no 'function' with a 'name'", entry)
-    schema = function.get("parameters") or {}
-    if not isinstance(schema, Mapping) or not isinstance(schema.get("properties") or {}, Mapping):
-        raise _malformed(f"the parameters of {where} must be the JSON schema of an object, not {shown(schema)}", entry)
-    return function
-
-
-def _content(message: Mapping[str, Any], where: str, *, optional: bool = False, placeholders: bool = False) -> Content:
-    """Return a message's content as text.
-
-    Args:
-        message: The message; a list as content is joined by blank lines.
-        where: What to call the message in errors.
-        optional: ``None`` or no content is the empty string.
-        placeholders: Write ``[Unsupported TYPE]`` for a part that is not text, as the format does in tool results.
-    """
-    content: object = message.get("content")
-    if isinstance(content, str):
-        return Content(content)
-    if content is None and optional:
-        return Content()
-    if not isinstance(content, Sequence):
-        raise _malformed(f"{where} ({message['role']}) needs a string as 'content', not {type(content).__name__}", content)
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "text":
-            texts.append(_text(part, "text", f"part {i} of {where}"))
-        elif placeholders and kind is not None:
-            texts.append(f"[Unsupported {kind if isinstance(kind, str) else shown(kind)}]")
-        else:
-            raise _malformed(f"part {i} of {where} is not text", part)
-    return Content("\n\n".join(texts))

@@ -1,6 +1,8 @@
-"""Read what DeepSeek-V4 writes: reasoning, content and DSML tool calls, as the text arrives.
+"""Read what DeepSeek's models write: reasoning, content and tool calls, as the text arrives.
 
     reasoning</think>content
+
+V4 and V3.2 write calls in DSML:
 
     <｜DSML｜tool_calls>
     <｜DSML｜invoke name="NAME">
@@ -8,6 +10,13 @@
     <｜DSML｜parameter name="Q" string="false">JSON</｜DSML｜parameter>
     </｜DSML｜invoke>
     </｜DSML｜tool_calls><EOS>
+
+V3 and R1 write them as tokens around JSON, and V3.1 without the fence, as ``NAME<｜tool▁sep｜>JSON``:
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
+    ```json
+    JSON
+    ```<｜tool▁call▁end｜><｜tool▁calls▁end｜><EOS>
 
 A model errs, and its output may end anywhere, so nothing is an error here: what is not markup is text, what is malformed inside
 the block is skipped, and a call cut off by the length limit has the parameters that were complete. The result depends on the text
@@ -22,9 +31,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from dsv4lite.text.chat import DSML, END_THINK, THINK, json_text
+from dsv4lite.text.messages import DSML, END_THINK, THINK, json_text
+from dsv4lite.text.releases import CALL, CALL_SEPARATOR, CALLS, END_CALL, END_CALLS
 from dsv4lite.text.scan import Scanner
 from dsv4lite.text.tokenizer import EOS
 
@@ -32,14 +42,21 @@ _BLOCK_NAMES = ("tool_calls", "toolcalls", "function_calls")
 """The trained name first, then what models also write."""
 _BLOCK_OPENINGS = tuple(f"{gap}<{DSML}{space}{name}>" for name in _BLOCK_NAMES for space in ("", " ") for gap in ("\n\n", "\n", ""))
 """The newlines before the block belong to it."""
-_TEXT_MARKERS = (THINK, END_THINK, EOS, *_BLOCK_OPENINGS)
+_TEXT_MARKERS = {
+    syntax: (THINK, END_THINK, EOS, *openings)
+    for syntax, openings in (("dsml", _BLOCK_OPENINGS), ("tokens", (CALLS,)), ("none", ()))
+}
 _OPEN, _CLOSE = f"<{DSML}", f"</{DSML}"
 _TAG_MARKERS = (_OPEN, _CLOSE, EOS)
 _VALUE_MARKERS = (f"</{DSML}parameter>", f"</{DSML} parameter>", EOS)
 _INVOKE = re.compile(r'\s*invoke\s+name="(?P<name>.*)', re.DOTALL)
 _PARAMETER = re.compile(r'\s*parameter\s+name="(?P<name>.*?)(?:"\s+string="(?P<string>\w*))?', re.DOTALL)
+_FENCED = re.compile(r"\s*(?P<name>[^\n]*?)\s*\n```(json)?\s*\n(?P<arguments>.*?)\s*```\s*", re.DOTALL)
 _WRAPPERS = ("arguments", "input")
 """Names under which a model may put all arguments as one object."""
+
+CallSyntax = Literal["dsml", "tokens", "none"]
+"""How a model writes tool calls; with ``"none"`` all of its answer is content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +88,10 @@ class _State(enum.Enum):
     """After ``</｜DSML｜``."""
     VALUE = enum.auto()
     """In a parameter."""
+    CALLS = enum.auto()
+    """Between calls that are tokens; text there is dropped."""
+    CALL = enum.auto()
+    """In one of them."""
     DONE = enum.auto()
     """After the block or EOS; text there is dropped."""
 
@@ -78,15 +99,26 @@ class _State(enum.Enum):
 class ChatParser:
     """Parses one assistant turn incrementally; all pieces joined equal the result."""
 
-    def __init__(self, thinking: bool, tools: Sequence[Mapping[str, Any]] | None = None, *, call_id_prefix: str = "call_") -> None:
+    def __init__(
+        self,
+        thinking: bool | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        syntax: CallSyntax = "dsml",
+        call_id_prefix: str = "call_",
+    ) -> None:
         """Start a turn.
 
         Args:
-            thinking: Whether the prompt ends with ``<think>``, so that the output begins with reasoning.
+            thinking: Whether the prompt ends with ``<think>``, so that the output begins with reasoning; with ``None`` it does if
+                ``<think>`` is the first that comes.
             tools: Tool definitions; their schemas help with values that are not JSON although they should be.
+            syntax: Of tool calls.
             call_id_prefix: Tool calls get this and their number as id.
         """
         self._state = _State.REASONING if thinking else _State.CONTENT
+        self._may_open = thinking is None
+        self._text_markers = _TEXT_MARKERS[syntax]
         functions = [tool["function"] for tool in tools or ()]
         self._schemas = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
         self._call_id_prefix = call_id_prefix
@@ -144,13 +176,18 @@ class ChatParser:
                 return self._read_tag()
             case _State.VALUE:
                 return self._read_value()
+            case _State.CALLS | _State.CALL:
+                return self._read_call()
             case _State.DONE:
                 return False
 
     def _read_text(self) -> bool:
-        text, marker = self._scanner.read_until(_TEXT_MARKERS)
-        if marker == THINK and (text or self._reasoning or self._content):
-            text += THINK  # only at the very start it repeats the prompt's; elsewhere it is text
+        text, marker = self._scanner.read_until(self._text_markers)
+        if marker == THINK:
+            if text or self._reasoning or self._content:
+                text += THINK  # only at the very start it opens the reasoning or repeats the prompt's; elsewhere it is text
+            elif self._may_open:
+                self._state = _State.REASONING
         self._emit(text)
         if marker == END_THINK:
             self._state = _State.CONTENT  # where a further one is stray, and dropped
@@ -158,6 +195,8 @@ class ChatParser:
             self._end()
         elif marker in _BLOCK_OPENINGS:
             self._state = _State.BLOCK
+        elif marker == CALLS:
+            self._state = _State.CALLS
         return marker is not None
 
     def _emit(self, text: str) -> None:
@@ -206,12 +245,32 @@ class ChatParser:
             self._state = _State.BLOCK
         return marker is not None
 
+    def _read_call(self) -> bool:
+        """Read a call that is tokens; one that is cut off, or has no separator, is none."""
+        piece, marker = self._scanner.read_until((CALL, END_CALL, END_CALLS, EOS))
+        if self._state is _State.CALL:
+            self._pieces.append(piece)
+        if marker is None:
+            return False
+        before, separator, after = "".join(self._pieces).partition(CALL_SEPARATOR)
+        self._pieces = []
+        if marker == END_CALL and separator:
+            fenced = _FENCED.fullmatch(after)
+            name, text = (fenced["name"], fenced["arguments"]) if fenced else (before.strip(), after.strip())
+            self._add_call(name, text if _is_json(text) and text.startswith("{") else json_text({"arguments": text}))
+        self._state = _State.CALL if marker == CALL else _State.CALLS
+        if marker in (END_CALLS, EOS):
+            self._end()
+        return True
+
     def _close_call(self) -> None:
         name, given = self._call_name, self._given
         self._call_name, self._given = None, {}
         if name is not None:
-            id = f"{self._call_id_prefix}{len(self._calls)}"
-            self._calls.append(ToolCall(id=id, name=name, arguments=_arguments(given, self._schemas.get(name))))
+            self._add_call(name, _arguments(given, self._schemas.get(name)))
+
+    def _add_call(self, name: str, arguments: str) -> None:
+        self._calls.append(ToolCall(id=f"{self._call_id_prefix}{len(self._calls)}", name=name, arguments=arguments))
 
     def _end(self) -> None:
         self._close_call()

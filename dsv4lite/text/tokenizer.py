@@ -9,9 +9,10 @@ from __future__ import annotations
 import codecs
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers.decoders import ByteLevel
@@ -41,7 +42,9 @@ class Tokenizer:
         bos_token_id: Beginning of a prompt; ``None`` if the vocabulary has none.
         eos_token_id: End of a completion.
         pad_token_id: Filler that is never attended to.
+        bos_token, eos_token: The first two as text; ``None`` without an id.
         add_bos_token: Whether the checkpoint wants a plain prompt to start with the BOS token.
+        chat_template: The Jinja template that the checkpoint ships, if any.
         special_ids: Ids that ``skip_special_tokens`` leaves out of decoded text. Chat markup such as ``<think>`` is not among them
             in DeepSeek's vocabularies, although it is encoded as single tokens.
         added_ids: All ids outside the byte-level vocabulary proper: ``special_ids``, chat markup and placeholders.
@@ -55,6 +58,7 @@ class Tokenizer:
         eos_token: str | None = EOS,
         pad_token: str | None = PAD,
         add_bos_token: bool = False,
+        chat_template: str | None = None,
     ) -> None:
         """Wrap a loaded ``tokenizers.Tokenizer``; a named token that its vocabulary lacks has the id ``None``.
 
@@ -78,7 +82,10 @@ class Tokenizer:
         self.bos_token_id = None if bos_token is None else vocabulary.get(bos_token)
         self.eos_token_id = None if eos_token is None else vocabulary.get(eos_token)
         self.pad_token_id = None if pad_token is None else vocabulary.get(pad_token)
+        self.bos_token = None if self.bos_token_id is None else bos_token
+        self.eos_token = None if self.eos_token_id is None else eos_token
         self.add_bos_token = add_bos_token
+        self.chat_template = chat_template
 
     @classmethod
     def from_folder(cls, path: str | Path, *, vocab_size: int = MOST_TOKENS) -> Tokenizer:
@@ -119,7 +126,7 @@ class Tokenizer:
             raise CheckpointError(
                 f"the tokenizer in {str(folder)!r} does not fit its configuration or the model", problems=problems
             )
-        return cls(backend, **named, add_bos_token=add_bos)
+        return cls(backend, **named, add_bos_token=add_bos, chat_template=_chat_template(folder, config))
 
     def encode(self, text: str, *, add_bos: bool = False, allow_special: bool = True) -> list[int]:
         """Return the token ids of ``text``.
@@ -156,13 +163,17 @@ class Tokenizer:
         """
         pieces: list[tuple[bool, str]] = []
         for part in parts:
-            split = [part] if isinstance(part, Content) else self._added.split(part)
+            split = [part] if isinstance(part, Content) else self.split_added(part)
             pieces += [(place % 2 == 1, piece) for place, piece in enumerate(split)]
         ids: list[int] = []
         for is_control, group in groupby(pieces, key=lambda piece: piece[0]):
             text = "".join(piece for _, piece in group)
             ids += self.encode(text, allow_special=is_control)
         return ids
+
+    def split_added(self, text: str) -> list[str]:
+        """Return pieces of a text, every other one, from the second on, an added token."""
+        return self._added.split(text)
 
     def _encode_plain(self, text: str) -> list[int]:
         """Encode without looking for added tokens, which the library cannot do at once."""
@@ -254,6 +265,18 @@ def _read_vocabulary(file: Path) -> tokenizers.Tokenizer:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise CheckpointError(f"cannot read {str(file)!r}", problems=[str(error)]) from error
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Return the template of ``chat_template.jinja``, else of the configuration: its only one, or the one named ``default``."""
+    file = folder / "chat_template.jinja"
+    if os.path.lexists(file):
+        return read_bytes(file, TABLE_BYTES).decode("utf-8", errors="replace")
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = [entry.get("template") for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
+        found = named[0] if named else None
+    return found if isinstance(found, str) else None
 
 
 def _byte_table(vocabulary: dict[str, int]) -> list[bytes]:

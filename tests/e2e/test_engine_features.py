@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import MTP, tiny_model
-from dsv4lite.errors import CheckpointError, RequestFailedError
+from dsv4lite.errors import CheckpointError, ConfigError, RequestFailedError, UnsupportedError
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import Logprobs, SamplingParams
@@ -479,6 +479,31 @@ def test_chat_and_its_stream_say_the_same(shipped: LLM) -> None:
         assert "".join(d.reasoning for d in deltas) == (whole.reasoning or "") == (final.reasoning or "")
         assert final.token_ids == whole.token_ids and whole.token_ids
         assert whole.text or whole.reasoning
+
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}<｜Assistant｜><think>"
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_chat_of_an_mla_model_is_in_its_format_or_its_templates(tmp_path: Path, template: str | None) -> None:
+    """A vocabulary with ``<think>`` is R1's, whose prompt opens the reasoning."""
+    model = write_random_model(tmp_path, "v3")
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, allowed_token_ids=(20, 21))
+    if template is not None:
+        (model / "chat_template.jinja").write_text(template, encoding="utf-8")
+    with opened(model, chat_template="auto" if template is None else "checkpoint") as llm:
+        out = llm.chat([{"role": "user", "content": "ab"}], params)
+        prompt = llm.tokenizer.decode(out.prompt_token_ids, skip_special_tokens=False)
+        wanted = "<｜User｜>ab<｜Assistant｜><think>\n" if template is None else "ab<｜Assistant｜><think>"
+        assert prompt == "<｜begin▁of▁sentence｜>" + wanted
+        assert len(out.reasoning or "") == 6 and out.text == ""
+    with pytest.raises(ConfigError, match=r"chat_template='checkpiont'.*'checkpoint'"):
+        LLM(str(model), chat_template="checkpiont")  # type: ignore[arg-type]
+
+
+def test_chat_without_format_or_template_is_refused(tmp_path: Path) -> None:
+    with opened(write_random_model(tmp_path, "v2_lite")) as llm, pytest.raises(UnsupportedError, match="no chat format"):
+        llm.chat([{"role": "user", "content": "ab"}])
 
 
 def test_shipped_checkpoint_continues_code(shipped: LLM) -> None:

@@ -36,8 +36,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 
 class OnGpu(Reference):
-    settings: dict[str, Any]
-
     def open(self, **settings: Any) -> Any:
         given = {"device": DEVICE, "deterministic": self.deterministic, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 2048}
         return opened(self.folder, **{**given, **MODELS[self.folder.name[:-1]][2], **settings})

@@ -11,6 +11,7 @@ import math
 import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -38,6 +39,7 @@ from dsv4lite.llm import AsyncLLM
 from dsv4lite.models.family import Family
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.request import Delta, Phase, Request, RequestOutput, SamplingParams
+from dsv4lite.text.forms import FORMS
 from dsv4lite.weights.update import NamedTensors
 from tests.fakes import ENDLESS, MANY, POISON, REFUSED, FakeEngine, Lab, endless
 
@@ -765,19 +767,38 @@ THINKING += '<｜DSML｜parameter name="a" string="false">2</｜DSML｜parameter
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
 
 
+TOKENS = "Let me see.</think>It is 4.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
+TOKENS += '{"a": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+
+
 async def test_chat_separates_reasoning_answer_and_tool_calls(lab: Lab) -> None:
-    lab.model = text_model(THINKING, THINKING)
+    """In the formats of V4, V3.1 and V3.2."""
     messages = [{"role": "user", "content": "2+2?"}]
+    for form, said in (("deepseek_v4", THINKING), ("deepseek_v31", TOKENS), ("deepseek_v32", THINKING)):
+
+        def talk(engine: FakeEngine, form: str = form) -> None:
+            engine.info = replace(engine.info, chat=FORMS[form])
+
+        lab.model, lab.prepare = text_model(said, said), talk
+        async with AsyncLLM("m") as llm:
+            out = await llm.chat(messages, SamplingParams(n=2), tools=[ADD], reasoning="high")
+        prompt = lab.tokenizer.decode(out.prompt_token_ids, skip_special_tokens=False)
+        assert prompt.startswith("<｜begin▁of▁sentence｜>") and prompt.endswith("<｜Assistant｜><think>")
+        assert ("### add" if form == "deepseek_v31" else '"add"') in prompt
+        for completion in out.outputs:
+            assert (completion.reasoning, completion.text) == ("Let me see.", "It is 4.")
+            (call,) = completion.tool_calls
+            assert (call.name, json.loads(call.arguments)) == ("add", {"a": 2})
+        assert len({c.tool_calls[0].id for c in out.outputs}) == 2
+        assert out.to_openai(chat=True)["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_chat_refuses_tools_that_no_parser_could_read(lab: Lab) -> None:
+    """A user's message with tools raised what was no error of this package."""
     async with AsyncLLM("m") as llm:
-        out = await llm.chat(messages, SamplingParams(n=2), tools=[ADD], reasoning="high")
-    prompt = lab.tokenizer.decode(out.prompt_token_ids, skip_special_tokens=False)
-    assert prompt.startswith("<｜begin▁of▁sentence｜>") and prompt.endswith("<｜Assistant｜><think>") and '"add"' in prompt
-    for completion in out.outputs:
-        assert (completion.reasoning, completion.text) == ("Let me see.", "It is 4.")
-        (call,) = completion.tool_calls
-        assert (call.name, json.loads(call.arguments)) == ("add", {"a": 2})
-    assert len({c.tool_calls[0].id for c in out.outputs}) == 2
-    assert out.to_openai(chat=True)["choices"][0]["finish_reason"] == "tool_calls"
+        for tools in (3, [3], [{}]):
+            with pytest.raises(InvalidRequestError, match="tools"):
+                await llm.chat([{"role": "user", "content": "a", "tools": tools}])
 
 
 async def test_chat_without_reasoning_has_none(lab: Lab) -> None:

@@ -120,6 +120,7 @@ def _works() -> Iterator[Callable[[], object]]:
     for config, numerics in (
         (V2_LITE, {"quantized": False}),
         (V2_LITE, {"quantized": False, "dtype": torch.float32}),
+        (V2_LITE, {"quantized": False, "dtype": torch.float32, "fp8_rows": True}),
         (V2, {"quantized": False, "deterministic": True}),
         (V3, block_fp8 | {"fp8_rows": True}),
         (V3, block_fp8 | {"fp8_rows": False}),

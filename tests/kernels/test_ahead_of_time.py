@@ -43,6 +43,8 @@ KINDS = {
     "_merge_kernel": "FILLS",
     "_latent_kernel": "KIND",
     "_heads_kernel": "FP4_LOG",
+    "route_kernel": "GROUPED",
+    **dict.fromkeys(("_absorbed_kernel", "_latent_rows_kernel", "_key_kernel", "_scores_kernel"), "FP8"),
 }
 LEAST_CAPABILITY = {"gemm.decode_1_triton": 89}  # of modules whose kernels need e4m3
 WRITES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:st|red|atom)\.(?:\w+\.)*global\b", re.MULTILINE)  # PTX, with or without a predicate

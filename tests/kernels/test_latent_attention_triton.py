@@ -14,6 +14,7 @@ from dsv4lite.kernels.latent_attention import LatentAttentionInputs, by_head, la
 from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed
 from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected, plan_rounds
 from dsv4lite.kernels.latent_attention.triton import by_head_triton
+from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp8Latent, RowFormat, UnquantizedRow
 from tests.kernels.paged import GROW, fill_store, make_paging, pages_of
 from tests.kernels.tensors import DEVICE, ON_GPU, kernel_test, launch, random
@@ -133,9 +134,28 @@ def test_rounds_take_all_rows_once_and_blocks_see_those_before_them() -> None:
 
 
 def test_rounds_of_kernels_are_bounded() -> None:
-    assert (
-        projected_rows(128, 256, 2) == 4096 and projected_rows(16, 256, 2) == 32768 and projected_rows(1 << 10, 1 << 10, 4) == 1024
-    )
+    assert [projected_rows(*sizes) for sizes in ((128, 256, 2), (16, 256, 2), (1024, 1024, 4))] == [4096, 32768, 1024]
+
+
+@kernel_test
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if isinstance(layer[3], Fp8Latent)], ids=str)
+def test_fp8_rows_of_a_model_in_float32_agree(layer: Layer) -> None:
+    given = inputs(layer, [(0, 1), (63, 2)], splits=2)
+    check(given._replace(q_THC=given.q_THC.float(), up_HCL=given.up_HCL.float()))
+
+
+@kernel_test
+@pytest.mark.parametrize("layer", LAYERS if ON_GPU else LAYERS[:2], ids=str)
+@pytest.mark.parametrize("projects", [False, True])
+def test_queries_are_rotated_and_may_be_a_slice(layer: Layer, projects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention._FLOPS_PER_BYTE", 0)
+    given = inputs(layer, [(0, 1), (3, 70)] if projects else [(0, 1), (70, 2)], padding=1)
+    angles = rope_angles(given.paging.positions_T, rope_frequencies(given.rope, 100.0).to(DEVICE))
+    wide = torch.cat([given.q_THC.flatten(1), given.q_THC.flatten(1)[:, :16]], 1)[:, :-16].unflatten(1, given.q_THC.shape[1:])
+    paging = replace(given.paging, host_spans=tuple(given.paging.spans()) if projects else None)
+    given = given._replace(q_THC=wide, paging=paging, any_order=True, cos=angles[0], sin=angles[1])
+    assert given.projected == ([1] if projects else [])
+    check(given)
 
 
 @kernel_test

@@ -331,7 +331,7 @@ def test_kernels_import_only_torch_and_triton_and_themselves(module: Module) -> 
 def test_only_declared_dependencies_are_imported(module: Module) -> Iterator[str]:
     """The six dependencies; what extras bring is imported inside functions only."""
     always = {"dsv4lite", "torch", "triton", "anyio", "safetensors", "huggingface_hub", "tokenizers"} | sys.stdlib_module_names
-    extras = {"tqdm", "llguidance", "trio"}
+    extras = {"tqdm", "llguidance", "trio", "jinja2"}
     for found in imports(module):
         top = found.target.split(".")[0]
         if top not in always and not (top in extras and not found.eager) and not is_within(module.name, "integrations"):

@@ -28,6 +28,7 @@ from dsv4lite.kernels.attention import BLOCK, entry_addresses, sparse_attention
 from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.gemm import ROW_TILE, matmul_rows
 from dsv4lite.kernels.paging import Block, Paging
+from dsv4lite.kernels.rope import rope
 from dsv4lite.kernels.rows import RowStore
 
 CHUNK_ROWS = 1024  # that are up-projected at a time
@@ -53,7 +54,7 @@ class LatentAttentionInputs(NamedTuple):
     """What ``latent_attention`` takes.
 
     Attributes:
-        q_THC: Queries [T, H, P + R], whose last R channels are rotated.
+        q_THC: Queries [T, H, P + R], whose last R channels are rotated, here or before; each token's heads lie together.
         rows: Rows [L + R] in grow pages, one for each token, those of this step included.
         paging: Positions and pages of the tokens.
         up_HCL: Up-projections of keys, then of values, [H, P + V, L].
@@ -63,6 +64,7 @@ class LatentAttentionInputs(NamedTuple):
             attend to every position they see.
         any_order: Sums may be in an order that depends on the rest of the step, and each sequence takes the form that suits it.
         chunk_rows: Rows that are up-projected at a time; ``None`` for ``CHUNK_ROWS``, or from kernels for ``projected_rows``.
+        cos, sin: float32 [T, R / 2], the angles of queries that are not rotated yet.
     """
 
     q_THC: Tensor
@@ -74,6 +76,15 @@ class LatentAttentionInputs(NamedTuple):
     selected_TK: Tensor | None = None
     any_order: bool = False
     chunk_rows: int | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, as kernels take them."""
+        if self.cos is None or self.sin is None:
+            return self.q_THC, self.q_THC
+        assert self.cos.is_contiguous() and self.sin.is_contiguous()
+        return self.cos, self.sin
 
     @property
     def nope(self) -> int:
@@ -122,6 +133,8 @@ def absorbs(new: int, context: int, heads: int, nope: int, rope: int, value: int
 @op("latent_attention.triton:latent_attention_triton")
 def latent_attention(given: LatentAttentionInputs) -> Tensor:
     """Attend each token's heads to its sequence; return [T, H, V] in the dtype of the queries, zeros for padding."""
+    if given.cos is not None and given.sin is not None:
+        given = given._replace(q_THC=rope(given.q_THC, given.cos, given.sin), cos=None, sin=None)
     q_THC, paging, up_HCL, projected = given.q_THC, given.paging, given.up_HCL, given.projected
     out_THC = q_THC.new_zeros(*q_THC.shape[:2], up_HCL.shape[1] - given.nope)
     for sequence in projected:

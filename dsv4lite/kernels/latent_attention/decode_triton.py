@@ -9,61 +9,31 @@ Products of float32 are three products of TF32; the tensor cores cut their sums,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.attention.triton import _LARGE, Tile
 from dsv4lite.kernels.dispatch import capability_of, on_gpu
-from dsv4lite.kernels.latent_attention import LatentAttentionInputs
+from dsv4lite.kernels.latent_attention import MOST_HEADS, LatentAttentionInputs
 from dsv4lite.kernels.latent_rows.triton import _row_elements
-from dsv4lite.kernels.rows.packed import LOG2_E, narrowed
-from dsv4lite.kernels.rows.triton import memory_of
+from dsv4lite.kernels.rows.packed import _WIDEN, LOG2_E, narrowed
+from dsv4lite.kernels.rows.triton import memory_of, rotate_tail
 
-_LARGE = (90, 100, 103)  # chips with more than 200 KB of shared memory for a program
 _CHUNK = 8  # splits that are added at a time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """How one program attends.
-
-    Attributes:
-        heads: Block of heads, at least the 16 rows of a tensor core's operand.
-        rows: Piece.
-        swap: Rows are the left operand of both products, so that few heads still fill the tensor cores.
-    """
-
-    heads: int
-    rows: int
-    swap: bool = False
-    num_warps: int = 4
-    num_stages: int = 2
 
 
 def _tile_for(heads: int, fp8: bool, itemsize: int, capability: int) -> Tile:
     """Return the tile, which follows from the layer alone on one kind of chip; ``itemsize`` is that of a query's number."""
+    large = capability in _LARGE
     if itemsize == 4:
-        return Tile(heads=16, rows=32 if capability in _LARGE else 16, num_stages=2 if capability in _LARGE else 1)
-    if capability not in _LARGE:
-        return Tile(heads=16, rows=32 if capability == 80 else 16)
-    if heads >= 64 and capability == 90:
-        return Tile(heads=64, rows=32 if fp8 else 64, num_warps=8, num_stages=3 if fp8 else 2)
-    return Tile(heads=16, rows=64, swap=True, num_stages=3 if fp8 else 2)
-
-
-_WIDEN = tl.constexpr("""{
-.reg .b32 t, m, f, z;
-mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;
-prmt.b32 t, $2, 0, 0x1404;
-and.b32 m, t, 0x7F007F00; shr.b32 m, m, 4; lop3.b32 t, t, 0x80008000, m, 0xEA;
-fma.rn.bf16x2 t, t, f, z; fma.rn.bf16x2 $0, t, $3, z;
-prmt.b32 t, $2, 0, 0x3424;
-and.b32 m, t, 0x7F007F00; shr.b32 m, m, 4; lop3.b32 t, t, 0x80008000, m, 0xEA;
-fma.rn.bf16x2 t, t, f, z; fma.rn.bf16x2 $1, t, $4, z;
-}""")
+        return Tile(heads=16, rows=32 if large else 16, num_warps=4, num_stages=2 if large else 1)
+    if not large:
+        return Tile(heads=16, rows=32 if capability == 80 else 16, num_warps=4, num_stages=2)
+    if heads >= MOST_HEADS and capability == 90:
+        return Tile(heads=MOST_HEADS, rows=32 if fp8 else 64, num_warps=8, num_stages=3 if fp8 else 2)
+    return Tile(heads=16, rows=64, swap=True, num_warps=4, num_stages=3 if fp8 else 2)
 
 
 @triton.jit
@@ -142,11 +112,11 @@ def _logits(q0, q1, k0, k1, always, SWAP: tl.constexpr, PRECISION: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["columns", "begin"])
-def _attend_kernel(
-    query, q, memory, selected, positions, sequences, grow, out, stats, columns, scale, begin,
+def _absorbed_kernel(
+    query, q, cos, sin, memory, selected, positions, sequences, grow, out, stats, q_row, columns, scale, begin,
     H: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, TAIL: tl.constexpr,
     ROW: tl.constexpr, PLACES: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    SWAP: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, GPU: tl.constexpr,
+    SWAP: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, TURNS: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     FLOAT32: tl.constexpr = query.dtype.element_ty == tl.float32
     PRECISION: tl.constexpr = "tf32x3" if FLOAT32 else "tf32"
@@ -172,7 +142,11 @@ def _attend_kernel(
     pair = tl.arange(0, TAIL)[None, :]
     valued = inside & (column < LATENT)
     q0 = tl.load(query + at * LATENT + column, mask=valued, other=0.0)
-    q1 = tl.load(q + (of_step * H + head[:, None]) * (NOPE + ROPE) + NOPE + pair, mask=inside & (pair < ROPE), other=0.0)
+    q1 = tl.load(q + of_step * q_row + head[:, None] * (NOPE + ROPE) + NOPE + pair, mask=inside & (pair < ROPE), other=0.0)
+    if TURNS:
+        # Reference: rope
+        angle = of_step * (ROPE // 2)
+        q1 = rotate_tail(q1.to(tl.float32), cos + angle, sin + angle, HEADS, ROPE, TAIL, ROPE, FLOAT32, GPU).to(q1.dtype)
     if not GPU:
         q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
     acc = tl.zeros((PADDED, HEADS) if SWAP else (HEADS, PADDED), tl.float32)
@@ -183,7 +157,7 @@ def _attend_kernel(
         latents, scales, k1 = _fetch(data, live, LATENT, PADDED, ROPE, TAIL, FP8)
         data, live = _locate(piece + SPLITS, count, listed, memory, selected, grow, TOP_K, ROW, PLACES, ROWS)
         k0 = _widened(latents, scales, GPU) if FP8 else latents
-        if not GPU:
+        if FLOAT32 or not GPU:
             k0, k1 = k0.to(tl.float32), k1.to(tl.float32)
         logits = _logits(q0, q1, k0, k1, piece < pieces, SWAP, PRECISION) * scale
         # Reference: sparse_attention, one block; exponentials of two instead of e.
@@ -255,8 +229,10 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
     (tokens, heads, latent), rows, paging, q = query_THL.shape, given.rows, given.paging, given.q_THC
     memory, splits, device = memory_of(rows), paging.splits, q.device
     row, fp8 = _row_elements(rows.format, memory, rows.rows_per_page)
-    assert q.is_contiguous() and query_THL.is_contiguous() and (fp8 or memory.dtype == q.dtype), (q.dtype, memory.dtype)
-    assert not (fp8 and q.dtype == torch.float32), "FP8 rows are widened to bfloat16"
+    assert q.stride()[1:] == (q.shape[2], 1) and query_THL.is_contiguous() and (fp8 or memory.dtype == q.dtype), (
+        q.dtype,
+        memory.dtype,
+    )
     assert given.selected_TK is None or given.selected_TK.is_contiguous()
     tile = _tile_for(heads, fp8, q.element_size(), capability_of(device))
     top_k = 0 if given.selected_TK is None else given.selected_TK.shape[1]
@@ -271,10 +247,12 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
         stats = torch.empty(splits, tokens, heads, 2, dtype=torch.float32, device=device)
     selected = paging.positions_T if given.selected_TK is None else given.selected_TK
     tables = (paging.positions_T, paging.sequence_T, paging.grow_SP)
-    _attend_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](
-        query_THL, q, memory, selected, *tables, parts, stats, paging.grow_SP.stride(0), given.scale * LOG2_E, begin,
+    _absorbed_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](
+        query_THL, q, *given.angles(), memory, selected, *tables, parts, stats, q.stride(0), paging.grow_SP.stride(0),
+        given.scale * LOG2_E, begin,
         **layer, NOPE=given.nope, ROPE=given.rope, TAIL=max(16, triton.next_power_of_2(given.rope)), ROW=row,
         PLACES=rows.rows_per_page, HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages, FP8=fp8,
+        TURNS=given.cos is not None,
         num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:

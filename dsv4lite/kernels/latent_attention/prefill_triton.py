@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.attention.triton import _LARGE
 from dsv4lite.kernels.dispatch import capability_of, on_gpu
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, projected_rows
-from dsv4lite.kernels.latent_attention.decode_triton import _LARGE
 from dsv4lite.kernels.rows.packed import LOG2_E, narrowed
-from dsv4lite.kernels.rows.triton import only_if
+from dsv4lite.kernels.rows.triton import only_if, rotate
 
 
 class Round(NamedTuple):
@@ -84,9 +84,10 @@ def _sent(numbers: Tensor, device: torch.device) -> Tensor:
 
 @triton.jit
 def _projected_kernel(
-    q, projected, rows, blocks, out, parts, stats, scale,
+    q, cos, sin, projected, rows, blocks, out, parts, stats, q_row, scale,
     H: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr, KEY: tl.constexpr,
-    TAIL: tl.constexpr, OUT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, GPU: tl.constexpr,
+    TAIL: tl.constexpr, OUT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, TURNS: tl.constexpr,
+    GPU: tl.constexpr,
 ):  # fmt: skip
     FLOAT32: tl.constexpr = q.dtype.element_ty == tl.float32
     PRECISION: tl.constexpr = "tf32x3" if FLOAT32 else "tf32"
@@ -98,11 +99,18 @@ def _projected_kernel(
     i = tl.arange(0, QUERIES)
     here = (i < size)[:, None]
     channel = tl.arange(0, KEY)[None, :]
-    turned = tl.arange(0, TAIL)[None, :]
+    tail = tl.arange(0, TAIL)[None, :]
     value = tl.arange(0, OUT)[None, :]
     at = (row + i) * H + head
-    q0 = tl.load(q + at[:, None] * (NOPE + ROPE) + channel, mask=here & (channel < NOPE), other=0.0)
-    q1 = tl.load(q + at[:, None] * (NOPE + ROPE) + NOPE + turned, mask=here & (turned < ROPE), other=0.0)
+    q += (row + i)[:, None] * q_row + head * (NOPE + ROPE)
+    q0 = tl.load(q + channel, mask=here & (channel < NOPE), other=0.0)
+    q1 = tl.load(q + NOPE + tail, mask=here & (tail < ROPE), other=0.0)
+    if TURNS:
+        # Reference: rope
+        pair = tl.arange(0, TAIL // 2)[None, :]
+        angle, inside = (row + i)[:, None] * (ROPE // 2) + pair, here & (pair < ROPE // 2)
+        c, s = tl.load(cos + angle, mask=inside, other=1.0), tl.load(sin + angle, mask=inside, other=0.0)
+        q1 = rotate(q1.to(tl.float32), c, s, pair < ROPE // 2, QUERIES, TAIL, FLOAT32, GPU).to(q1.dtype)
     if not GPU:
         q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
     again = only_if(goes_on > 0, i < size)
@@ -115,7 +123,7 @@ def _projected_kernel(
         live = (key < end)[:, None]
         of_head = projected + ((place + key) * H + head)[:, None] * (NOPE + VALUE)
         k0 = tl.load(of_head + channel, mask=live & (channel < NOPE), other=0.0)
-        k1 = tl.load(rows + (place + key)[:, None] * (LATENT + ROPE) + LATENT + turned, mask=live & (turned < ROPE), other=0.0)
+        k1 = tl.load(rows + (place + key)[:, None] * (LATENT + ROPE) + LATENT + tail, mask=live & (tail < ROPE), other=0.0)
         v = tl.load(of_head + NOPE + value, mask=live & (value < VALUE), other=0.0)
         if not GPU:
             k0, k1, v = k0.to(tl.float32), k1.to(tl.float32), v.to(tl.float32)
@@ -156,9 +164,9 @@ def attend_projected(given: LatentAttentionInputs, sequences: Sequence[int], out
         rows = given.rows.read(addresses_R, q.dtype)
         projected = torch.nn.functional.linear(rows[:, :latent], up_HCL.flatten(0, 1))
         _projected_kernel[(len(blocks), heads)](
-            q, projected, rows, blocks, out_THV, parts, stats, given.scale * LOG2_E,
+            q, *given.angles(), projected, rows, blocks, out_THV, parts, stats, q.stride(0), given.scale * LOG2_E,
             H=heads, NOPE=nope, ROPE=given.rope, VALUE=channels - nope, LATENT=latent, KEY=key,
             TAIL=max(16, triton.next_power_of_2(given.rope)), OUT=value, QUERIES=queries, KEYS=keys, STAGES=stages,
-            GPU=on_gpu(device), num_warps=8 if large else 4, num_stages=1, enable_fp_fusion=True,
+            TURNS=given.cos is not None, GPU=on_gpu(device), num_warps=8 if large else 4, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
         del rows, projected

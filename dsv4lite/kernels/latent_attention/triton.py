@@ -67,9 +67,8 @@ def by_head_triton(x_THK: Tensor, w_HNK: Tensor, *, any_order: bool, out: Tensor
 
 def latent_attention_triton(given: LatentAttentionInputs) -> Tensor:
     """See ``latent_attention.latent_attention``; sequences whose places only the device knows take the absorbed form."""
-    q_THC, up_HCL, nope, paging = given.q_THC.contiguous(), given.up_HCL, given.nope, given.paging
+    q_THC, up_HCL, nope, paging = given.q_THC, given.up_HCL, given.nope, given.paging
     assert q_THC.dtype in (torch.bfloat16, torch.float32), q_THC.dtype
-    given = given._replace(q_THC=q_THC)
     out_THV = torch.empty(*q_THC.shape[:2], up_HCL.shape[1] - nope, dtype=q_THC.dtype, device=q_THC.device)
     projected = [] if paging.host_spans is None else given.projected
     if projected:

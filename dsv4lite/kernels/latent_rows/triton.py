@@ -91,31 +91,11 @@ def store_latent_rows_triton(given: LatentRowInputs) -> Tensor | None:
     q_TR = torch.empty(tokens, rank, dtype=latent_TK.dtype, device=latent_TK.device)
     if tokens:
         _latent_rows_kernel[(tokens, 2 if rank else 1)](
-            latent_TK,
-            kv_norm if q_norm is None else q_norm,
-            kv_norm,
-            cos,
-            sin,
-            q_TR,
-            memory,
-            paging.positions_T,
-            paging.sequence_T,
-            paging.grow_SP,
-            latent_TK.stride(0),
-            paging.grow_SP.stride(0),
-            eps,
-            RANK=rank,
-            RANK_GROUPS=triton.next_power_of_2(triton.cdiv(max(rank, 1), 128)),
-            LATENT=latent,
-            GROUPS=triton.next_power_of_2(triton.cdiv(latent, 128)),
-            ROPE=rope,
-            PAIRS=triton.next_power_of_2(rope // 2),
-            ROW=row,
-            PLACES=rows.rows_per_page,
-            FP8=fp8,
-            GPU=on_gpu(latent_TK.device),
-            num_warps=4,
-            enable_fp_fusion=False,
-            launch_pdl=dependent_launch(latent_TK.device),
-        )
+            latent_TK, kv_norm if q_norm is None else q_norm, kv_norm, cos, sin, q_TR, memory,
+            paging.positions_T, paging.sequence_T, paging.grow_SP, latent_TK.stride(0), paging.grow_SP.stride(0), eps,
+            RANK=rank, RANK_GROUPS=triton.next_power_of_2(triton.cdiv(max(rank, 1), 128)),
+            LATENT=latent, GROUPS=triton.next_power_of_2(triton.cdiv(latent, 128)),
+            ROPE=rope, PAIRS=triton.next_power_of_2(rope // 2), ROW=row, PLACES=rows.rows_per_page, FP8=fp8,
+            GPU=on_gpu(latent_TK.device), num_warps=4, enable_fp_fusion=False, launch_pdl=dependent_launch(latent_TK.device),
+        )  # fmt: skip
     return None if q_norm is None else q_TR

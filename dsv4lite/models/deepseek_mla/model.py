@@ -23,7 +23,7 @@ from dsv4lite.kernels.latent_attention import LatentAttentionInputs, latent_atte
 from dsv4lite.kernels.latent_rows import LatentRowInputs, store_latent_rows
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
+from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import store_for_pass
 from dsv4lite.models.deepseek_mla.batch import Batch
 from dsv4lite.models.deepseek_mla.config import MlaConfig, Yarn
@@ -107,9 +107,10 @@ class Attention(nn.Module):
         if qr_TR is not None and self.wq_b is not None:
             query_TK = linear(qr_TR, self.wq_b)
         selected_TK = None if self.indexer is None or qr_TR is None else self.indexer(x_TD, qr_TR, batch, cache)
-        q_THC = rope(query_TK.unflatten(1, (self.heads, -1)), *batch.rope_T)
         rows = (cache.stores["latent"], batch.paging, self.wkv_b.weight, c.rope_dim, c.attention_scale)
-        o_THC = latent_attention(LatentAttentionInputs(q_THC, *rows, selected_TK, not self.numerics.deterministic))
+        q_THC, (cos, sin) = query_TK.unflatten(1, (self.heads, -1)), batch.rope_T
+        given = LatentAttentionInputs(q_THC, *rows, selected_TK, not self.numerics.deterministic, cos=cos, sin=sin)
+        o_THC = latent_attention(given)
         output = linear(o_THC.flatten(1), self.wo, self.shard.partial_dtype(x_TD.dtype))
         return total(self.shard.mesh.tp, output, x_TD.dtype)
 

@@ -1,0 +1,158 @@
+"""Which chat format a checkpoint has: one that this package writes, or the Jinja template that the checkpoint ships."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from dsv4lite.checks import one_of, require
+from dsv4lite.errors import InvalidRequestError
+from dsv4lite.text.chat import PREVIEW, REFRESHED, render_messages
+from dsv4lite.text.messages import ASSISTANT, DSML, THINK, USER, Parts, is_list, json_content, roles_of
+from dsv4lite.text.parse import CallSyntax
+from dsv4lite.text.releases import CALLS, EFFORTS, RELEASES, render_release
+from dsv4lite.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatForm:
+    """How to talk to a model.
+
+    Attributes:
+        render: Returns a prompt in parts; takes messages and, by name, ``reasoning``, ``tools`` and ``escape_results``, as
+            ``chat.render_messages`` does.
+        syntax: How the model writes tool calls.
+        opens_reasoning: The model opens its reasoning itself where the prompt does not.
+    """
+
+    render: Callable[..., Parts]
+    syntax: CallSyntax = "dsml"
+    opens_reasoning: bool = False
+
+    def thinking(self, parts: Parts) -> bool | None:
+        """Return whether what follows a prompt is reasoning; see ``ChatParser``."""
+        return True if parts[-1].rstrip().endswith(THINK) else None if self.opens_reasoning else False
+
+
+FORMS: Mapping[str, ChatForm] = MappingProxyType(
+    {
+        "deepseek_v4": ChatForm(render=partial(render_messages, efforts=PREVIEW)),
+        "deepseek_v4_refreshed": ChatForm(render=partial(render_messages, efforts=REFRESHED)),
+        **{
+            name: ChatForm(
+                render=partial(render_release, release=release),
+                syntax="tokens" if release.call else "dsml",
+                opens_reasoning=release.thinks == "always",
+            )
+            for name, release in RELEASES.items()
+        },
+    }
+)
+
+
+def find_form(family: str | None, tokenizer: Tokenizer, *, shipped: bool) -> tuple[ChatForm | None, str]:
+    """Return a model's chat format, or ``None`` and what is missing.
+
+    Args:
+        family: What ``Family.chat`` says.
+        tokenizer: Its tokens and its template tell releases apart that have the same config.
+        shipped: Take the checkpoint's template, even if the package knows the format.
+    """
+    template = tokenizer.chat_template
+    name = None if shipped else _release(family, tokenizer)
+    if name is not None:
+        return FORMS[name], ""
+    if template is None:
+        return None, "this model has no chat format; render the conversation yourself and use generate()"
+    try:
+        import jinja2
+    except ImportError:
+        return None, "this model's chat format is the template that it ships, which needs jinja2: pip install 'dsv4lite[chat]'"
+    try:
+        return _template_form(template, tokenizer), ""
+    except jinja2.TemplateError as error:
+        return None, f"the chat template that this model ships cannot be read: {error}"
+
+
+def _release(family: str | None, tokenizer: Tokenizer) -> str | None:
+    """Return the name of a model's format; V3, R1 and V3.1 have one config, and so have V3.2-Exp and V3.2."""
+    template = tokenizer.chat_template
+    if family not in ("deepseek_v3", "deepseek_v32"):
+        return family
+    if tokenizer.token_id(USER) is None:
+        return None  # a model of other makers
+    if family == "deepseek_v32":
+        return family if template is None else "deepseek_v31"  # V3.2-Exp ships V3.1's
+    if tokenizer.token_id("<｜search▁begin｜>") is not None:
+        return "deepseek_v31"
+    if tokenizer.token_id(THINK) is None:
+        return "deepseek_v3"
+    return "deepseek_r1" if template is None or ASSISTANT + THINK in template else "deepseek_r1_0528"
+
+
+def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
+    """Return the format of a template, which is run in Jinja's sandbox.
+
+    Raises:
+        jinja2.TemplateError: The template is malformed.
+    """
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    template = environment.from_string(source)
+
+    def render(
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        reasoning: str | None = "none",
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        escape_results: bool = True,
+    ) -> Parts:
+        problem = "" if reasoning is None else one_of(*EFFORTS)(reasoning)
+        require(not problem, "reasoning", reasoning, problem)
+        roles_of(messages, tools, ("system", "developer", "user", "assistant", "tool"))
+        said, thinking = json_content([messages, tools], "the conversation"), reasoning != "none"
+        # What messages say is cut inside of control tokens, so that they stay text; see ``Tokenizer.encode_parts``.
+        mark = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in said) if escape_results else ""
+        try:
+            text = template.render(
+                messages=_cut(tokenizer, mark, messages),
+                tools=_cut(tokenizer, mark, tools or ()) or None,
+                add_generation_prompt=True,
+                thinking=thinking,
+                enable_thinking=thinking,
+                bos_token=tokenizer.bos_token or "",
+                eos_token=tokenizer.eos_token or "",
+            )
+        except Exception as error:  # a template is a program, which raises what it likes
+            raise InvalidRequestError(
+                f"the model's chat template does not take this conversation: {error}", parameter="messages", value=messages
+            ) from error
+        return tuple(text.split(mark)) if mark else (text,)
+
+    syntax: CallSyntax = "tokens" if CALLS in source else "dsml" if DSML in source else "none"
+    return ChatForm(render=render, syntax=syntax, opens_reasoning=True)
+
+
+def _to_json(value: object, **options: Any) -> str:
+    return json.dumps(value, **{"ensure_ascii": False, **options})
+
+
+def _refuse(problem: str) -> None:
+    raise ValueError(problem)
+
+
+def _cut(tokenizer: Tokenizer, mark: str, value: Any) -> Any:
+    """Return a JSON value with a mark after the first character of every control token in its strings."""
+    if isinstance(value, str):
+        pieces = tokenizer.split_added(value)
+        return "".join(f"{piece[0]}{mark}{piece[1:]}" if i % 2 else piece for i, piece in enumerate(pieces))
+    if isinstance(value, Mapping):
+        return {_cut(tokenizer, mark, key): _cut(tokenizer, mark, member) for key, member in value.items()}
+    return [_cut(tokenizer, mark, member) for member in value] if is_list(value) else value

@@ -1,0 +1,301 @@
+"""The chat formats of V3, R1, V3.1 and V3.2: one table of marks and rules, and one encoder.
+
+What each release was trained on: the templates that its repository publishes, and V3.2's encoder program. V3 and R1 publish no text
+that describes tools; theirs has the wording of V3.1's with their own form of a call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from dsv4lite.checks import one_of, require
+from dsv4lite.text.messages import (
+    ASSISTANT,
+    DSML,
+    END_THINK,
+    THINK,
+    USER,
+    Parts,
+    arguments_of,
+    content_of,
+    dsml_call,
+    function_of,
+    json_content,
+    list_of,
+    malformed,
+    roles_of,
+    system_parts,
+    text_of,
+)
+from dsv4lite.text.tokenizer import BOS, EOS, Content
+
+CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, END_CALL, CALL_SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_RESULT_END = re.compile("</(?=result|function_results)", re.IGNORECASE)
+_SECTIONS = """## Tools
+You have access to the following tools:
+
+%TOOLS%
+IMPORTANT: ALWAYS adhere to this exact format for tool use:
+{call}{{{{additional_tool_calls}}}}<｜tool▁calls▁end｜>
+
+Where:
+- `tool_call_name` must be an exact match to one of the available tools
+- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema
+- For multiple tool calls, {several}
+"""
+_FUNCTIONS = """## Tools
+
+You have access to a set of tools you can use to answer the user's question.
+You can invoke functions by writing a "<｜DSML｜function_calls>" block like the following as part of your reply to the user:
+<｜DSML｜function_calls>
+<｜DSML｜invoke name="$FUNCTION_NAME">
+<｜DSML｜parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</｜DSML｜parameter>
+...
+</｜DSML｜invoke>
+<｜DSML｜invoke name="$FUNCTION_NAME2">
+...
+</｜DSML｜invoke>
+</｜DSML｜function_calls>
+
+String and scalar parameters should be specified as is without any escaping or quotes, while lists and objects should use JSON \
+format. The "string" attribute should be set to "true" for string type parameters and "false" for other types (numbers, booleans, \
+arrays, objects).
+
+If the thinking_mode is enabled, then after function results you should strongly consider outputting a thinking block. Here is an \
+example:
+
+<｜DSML｜function_calls>
+...
+</｜DSML｜function_calls>
+
+<function_results>
+...
+</function_results>
+
+<think>...thinking about results</think>
+
+Here are the functions available in JSONSchema format:
+<functions>
+%TOOLS%
+</functions>
+"""
+
+Message = Mapping[str, Any]
+
+
+class Marks(NamedTuple):
+    """What encloses tool calls or results: all of a turn's, each one, and what lies between two."""
+
+    first: str
+    before: str
+    after: str
+    between: str
+    last: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """The marks and rules of one release.
+
+    Attributes:
+        thinks: When it reasons before it answers. ``"asked"``: unless ``reasoning`` is ``"none"``.
+        headers: What follows a question: before an answer without reasoning, and before one with it.
+        each_question: A header follows every user message, not only those that an assistant answers.
+        keeps_reasoning: Turns after the last question have theirs.
+        splits: Ends of reasoning at which a past answer is cut; only what follows them stays. -1 is all of them.
+        tools: About tools; ``%TOOLS%`` stands for them.
+        schemas: Tools are lines of JSON, else sections; system messages stay where they are, else all of them open the prompt.
+        calls: Around tool calls.
+        call: What lies between name and arguments of a call; with ``""`` calls are DSML.
+        results: Around tool results.
+        after_results: What follows them: before an answer without reasoning, and before one with it.
+    """
+
+    thinks: Literal["never", "always", "asked"]
+    headers: tuple[str, str]
+    each_question: bool = False
+    keeps_reasoning: bool = False
+    splits: int = 0
+    tools: str
+    schemas: bool = False
+    calls: Marks
+    call: str
+    results: Marks
+    after_results: tuple[str, str] = ("", "")
+
+
+_FENCED = f"{CALL}function{CALL_SEPARATOR}"
+_V3 = Release(
+    thinks="never",
+    headers=(ASSISTANT, ASSISTANT),
+    each_question=True,
+    tools=_SECTIONS.format(
+        call=f"{CALLS}{_FENCED}tool_call_name\n```json\ntool_call_arguments\n```{END_CALL}",
+        several="put each of them on a new line",
+    ),
+    calls=Marks(CALLS, _FENCED, f"\n```{END_CALL}", "\n", END_CALLS),
+    call="\n```json\n",
+    results=Marks("<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "\n", "<｜tool▁outputs▁end｜>"),
+)
+RELEASES: Mapping[str, Release] = MappingProxyType(
+    {
+        "deepseek_v3": _V3,
+        "deepseek_r1": replace(_V3, thinks="always", headers=(ASSISTANT, f"{ASSISTANT}{THINK}\n"), each_question=False, splits=-1),
+        "deepseek_r1_0528": replace(_V3, thinks="always", splits=-1),  # it opens its reasoning itself
+        "deepseek_v31": Release(
+            thinks="asked",
+            headers=(ASSISTANT + END_THINK, ASSISTANT + THINK),
+            splits=1,
+            tools=_SECTIONS.format(
+                call=f"{CALLS}{CALL}tool_call_name{CALL_SEPARATOR}tool_call_arguments{END_CALL}",
+                several="chain them directly without separators or spaces",
+            ),
+            calls=Marks(CALLS, CALL, END_CALL, "", END_CALLS),
+            call=CALL_SEPARATOR,
+            results=Marks("", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "", ""),
+        ),
+        "deepseek_v32": Release(
+            thinks="asked",
+            headers=(ASSISTANT + END_THINK, ASSISTANT + THINK),
+            each_question=True,
+            keeps_reasoning=True,
+            tools=_FUNCTIONS,
+            schemas=True,
+            calls=Marks(f"\n\n<{DSML}function_calls>\n", "", "", "\n", f"\n</{DSML}function_calls>"),
+            call="",
+            results=Marks("\n\n<function_results>", "\n<result>", "</result>", "", "\n</function_results>"),
+            after_results=("\n\n" + END_THINK, "\n\n" + THINK),
+        ),
+    }
+)
+
+
+def render_release(
+    messages: Sequence[Message],
+    *,
+    release: Release,
+    reasoning: str | None = "none",
+    tools: Sequence[Message] | None = None,
+    escape_results: bool = True,
+) -> Parts:
+    """Return the prompt of a conversation, from BOS to the header of the turn that the model continues.
+
+    Args:
+        messages: OpenAI-style, as in ``chat.render_messages``, without ``task`` and latest_reminder. Only V3.2 has developer
+            messages and ``response_format``. Tool results are in the order of the calls.
+        release: Of ``RELEASES``.
+        reasoning: ``"none"`` is non-thinking mode, any other effort thinking mode; ``None`` is thinking if the release can. V3
+            never thinks, and R1 always does. Past answers are without their reasoning.
+        tools: Added to the first system message, which is created in front if there is none.
+        escape_results: Write ``</result`` inside a result of V3.2 as ``<\\/result``, so that it cannot close its own tag.
+
+    Returns:
+        As ``chat.render_messages``.
+
+    Raises:
+        InvalidRequestError: A message, a tool or ``reasoning`` is malformed; the text names the index.
+    """
+    turns = _turns(messages, tools, release)
+    thinking = _thinks(release, reasoning)
+    last = max((i for i, (role, _, _) in enumerate(turns) if role in ("user", "developer")), default=-1)
+    parts, open_calls = [BOS], 0
+    for i, (role, message, where) in enumerate(turns):
+        open_calls = open_calls if role == "tool" else 0
+        following = turns[i + 1][0] if i + 1 < len(turns) else None
+        reasons = thinking and i >= last and (release.keeps_reasoning or following is None)
+        if role == "system":
+            parts.append(content_of(message, where, optional=True))
+            parts += system_parts(message, where, release.tools, json_content if release.schemas else _section)
+        elif role == "developer" and thinking and i < last:
+            continue
+        elif role in ("user", "developer"):
+            parts.append(USER)
+            if role == "developer":
+                parts += [*system_parts(message, where, release.tools), "\n\n# The user's message is: "]
+            parts.append(content_of(message, where))
+            if release.each_question or following in (None, "assistant"):
+                parts.append(release.headers[reasons])
+        elif role == "tool":
+            if not open_calls:
+                raise malformed(f"{where} (tool) has no tool call before it that is without a result", message)
+            first = turns[i - 1][0] != "tool"
+            open_calls -= 1
+            text = content_of(message, where, placeholders=True)
+            text = Content(_RESULT_END.sub(r"<\\/", text)) if escape_results and release.schemas else text
+            parts += [release.results.first if first else release.results.between, release.results.before, text]
+            parts.append(release.results.after)
+            if following != "tool":
+                parts += [release.results.last, release.after_results[reasons]]
+        else:
+            calls = list_of(message, "tool_calls", where)
+            parts += _answer(message, where, release, calls, keeps=thinking and release.keeps_reasoning and i > last)
+            open_calls = len(calls)
+    return tuple(parts)
+
+
+def _thinks(release: Release, reasoning: str | None) -> bool:
+    """Return whether an answer begins with reasoning, or raise ``InvalidRequestError``."""
+    wanted = reasoning if reasoning is not None else "none" if release.thinks == "never" else "high"
+    problem = one_of(*(EFFORTS[:1] if release.thinks == "never" else EFFORTS))(wanted)
+    require(not problem, "reasoning", reasoning, problem)
+    return release.thinks == "always" or wanted != "none"
+
+
+def _turns(messages: Sequence[Message], tools: Sequence[Message] | None, release: Release) -> list[tuple[str, Message, str]]:
+    """Return role, message and its name in errors, with the request's tools in a system message."""
+    known = ("system", *(("developer",) if release.schemas else ()), "user", "assistant", "tool")
+    roles = roles_of(messages, tools, known)
+    turns = [(role, message, f"messages[{i}]") for i, (role, message) in enumerate(zip(roles, messages))]
+    heads = [turn for turn in turns if turn[0] == "system"]
+    heads = heads[:1] if release.schemas else heads
+    if not heads and not tools:
+        return turns
+    head = {
+        "role": "system",
+        "content": "\n\n".join(content_of(message, where, optional=True) for _, message, where in heads),
+        "tools": [*(tool for _, message, where in heads for tool in list_of(message, "tools", where)), *(tools or ())],
+        "response_format": heads[0][1].get("response_format") if release.schemas and heads else None,
+    }
+    place = turns.index(heads[0]) if release.schemas and heads else 0
+    rest = [turn for turn in turns if turn not in heads]
+    return [*rest[:place], ("system", head, heads[0][2] if heads else "the request"), *rest[place:]]
+
+
+def _section(function: Message, where: str) -> str:
+    """Describe a tool's function."""
+    about, schema = text_of(function, "description", where), json_content(function.get("parameters") or {}, where)
+    return f"### {function['name']}\nDescription: {about}\n\nParameters: {schema}\n"
+
+
+def _answer(message: Message, where: str, release: Release, calls: Sequence[Any], *, keeps: bool) -> Iterator[str]:
+    """Write an assistant message; ``keeps``: with its reasoning."""
+    if not calls and "content" not in message and "reasoning_content" not in message:
+        raise malformed(f"{where} (assistant) has neither 'content' nor 'tool_calls'", message)
+    if keeps:
+        reasoning = text_of(message, "reasoning_content", where)
+        if not reasoning and not calls:
+            raise malformed(f"{where} (assistant) follows the last question: it needs 'reasoning_content' or 'tool_calls'", message)
+        yield from (Content(reasoning), END_THINK)
+    yield Content(content_of(message, where, optional=True).split(END_THINK, release.splits)[-1])
+    marks = release.calls
+    for i, call in enumerate(calls):
+        place = f"tool_calls[{i}] of {where}"
+        function = function_of(call, place)
+        yield (marks.between if i else marks.first) + marks.before
+        if not release.call:
+            yield from dsml_call(function, place)
+            continue
+        given = arguments_of(function, place)
+        text = Content(given) if isinstance(given, str) else json_content(given, place)
+        yield from (Content(function["name"]), release.call, text, marks.after)
+    if calls:
+        yield marks.last
+    if not message.get("wo_eos"):
+        yield EOS
