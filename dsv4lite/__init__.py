@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from dsv4lite.text.parse import ToolCall as ToolCall
     from dsv4lite.text.structured import StructuredOutputs as StructuredOutputs
     from dsv4lite.text.tokenizer import Tokenizer as Tokenizer
+    from dsv4lite.weights.delta import DeltaSource as DeltaSource
+    from dsv4lite.weights.shared import IPCSource as IPCSource
+    from dsv4lite.weights.shared import SharedWeights as SharedWeights
     from dsv4lite.weights.update import DiskSource as DiskSource
     from dsv4lite.weights.update import ModuleSource as ModuleSource
     from dsv4lite.weights.update import NamedTensors as NamedTensors
@@ -70,6 +73,8 @@ _HOME = {
         "text.parse": "ToolCall",
         "text.tokenizer": "Tokenizer",
         "weights.update": "NamedTensors ModuleSource DiskSource ProcessGroupSource broadcast_weights",
+        "weights.shared": "IPCSource SharedWeights",
+        "weights.delta": "DeltaSource",
         "planning.memory": "MemoryPlan plan_memory",
         "engine.engine": "EngineStats",
         "speculation.speculator": "SpeculationStats",
