@@ -189,7 +189,7 @@ class Host:
         while not done.is_set():
             step = llm.stats().steps + rng.randrange(1, 12)
             while llm.stats().steps < step and not done.is_set():
-                await anyio.sleep(0.001)
+                await anyio.sleep(0.005)  # less than a step takes
             act = rng.random()
             if act < 0.5 and self.open:
                 name = rng.choice(self.open)

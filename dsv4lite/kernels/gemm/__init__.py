@@ -40,11 +40,13 @@ def matmul_rows(x_MK: Tensor, w_NK: Tensor, row_tile: int | None = None) -> Tens
         row_tile: ``None`` leaves the order of summation to the library; a number makes each row independent of the others.
     """
     rows = x_MK.shape[0]
-    if row_tile is None or rows == row_tile:
+    if row_tile is None:
         return _linear(x_MK, w_NK)
     if rows == 0:
         return x_MK.new_empty(0, w_NK.shape[0])
     padded = pad(x_MK, (0, 0, 0, -rows % row_tile)) if rows % row_tile else x_MK
+    if len(padded) == row_tile:
+        return _linear(padded, w_NK)[:rows]
     tiles = [_linear(tile, w_NK) for tile in padded.contiguous().split(row_tile)]
     return torch.cat(tiles)[:rows]
 
