@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from dsv4lite.request import Delta as Delta
     from dsv4lite.request import Logprobs as Logprobs
     from dsv4lite.request import Phase as Phase
+    from dsv4lite.request import Replay as Replay
     from dsv4lite.request import RequestOutput as RequestOutput
     from dsv4lite.request import SamplingParams as SamplingParams
     from dsv4lite.request import Timing as Timing
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from dsv4lite.text.parse import ToolCall as ToolCall
     from dsv4lite.text.structured import StructuredOutputs as StructuredOutputs
     from dsv4lite.text.tokenizer import Tokenizer as Tokenizer
+    from dsv4lite.training import completion_logprobs as completion_logprobs
+    from dsv4lite.training import load_model as load_model
     from dsv4lite.weights.update import DiskSource as DiskSource
     from dsv4lite.weights.update import ModuleSource as ModuleSource
     from dsv4lite.weights.update import NamedTensors as NamedTensors
@@ -65,12 +68,13 @@ _HOME = {
         "api.blocking": "Stream Completions WeightUpdate",
         "api.update": "AsyncWeightUpdate",
         "config": "EngineConfig LoadProgress tiny_model MTP DSpark NGram Speculator",
-        "request": "SamplingParams RequestOutput CompletionOutput Delta Logprobs Usage Timing Phase WeightSource",
+        "request": "SamplingParams RequestOutput CompletionOutput Delta Logprobs Replay Usage Timing Phase WeightSource",
         "text.structured": "StructuredOutputs",
         "text.parse": "ToolCall",
         "text.tokenizer": "Tokenizer",
         "weights.update": "NamedTensors ModuleSource DiskSource ProcessGroupSource broadcast_weights",
         "planning.memory": "MemoryPlan plan_memory",
+        "training": "load_model completion_logprobs",
         "engine.engine": "EngineStats",
         "speculation.speculator": "SpeculationStats",
         "errors": "DSV4LiteError ConfigError UnsupportedError InvalidRequestError ContextLengthError QueueFullError "

@@ -28,7 +28,7 @@ from dsv4lite.api.update import AsyncWeightUpdate
 from dsv4lite.checks import require
 from dsv4lite.config import EngineSettings
 from dsv4lite.errors import ConfigError, RequestFailedError
-from dsv4lite.request import MEMORY_TAGS, Logprobs, MemoryTag, Phase, Prompt, RequestOutput, SamplingParams
+from dsv4lite.request import MEMORY_TAGS, Logprobs, MemoryTag, Phase, Prompt, Replay, RequestOutput, SamplingParams
 
 
 def _scores(output: RequestOutput) -> Logprobs:
@@ -265,7 +265,13 @@ class AsyncLLM(BaseLLM):
         return AsyncStream(self._session, self._bridge, partial(self._submit, job))
 
     async def score(
-        self, prompt: Prompt, completion: Prompt, params: SamplingParams | None = None, *, top_logprobs: int = 0
+        self,
+        prompt: Prompt,
+        completion: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        top_logprobs: int = 0,
+        replay: Replay | None = None,
     ) -> Logprobs:
         """Return the log-probabilities of a given completion's tokens, as decoding with ``params`` records them.
 
@@ -278,13 +284,15 @@ class AsyncLLM(BaseLLM):
             completion: Text or token ids. Text is encoded on its own, without regard to the prompt's last characters.
             params: Those that the completion was sampled with; what does not concern log-probabilities is ignored.
             top_logprobs: Also return that many best tokens at each position, and at least ``params.logprobs``.
+            replay: Make the choices of a rollout again: experts, entries that are attended to, and tokens that could be sampled,
+                which then stand for all settings that forbid or truncate.
 
         Raises:
             InvalidRequestError: One of the two is empty or malformed, or they do not fit.
             UnsupportedError: ``params`` want processed values under ``structured_outputs``.
             RequestFailedError: The request failed or was aborted.
         """
-        return _scores(await self._run(score_job(self._check("score"), prompt, completion, params, top_logprobs)))
+        return _scores(await self._run(score_job(self._check("score"), prompt, completion, params, top_logprobs, replay)))
 
     async def score_batch(
         self,
@@ -292,6 +300,7 @@ class AsyncLLM(BaseLLM):
         params: BatchParams = None,
         *,
         top_logprobs: int = 0,
+        replays: Sequence[Replay | None] | None = None,
     ) -> list[Logprobs]:
         """Score many pairs of prompt and completion; see ``score``. The first that fails is raised, and the rest aborted.
 
@@ -299,11 +308,12 @@ class AsyncLLM(BaseLLM):
             pairs: Any iterable; see ``as_completed``.
             params: One for all pairs, or a sequence with one for each.
             top_logprobs: As in ``score``.
+            replays: One for each pair.
 
         Returns:
             One for each pair, in order.
         """
-        job = pair_job(top_logprobs)
+        job = pair_job(top_logprobs, replays)
         async with self._completions("score_batch", pairs, params, job) as outputs:
             found = {output.index: _scores(output) async for output in outputs}
         return [found[index] for index in sorted(found)]
