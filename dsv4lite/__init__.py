@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dsv4lite.config import NGram as NGram
     from dsv4lite.config import Speculator as Speculator
     from dsv4lite.config import tiny_model as tiny_model
+    from dsv4lite.engine.contract import ExecutionContract as ExecutionContract
     from dsv4lite.engine.engine import EngineStats as EngineStats
     from dsv4lite.errors import CapacityError as CapacityError
     from dsv4lite.errors import CheckpointError as CheckpointError
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from dsv4lite.text.structured import StructuredOutputs as StructuredOutputs
     from dsv4lite.text.tokenizer import Tokenizer as Tokenizer
     from dsv4lite.training import completion_logprobs as completion_logprobs
+    from dsv4lite.training import execution_contract as execution_contract
     from dsv4lite.training import load_model as load_model
     from dsv4lite.weights.update import DiskSource as DiskSource
     from dsv4lite.weights.update import ModuleSource as ModuleSource
@@ -74,7 +76,8 @@ _HOME = {
         "text.tokenizer": "Tokenizer",
         "weights.update": "NamedTensors ModuleSource DiskSource ProcessGroupSource broadcast_weights",
         "planning.memory": "MemoryPlan plan_memory",
-        "training": "load_model completion_logprobs",
+        "training": "load_model completion_logprobs execution_contract",
+        "engine.contract": "ExecutionContract",
         "engine.engine": "EngineStats",
         "speculation.speculator": "SpeculationStats",
         "errors": "DSV4LiteError ConfigError UnsupportedError InvalidRequestError ContextLengthError QueueFullError "

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal, Self, Unpack
+from typing import TYPE_CHECKING, Literal, Self, Unpack
 
 import anyio
 import anyio.to_thread
@@ -29,6 +29,9 @@ from dsv4lite.checks import require
 from dsv4lite.config import EngineSettings
 from dsv4lite.errors import ConfigError, RequestFailedError
 from dsv4lite.request import MEMORY_TAGS, Logprobs, MemoryTag, Phase, Prompt, Replay, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from dsv4lite.engine.contract import ExecutionContract
 
 
 def _scores(output: RequestOutput) -> Logprobs:
@@ -405,6 +408,15 @@ class AsyncLLM(BaseLLM):
         self._check("weight_checksums", *STARTED)
         return await self._bridge.wait(self._session.weight_checksums())
 
+    async def execution_contract(self) -> ExecutionContract:
+        """Return what the bits of results depend on besides their tokens, to be compared with another side's.
+
+        Raises:
+            EngineStateError: As ``weight_checksums``.
+        """
+        self._check("execution_contract", *STARTED)
+        return await self._bridge.wait(self._session.execution_contract())
+
     async def sleep(self, level: Literal[1, 2] = 1, *, mode: PauseMode = "abort") -> None:
         """Give the memory of weights and KV cache back to the device, until ``wake_up``. Requests are refused meanwhile.
 
@@ -517,6 +529,7 @@ class LLM(BaseLLM):
     reset_prefix_cache = blocking(AsyncLLM.reset_prefix_cache, finish)
     update_weights = blocking(AsyncLLM.update_weights, WeightUpdate)
     weight_checksums = blocking(AsyncLLM.weight_checksums, finish)
+    execution_contract = blocking(AsyncLLM.execution_contract, finish)
     sleep = blocking(AsyncLLM.sleep, finish)
     wake_up = blocking(AsyncLLM.wake_up, finish)
     dump_step = blocking(AsyncLLM.dump_step, finish)

@@ -14,6 +14,7 @@ from dsv4lite.checks import require
 from dsv4lite.config import EngineConfig, EngineSettings
 from dsv4lite.device import choose_device, single_threaded
 from dsv4lite.engine.choices import given_to
+from dsv4lite.engine.contract import ExecutionContract
 from dsv4lite.errors import UnsupportedError
 from dsv4lite.kernels.sampling import scale
 from dsv4lite.models.family import TrainableModel
@@ -21,6 +22,7 @@ from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import Replay, SamplingParams
 from dsv4lite.sampling.sampler import MAX_TEMPERATURE, MIN_TEMPERATURE
 from dsv4lite.weights.source import ModelSource
+from dsv4lite.weights.update import checksum
 
 _EDITS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
 _TRUNCATIONS = ("top_k", "top_p", "min_p", "min_tokens", "bad_words_ids", "allowed_token_ids", "thinking_budget")
@@ -47,6 +49,15 @@ def load_model(model: str | os.PathLike[str], **settings: Unpack[EngineSettings]
         for _, parameter in built.named_parameters():
             parameter.requires_grad_(parameter.is_floating_point())
     return cast(TrainableModel, built)
+
+
+def execution_contract(model: TrainableModel) -> ExecutionContract:
+    """Return what the bits of this side depend on; an engine of one rank with the same weights and settings has an equal one."""
+    sums = {
+        name: f"{checksum(slot.values().float(), tuple(slice(0, n) for n in slot.shape), slot.shape):016x}"
+        for name, slot in model.slots().items()
+    }
+    return ExecutionContract.of(model.config, model.numerics, model.shard.mesh.layout, sums)
 
 
 def completion_logprobs(

@@ -21,6 +21,7 @@ import torch
 from dsv4lite.config import Drafting, EngineConfig
 from dsv4lite.device import advice_for, forget_frames, start_error
 from dsv4lite.engine.choices import ChoiceRecord
+from dsv4lite.engine.contract import ExecutionContract
 from dsv4lite.engine.executor import InProcessExecutor, JointStep, MultiRankExecutor, make_executor
 from dsv4lite.engine.preparing import Preparing
 from dsv4lite.engine.rank import ProbeReport, grammar_compiler
@@ -29,6 +30,7 @@ from dsv4lite.engine.resident import Ask, ResidentMethod, whole_checksums
 from dsv4lite.engine.runner import InFlightStep, Runner, StepResult
 from dsv4lite.engine.worker import ExternalWorker
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError, WeightUpdateError, shown
+from dsv4lite.models.config import ModelConfig
 from dsv4lite.planning.memory import MemoryPlan, require_fit
 from dsv4lite.request import MEMORY_TAGS, FinishReason, MemoryTag, Request, SamplingParams, SequenceUpdate, WeightSource
 from dsv4lite.sampling.sampler import dry_run
@@ -38,6 +40,7 @@ from dsv4lite.scheduling.replicas import SEQ_IDS, Replicas
 from dsv4lite.scheduling.scheduler import Scheduler, SchedulerLimits
 from dsv4lite.speculation.speculator import DraftProposer, SpeculationStats, make_drafting
 from dsv4lite.text.tokenizer import Tokenizer
+from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import progress_of
 from dsv4lite.weights.update import buckets
 
@@ -122,6 +125,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._at_exit: weakref.finalize[..., threading.Thread]
         self._info: EngineInfo | None = None
+        self._arithmetic: tuple[ModelConfig, Numerics]
         self._plan: MemoryPlan | None = None
         self._deliver: Deliver = _ignore
         self._deliver_failure: DeliverFailure = _ignore
@@ -255,6 +259,15 @@ class Engine:
         """Return the checksums of whole tensors by their official names."""
         return self.call(lambda engine: whole_checksums(engine._ask("checksums")))
 
+    def execution_contract(self) -> Future[ExecutionContract]:
+        """Return what the bits of results depend on."""
+
+        def make(engine: Engine) -> ExecutionContract:
+            model, numerics = engine._arithmetic
+            return ExecutionContract.of(model, numerics, engine.config.layout, whole_checksums(engine._ask("checksums")))
+
+        return self.call(make)
+
     def stats(self) -> EngineStats:
         """Return the counters of the last step."""
         return self._stats
@@ -344,6 +357,7 @@ class Engine:
             report, plan = executor.probe(stack)
             self._plan = plan
             require_fit(plan)
+        self._arithmetic = report.model, report.numerics
         vocab_size = report.model.vocab_size
         tokenizer = Tokenizer.from_folder(config.tokenizer or report.folder, vocab_size=vocab_size)
         if not isinstance(executor, ExternalWorker):
