@@ -56,6 +56,9 @@ if TYPE_CHECKING:
     from dsv4lite.training import completion_logprobs as completion_logprobs
     from dsv4lite.training import execution_contract as execution_contract
     from dsv4lite.training import load_model as load_model
+    from dsv4lite.weights.delta import DeltaSource as DeltaSource
+    from dsv4lite.weights.shared import IPCSource as IPCSource
+    from dsv4lite.weights.shared import SharedWeights as SharedWeights
     from dsv4lite.weights.update import DiskSource as DiskSource
     from dsv4lite.weights.update import ModuleSource as ModuleSource
     from dsv4lite.weights.update import NamedTensors as NamedTensors
@@ -75,6 +78,8 @@ _HOME = {
         "text.parse": "ToolCall",
         "text.tokenizer": "Tokenizer",
         "weights.update": "NamedTensors ModuleSource DiskSource ProcessGroupSource broadcast_weights",
+        "weights.shared": "IPCSource SharedWeights",
+        "weights.delta": "DeltaSource",
         "planning.memory": "MemoryPlan plan_memory",
         "training": "load_model completion_logprobs execution_contract",
         "engine.contract": "ExecutionContract",

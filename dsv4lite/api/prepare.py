@@ -173,40 +173,16 @@ def score_job(
             if not ids:
                 raise InvalidRequestError(f"the {name} is empty; give at least one token", parameter=name, value=ids)
         if replay is not None:
-            _check_replay(info, replay, len(before), len(after))
+            from dsv4lite.engine.choices import check_replay
+
+            check_replay(replay, info.model, len(before), len(after))
+            if info.gathers_tokens and replay.routed_experts is not None:
+                message = "replay: ranks that share quantized experts choose them together; use expert_parallel_size=1"
+                raise UnsupportedError(message)
         request = _request(info, before + after, wanted, options, score_from=len(before), generate=False)
         return replace(request, replay=replay)
 
     return Job(make=make, options=options, is_long=_size(own_prompt) + _size(own_completion) > LONG_PROMPT)
-
-
-def _check_replay(info: EngineInfo, replay: Replay, prompt: int, completion: int) -> None:
-    """Raise ``InvalidRequestError`` unless a replay is of so many tokens of prompt and completion, and of this model."""
-    tokens, kept, ids = prompt + completion - 1, replay.kept_counts, replay.kept_ids
-    for name, x, dtype, shape in (
-        ("routed_experts", replay.routed_experts, "torch.int16", (tokens, *info.routed_shape)),
-        ("index_entries", replay.index_entries, "torch.int32", (tokens - info.selects_from, *info.selection[:2])),
-        ("kept_counts", kept, "torch.int32", (completion,)),
-        ("kept_ids", ids, "torch.int32", (0 if kept is None else int(kept.sum()),)),
-    ):
-        good = x is None or (str(x.dtype) == dtype and tuple(x.shape) == shape and x.device.type == "cpu")
-        found = None if x is None else (tuple(x.shape), x.dtype)
-        require(good, f"replay.{name}", found, f"must be {shape} of {dtype} on the CPU, for {prompt} and {completion} tokens")
-    entries: Any = replay.index_entries
-    seen: Any = 0
-    if entries is not None:
-        import torch
-
-        require(replay.index_from == info.selects_from, "replay.index_from", replay.index_from, f"must be {info.selects_from}")
-        seen = torch.arange(info.selects_from + 1, tokens + 1, device="cpu")[:, None, None] // info.selection[2]
-    for name, x, limit in (
-        ("routed_experts", replay.routed_experts, info.num_experts),
-        ("index_entries", entries, seen),
-        ("kept_ids", ids, info.vocab_size),
-    ):
-        require(x is None or bool(((x >= 0) & (x < limit)).all()), f"replay.{name}", x, "has ids that are out of range")
-    if info.gathers_tokens and replay.routed_experts is not None:
-        raise UnsupportedError("replay: ranks that share quantized experts choose them together; use expert_parallel_size=1")
 
 
 RowJob = Callable[["EngineInfo", Any, SamplingParams | None, int], Job]

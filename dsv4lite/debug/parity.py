@@ -22,7 +22,7 @@ from dsv4lite.config import EngineSettings
 from dsv4lite.device import own_thread
 from dsv4lite.kernels.hc import whole
 from dsv4lite.models.family import TrainableModel
-from dsv4lite.models.moe import Tokens
+from dsv4lite.models.moe import MoE, Tokens
 from dsv4lite.paging import WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.pages import pages_for
 from dsv4lite.state.paging import make_paging, whole_sequence
@@ -164,10 +164,13 @@ def _parts(model: TrainableModel) -> dict[str, nn.Module]:
 
 
 def _kind(module: nn.Module) -> str:
+    """Return the kind of a part, in words."""
+    if isinstance(module, MoE):
+        return "experts" if module.tid2eid is None else "experts, by token id"
+    if "mlp" in dict(module.named_children()):
+        return "dense"
     kind = getattr(module, "kind", None)
-    if kind is not None:
-        return f"attention, {kind}"
-    return "experts" if getattr(module, "tid2eid", None) is None else "experts, by token id"
+    return "attention" if kind is None else f"attention, {kind}"
 
 
 def _watch(model: TrainableModel, see: Callable[[str, Tensor, Tensor], None]) -> list[Any]:
@@ -222,10 +225,10 @@ def _compare_parts(
         def replace_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             x = _input(args)
             wanted = trained[name][0][place[0] : place[0] + len(x)]
-            found.add("hyper-connections", f"before {name}", x, wanted)
+            found.add("residual", f"before {name}", x, wanted)
             if isinstance(args[0], Tokens):
                 return (args[0]._replace(x_TD=wanted, rounded=None), *args[1:])
-            return (wanted, None, *args[2:])
+            return (wanted, *(None if type(arg) is tuple else arg for arg in args[1:]))  # without the input in FP8
 
         return replace_input
 
@@ -240,7 +243,7 @@ def _compare_parts(
 
     def step(begin: int, end: int, ours: Tensor) -> Tensor:
         place[0] = end
-        found.add("hyper-connections", "final", ours, residual[begin:end])
+        found.add("residual", "final", ours, residual[begin:end])
         return residual[begin:end]
 
     for name, module in _parts(model).items():

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4lite.checks import require
 from dsv4lite.models.choices import Choices
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.request import Replay
@@ -33,7 +34,7 @@ def room(config: ModelConfig, tokens: int, longest: int, device: torch.device, s
         longest: Length of the longest of their sequences.
     """
     layers, k, _ = config.selection
-    routed, selects = None, longest > config.most_unselected
+    routed, selects = None, layers > 0 and longest > config.most_unselected
     if config.num_experts:
         routed = torch.empty(tokens, config.num_hidden_layers, config.experts_per_token, dtype=torch.int16, device=device)
     return Choices(routed, torch.empty(tokens, layers, k, dtype=torch.int32, device=selected) if selects else None)
@@ -62,6 +63,34 @@ def given_to(spans: Sequence[tuple[int, int, Replay | None]], config: ModelConfi
             found.selected_TLK[row + first - start : row + end - start] = entries
         row += end - start
     return found._replace(routed_TLK=None if found.routed_TLK is None else found.routed_TLK.to(device))
+
+
+def check_replay(replay: Replay, config: ModelConfig, prompt: int, completion: int) -> None:
+    """Raise ``InvalidRequestError`` unless a replay is one of this model, and of so many tokens of prompt and completion."""
+    tokens, first, (layers, k, per_entry) = prompt + completion - 1, config.most_unselected, config.selection
+    experts, entries, counts, ids = replay.routed_experts, replay.index_entries, replay.kept_counts, replay.kept_ids
+    require(entries is None or replay.index_from == first, "replay.index_from", replay.index_from, f"must be {first}")
+    for name, x, dtype, shape in (
+        ("routed_experts", experts, torch.int16, (tokens, config.num_hidden_layers, config.experts_per_token)),
+        ("index_entries", entries, torch.int32, (tokens - first, layers, k)),
+        ("kept_counts", counts, torch.int32, (completion,)),
+        ("kept_ids", ids, torch.int32, (0 if counts is None else int(counts.sum()),)),
+    ):
+        good = x is None or (x.dtype == dtype and tuple(x.shape) == shape and x.device.type == "cpu")
+        found = None if x is None else (tuple(x.shape), x.dtype)
+        require(good, f"replay.{name}", found, f"must be {shape} of {dtype} on the CPU, for {prompt} and {completion} tokens")
+    require((counts is None) == (ids is None), "replay.kept_ids", None, "must come with kept_counts")
+    if experts is not None:  # dense layers have none; kernels rely on different ones
+        dense = (experts == -1).all(-1)
+        good = bool(((experts >= 0) & (experts < config.num_experts)).all(-1).logical_or(dense).all())
+        good = good and bool((experts.sort(-1).values.diff(dim=-1) > 0).all(-1).logical_or(dense).all())
+        require(good, "replay.routed_experts", None, f"must be different ids below {config.num_experts}")
+    if entries is not None:
+        seen = torch.arange(first + 1, tokens + 1, device="cpu")[:, None, None] // per_entry
+        good = bool(((entries >= 0) & (entries < seen)).all() and (entries.diff(dim=-1) > 0).all())
+        require(good, "replay.index_entries", None, "must be ascending, and of entries that the token sees")
+    good = ids is None or bool(((ids >= 0) & (ids < config.vocab_size)).all())
+    require(good, "replay.kept_ids", None, f"must be token ids below {config.vocab_size}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

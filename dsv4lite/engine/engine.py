@@ -65,9 +65,7 @@ class EngineInfo:
     max_logprobs: int
     max_completions: int
     num_experts: int
-    routed_shape: tuple[int, int]
-    selects_from: int
-    selection: tuple[int, int, int]
+    model: ModelConfig
     gathers_tokens: bool
     tokenizer: Tokenizer
     default_params: SamplingParams
@@ -125,7 +123,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._at_exit: weakref.finalize[..., threading.Thread]
         self._info: EngineInfo | None = None
-        self._arithmetic: tuple[ModelConfig, Numerics]
+        self._numerics: Numerics
         self._plan: MemoryPlan | None = None
         self._deliver: Deliver = _ignore
         self._deliver_failure: DeliverFailure = _ignore
@@ -263,8 +261,9 @@ class Engine:
         """Return what the bits of results depend on."""
 
         def make(engine: Engine) -> ExecutionContract:
-            model, numerics = engine._arithmetic
-            return ExecutionContract.of(model, numerics, engine.config.layout, whole_checksums(engine._ask("checksums")))
+            return ExecutionContract.of(
+                engine.info.model, engine._numerics, engine.config.layout, whole_checksums(engine._ask("checksums"))
+            )
 
         return self.call(make)
 
@@ -357,7 +356,7 @@ class Engine:
             report, plan = executor.probe(stack)
             self._plan = plan
             require_fit(plan)
-        self._arithmetic = report.model, report.numerics
+        self._numerics = report.numerics
         vocab_size = report.model.vocab_size
         tokenizer = Tokenizer.from_folder(config.tokenizer or report.folder, vocab_size=vocab_size)
         if not isinstance(executor, ExternalWorker):
@@ -368,9 +367,7 @@ class Engine:
             max_logprobs=config.max_logprobs,
             max_completions=config.max_completions,
             num_experts=report.model.num_experts,
-            routed_shape=(report.model.num_hidden_layers, report.model.experts_per_token),
-            selects_from=report.model.most_unselected,
-            selection=report.model.selection,
+            model=report.model,
             gathers_tokens=config.layout.ep > 1 and report.model.quantized,
             tokenizer=tokenizer,
             default_params=report.default_params,
@@ -562,7 +559,7 @@ class Engine:
         choices = self._choices.pop(seq_id, None)
         if choices is None:
             return update
-        first = self.info.selects_from
+        first = self.info.model.most_unselected
         return replace(update, routed_experts=choices.routed_experts(), index_entries=(first, choices.index_entries(first)))
 
     def _publish(self) -> None:
@@ -675,21 +672,21 @@ class Engine:
 
     def _sleep(self, level: int) -> None:
         if level == 1:
-            self._ask("copy_out", undo=Ask("drop_copies", ()))
+            self._ask("copy_out", undo=Ask("drop_copies", (True,)))
         self._finish_all()
         self._scheduler.preempt_all()
         self._scheduler.reset_prefix_cache()
         self._ask("release", MEMORY_TAGS)
         self._released.update(MEMORY_TAGS)
         if level == 2:
-            self._ask("drop_copies")
+            self._ask("drop_copies", True)
 
     def _wake_up(self, tags: Sequence[MemoryTag]) -> None:
         wanted = tuple(self._released.intersection(tags))
         self._ask("restore", wanted, undo=Ask("release", (wanted,)))
         self._released.difference_update(wanted)
         if "weights" in wanted:
-            self._ask("drop_copies")
+            self._ask("drop_copies", False)
 
     def _lose(self, loss: EngineDeadError) -> None:
         """Fail open requests and calls, in another thread, because a rank is lost: the engine's own may never leave its step."""

@@ -12,6 +12,8 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from dsv4lite.config import EngineConfig, LoadProgress, Progress
 from dsv4lite.device import choose_device, own_thread, sole_device
 from dsv4lite.engine.rank import Probe, ProbeReport, common_plan, device_of, require_devices, sendable, software
@@ -30,6 +32,7 @@ from dsv4lite.request import Request
 from dsv4lite.scheduling.replicas import SEQ_IDS, JointPlan
 from dsv4lite.scheduling.step_plan import StepPlan, StepShape
 from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
+from dsv4lite.weights.shared import SharedWeights
 
 log = logging.getLogger("dsv4lite.engine")
 
@@ -311,20 +314,34 @@ class MultiRankExecutor:
             Exception: What one of them raised. Each has run the method, or failed in it.
         """
         assert self._watch is not None
-        message = encode(ask)
-        for process in self._processes.values():
-            self._send(process.work, message)
-        answers = [] if self._local is None else [answer_to(self._local, ask)]
-        for rank, process in sorted(self._processes.items()):
-            with self._watch.within(self._config.start_timeout_s, rank, f"{ask.method} weights or memory"):
-                try:
-                    answers.append(process.work.receive())
-                except Closed as error:
-                    raise self.explain(error) from None
+        with ExitStack() as stack:
+            message = encode(self._with_shared_tensors(ask, stack))
+            for process in self._processes.values():
+                self._send(process.work, message)
+            answers = [] if self._local is None else [answer_to(self._local, ask)]
+            for rank, process in sorted(self._processes.items()):
+                with self._watch.within(self._config.start_timeout_s, rank, f"{ask.method} weights or memory"):
+                    try:
+                        answers.append(process.work.receive())
+                    except Closed as error:
+                        raise self.explain(error) from None
         errors = [answer.error for answer in answers if answer.error is not None]
         if errors:
             raise joined(errors)
         return [answer.result for answer in answers]
+
+    def _with_shared_tensors(self, ask: Ask, stack: ExitStack) -> Ask:
+        """Return a call whose tensors child processes open in shared memory, until ``stack`` ends; messages would copy them.
+
+        Ranks of the host may be on other machines, and get them in messages.
+        """
+        if ask.method != "take" or self._host is not None:
+            return ask
+        serial, bucket = ask.arguments
+        held = [(name, tensor) for name, tensor in bucket if isinstance(tensor, Tensor)]
+        shared = stack.enter_context(SharedWeights(held, on_host=True))
+        others = [(name, given) for name, given in bucket if not isinstance(given, Tensor)]
+        return Ask("take", (serial, [*others, *((handle.name, handle) for handle in shared.handles)]))
 
     # --------------------------------------------------------------------------------------------------------------- the end
 

@@ -23,3 +23,8 @@ class Choices(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """Those that there are."""
         return [x for x in self if x is not None]
+
+
+def experts_of(choices: Choices | None, layer: int) -> Tensor | None:
+    """Return the experts [T, K] of a hidden layer, if they are wanted or given."""
+    return None if choices is None or choices.routed_TLK is None else choices.routed_TLK[:, layer]

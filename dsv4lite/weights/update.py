@@ -8,6 +8,7 @@ aside (staged) until every rank has what it needs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,14 +18,19 @@ from torch import Tensor, nn
 from dsv4lite.errors import CheckpointError, ConfigError, WeightUpdateError, shown
 from dsv4lite.kernels.quantize import quantize_matrix
 from dsv4lite.parallel.shard import Cut, Shards
-from dsv4lite.weights.checkpoint import Described, HeldTensor, TensorInfo, locate, official, read_headers
+from dsv4lite.weights.checkpoint import Described, HeldTensor, TensorInfo, locate, official, read_headers, read_tensors
+from dsv4lite.weights.delta import MARK, Blocks
+from dsv4lite.weights.host_memory import HostMemory
 from dsv4lite.weights.loader import MATRIX_FORMATS, OwnFormat, fit, read_assigned, scale_name, weight_name
 from dsv4lite.weights.names import NameTables
 from dsv4lite.weights.quant import IdSlot, Slot
+from dsv4lite.weights.shared import SharedTensor
 from dsv4lite.weights.tensors import FORMATS
 
-Bucket = Sequence[tuple[str, Tensor | TensorInfo]]
-"""Tensors that are handed to the ranks together: names as the source has them, and the data, or where they lie on disk."""
+Given = Tensor | TensorInfo | SharedTensor
+"""A tensor, or where it lies on disk or in another process."""
+Bucket = Sequence[tuple[str, Given]]
+"""Tensors that are handed to the ranks together, by the names that the source has for them."""
 
 _BUCKET_BYTES = 64 << 20
 _MASK = (1 << 64) - 1
@@ -88,7 +94,7 @@ class DiskSource:
 
     Args:
         model: Folder, or hub id.
-        prefix: Only tensors whose names begin so: ``"mtp."`` is the drafter.
+        prefix: Only tensors whose names on disk, without ``model.``, begin so: ``"mtp."`` is V4's drafter, ``"layers.61."`` V3's.
     """
 
     def __init__(self, model: str, *, prefix: str | tuple[str, ...] = "") -> None:
@@ -145,16 +151,16 @@ def broadcast_weights(
     dist.broadcast_object_list([None], source, group, device=torch.device(device))
 
 
-def buckets(tensors: Iterable[tuple[str, Tensor | TensorInfo]]) -> Iterator[Bucket]:
+def buckets(tensors: Iterable[tuple[str, Given]]) -> Iterator[Bucket]:
     """Collect tensors into buckets of about 64 MiB.
 
     Raises:
         WeightUpdateError: Something else than a named tensor is among them.
     """
-    bucket: list[tuple[str, Tensor | TensorInfo]] = []
+    bucket: list[tuple[str, Given]] = []
     size = 0
     for name, tensor in tensors:
-        if not isinstance(name, str) or not isinstance(tensor, Tensor | TensorInfo):
+        if not isinstance(name, str) or not isinstance(tensor, Given):
             raise _refused(mismatched=[f"{shown(name)}: {shown(tensor)}, expected a name and a tensor"])
         bucket.append((name, tensor))
         size += tensor.nbytes
@@ -177,7 +183,7 @@ class Transaction:
         formats: How the model stores its quantized matrices.
         shards: Which part of each tensor this rank holds.
         device: Of the slots; floats are quantized there.
-        staged: Keep tensors in host memory, pinned for a GPU, until ``write``; otherwise they go to their slots at once.
+        staging: Memory in which tensors are kept until ``write``; ``None``: they go to their slots at once.
     """
 
     def __init__(
@@ -188,13 +194,16 @@ class Transaction:
         shards: Shards,
         device: torch.device,
         *,
-        staged: bool,
+        staging: HostMemory | None,
     ) -> None:
         self._slots, self._names, self._formats, self._shards, self._device = slots, names, formats, shards, device
-        self._staged: dict[str, tuple[Tensor, Tensor | None]] | None = {} if staged else None
+        self._staging = staging
+        self._staged: dict[str, tuple[Tensor, Tensor | None]] = {}
         self._waiting: dict[str, Described] = {}  # weights and scales whose partner did not come yet
         self._seen: set[str] = set()
         self._filled: set[str] = set()
+        self._parts: dict[str, dict[str, Tensor]] = {}  # of blocks whose other parts did not come yet
+        self._blocks: dict[str, Blocks] = {}  # by official name
 
     def take(self, bucket: Bucket) -> None:
         """Check tensors, and stage or store this rank's part of them. On return the tensors may be overwritten.
@@ -203,11 +212,12 @@ class Transaction:
             WeightUpdateError: They do not fit the model. Some of the bucket may have been stored.
             CheckpointError: A file cannot be read.
         """
-        given: list[Described] = [HeldTensor(name=n, tensor=t.detach()) if isinstance(t, Tensor) else t for n, t in bucket]
+        given = [self._opened(name, tensor) for name, tensor in bucket]
         for device in {info.tensor.device for info in given if isinstance(info, HeldTensor) and info.tensor.is_cuda}:
             torch.cuda.synchronize(device)  # another stream may still write them
         try:
-            arrived = official(given, self._names, "the update")
+            arrived = official([info for info in given if MARK not in info.name], self._names, "the update")
+            arrived |= self._block_headers([info for info in given if MARK in info.name])
             if twice := self._seen.intersection(arrived):
                 raise _refused(unexpected=[f"{name}: given twice" for name in sorted(twice)])
             self._seen.update(arrived)
@@ -223,9 +233,51 @@ class Transaction:
         if found.missing or found.unexpected or found.mismatched:
             raise _refused(missing=found.missing, unexpected=found.unexpected, mismatched=found.mismatched)
         for name, slot, weight, scale in read_assigned(found.assignments):
-            self._accept(name, slot, weight, scale)
+            self._accept(name, slot, self._patched(name, slot, weight) if weight.is_meta else weight, scale)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    def _opened(self, name: str, tensor: Given) -> Described:
+        if isinstance(tensor, TensorInfo):
+            return tensor
+        try:
+            held = tensor.open(self._device) if isinstance(tensor, SharedTensor) else tensor.detach()
+        except OSError as error:
+            raise _refused(mismatched=[f"{name}: cannot be opened: {error}"]) from error
+        return HeldTensor(name=name, tensor=held)
+
+    def _block_headers(self, parts: Sequence[Described]) -> dict[str, Described]:
+        """Return tensors without memory, by official name, for those whose blocks are complete with these parts."""
+        stored = read_tensors([info.cut(()) for info in parts if isinstance(info, TensorInfo)])
+        held = [(info.name, info.tensor) for info in parts if isinstance(info, HeldTensor)]
+        headers: dict[str, Described] = {}
+        for name, tensor in chain(held, ((info.name, tensor) for info, tensor in stored)):
+            owner, _, part = name.rpartition(MARK)
+            if part not in Blocks._fields or owner.endswith(".scale"):
+                raise _refused(unexpected=[f"{name}: unexpected; blocks of weights have {', '.join(Blocks._fields)}"])
+            if self._staging is None:
+                raise _refused(mismatched=[f"{name}: blocks change the present numbers, so that an update of them must be staged"])
+            found = self._parts.setdefault(owner, {})
+            found[part] = tensor.clone()
+            if len(found) < len(Blocks._fields):
+                continue
+            try:
+                blocks = Blocks.of(self._parts.pop(owner))
+            except ValueError as error:
+                raise _refused(mismatched=[f"{owner}: {error}"]) from error
+            whole: Described = HeldTensor(name=owner, tensor=blocks.whole())
+            pieces = official([whole], self._names, "the update")
+            self._blocks |= dict.fromkeys(pieces, blocks)
+            headers |= pieces
+        return headers
+
+    def _patched(self, name: str, slot: Slot, place: Tensor) -> Tensor:
+        """Return this rank's part of a tensor that comes in blocks: the present numbers, with the new ones."""
+        own = self._formats.get(name)
+        try:
+            return self._blocks.pop(name).write(slot.values(), place, None if own is None else own.form.block)
+        except ValueError as error:
+            raise _refused(mismatched=[f"{name}: {error}"]) from error
 
     def _waits(self, info: Described, headers: Mapping[str, Described]) -> bool:
         """Return whether a weight needs a scale, or a scale a weight, that is not among ``headers``."""
@@ -241,16 +293,15 @@ class Transaction:
             scale = scale.float() if own.scale == "F32" else scale
         if isinstance(slot, IdSlot) and (problem := slot.problem(weight)):
             raise _refused(mismatched=[problem])
-        if self._staged is None:
+        if self._staging is None:
             slot.store(weight, scale)
         else:
             self._staged[name] = (self._aside(weight), None if scale is None else self._aside(scale))
         self._filled.add(name)
 
     def _aside(self, tensor: Tensor) -> Tensor:
-        """Return a copy in host memory."""
-        pinned = self._device.type == "cuda"
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned).copy_(tensor)
+        assert self._staging is not None
+        return self._staging.take(tensor.shape, tensor.dtype).copy_(tensor)
 
     def check(self, *, partial: bool) -> None:
         """Require that every slot has its tensor, or with ``partial`` that no weight or scale lacks its partner.
@@ -260,6 +311,7 @@ class Transaction:
         """
         waiting = {weight_name(name): name for name in self._waiting}
         missing = [f"{scale_name(owner) if owner == name else owner}: missing; {name} came" for owner, name in waiting.items()]
+        missing += [f"{name}: only {' and '.join(parts)} of its blocks came" for name, parts in self._parts.items()]
         if not partial:
             missing += [f"{name}: missing" for name in self._slots if name not in self._filled and name not in waiting]
         if missing:
@@ -267,7 +319,7 @@ class Transaction:
 
     def write(self) -> None:
         """Write what is staged to its slots, in place."""
-        for name, (weight, scale) in (self._staged or {}).items():
+        for name, (weight, scale) in self._staged.items():
             self._slots[name].store(weight, scale)
 
 

@@ -53,7 +53,7 @@ def test_every_part_has_equal_bits(model: Path, dtype: Any) -> None:
         "experts": 2,
         "experts, by token id": 1,
         "head": 1,
-        "hyper-connections": 7,
+        "residual": 7,
     }
     assert all((part.equal, part.largest, part.relative) == (1, 0, 0) for part in report.parts)
 
@@ -81,7 +81,7 @@ def test_part_that_differs_is_named(model: Path, monkeypatch: pytest.MonkeyPatch
 def test_command_prints_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity", tiny_model(), "--tokens", "40", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
-    assert "100.00% have equal bits" in text and "hyper-connections" in text
+    assert "100.00% have equal bits" in text and "residual" in text
     assert main(["parity", "--tokens", "40", "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["equal"] == 1 and found["tokens"] == 40 and len(found["parts"]) > 3

@@ -198,6 +198,7 @@ def test_records_that_do_not_fit_are_refused(small: Path, llm: LLM) -> None:
         replace(good, routed_experts=good.routed_experts[1:]),
         replace(good, routed_experts=good.routed_experts.long()),
         replace(good, routed_experts=good.routed_experts + 3),
+        replace(good, routed_experts=good.routed_experts[..., :1].expand_as(good.routed_experts).contiguous()),
         replace(good, index_entries=far),
         replace(good, index_entries=-good.index_entries),
         replace(good, index_from=FIRST + 1),

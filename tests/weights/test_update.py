@@ -17,13 +17,16 @@ from dsv4lite.models.deepseek_v4.names import V4_NAMES
 from dsv4lite.models.deepseek_v4.tensors import V4_SHARDING, V4_TENSORS
 from dsv4lite.parallel.shard import Shards
 from dsv4lite.weights.checkpoint import ExpertFormat, HeldTensor
+from dsv4lite.weights.delta import Blocks, DeltaSource
 from dsv4lite.weights.dummy import dummy_tensors
+from dsv4lite.weights.host_memory import HostMemory
 from dsv4lite.weights.loader import own_formats
 from dsv4lite.weights.quant import Numerics
-from dsv4lite.weights.update import Transaction, buckets, checksum
+from dsv4lite.weights.update import NamedTensors, Transaction, buckets, checksum
 from tests.golden import OFFICIAL, fill, poisoned, rounded
 from tests.tiny import TINY_REFRESHED
 
+CPU = torch.device("cpu")
 CONFIG = replace(OFFICIAL, vocab_size=64, num_hidden_layers=3, ratios=(0, 4, 128, 0), num_hash_layers=1)
 ODD = replace(CONFIG, hidden_size=160, q_lora_rank=96, o_lora_rank=40)  # boundaries inside blocks of scales
 FORMS: dict[str, tuple[V4Config, ExpertFormat, Numerics]] = {
@@ -48,7 +51,7 @@ def widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def transaction(model: DeepseekV4, tensors: Mapping[str, Tensor], *, staged: bool) -> Transaction:
     headers = {name: HeldTensor(name=name, tensor=tensor) for name, tensor in tensors.items()}
     shards = Shards(table=V4_SHARDING, axes={}, num_experts=model.config.num_experts)
-    return Transaction(model.slots(), V4_NAMES, own_formats(headers), shards, torch.device("cpu"), staged=staged)
+    return Transaction(model.slots(), V4_NAMES, own_formats(headers), shards, CPU, staging=HostMemory(CPU) if staged else None)
 
 
 @torch.no_grad()
@@ -112,3 +115,132 @@ def test_checksums_of_parts_add_up_to_that_of_the_whole() -> None:
         other[row, column] += 1e-6
         assert checksum(other, everything, (6, 10)) != total
     assert checksum(whole.flip(0), everything, (6, 10)) != total
+
+
+# ------------------------------------------------------------------------------------------------------------- deltas
+
+
+def nudged(tensors: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """Return tensors of which some have other numbers in a corner, some in one place, and some none."""
+    found = {}
+    for i, (name, tensor) in enumerate(tensors.items()):
+        found[name] = tensor.clone()
+        if tensor.is_floating_point() and i % 3 and tensor.numel():
+            place = tuple(int(torch.randint(n, (), generator=generator)) for n in tensor.shape)
+            found[name][place] += 0.25
+            if i % 3 == 2 and tensor.dim() == 2:
+                found[name][-3:, -5:] *= -1.5
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_delta_makes_the_model_that_the_whole_update_makes(form: str) -> None:
+    """For every resident form, with blocks at edges; numbers that share a scale with new ones are quantized with them."""
+    config, experts, numerics = FORMS[form]
+    old = widened(checkpoint(config, experts, 0))
+    new, tensors = nudged(old, torch.Generator().manual_seed(3)), checkpoint(config, experts, 0)
+    models = [fill(poisoned(config, numerics, with_mtp=True), tensors) for _ in range(2)]
+    sent: list[dict[str, Tensor]] = [new, dict(DeltaSource(NamedTensors(new), old).tensors())]
+    for model, given in zip(models, sent, strict=True):
+        update = transaction(model, tensors, staged=True)
+        for bucket in buckets(reversed(given.items())):
+            update.take(bucket)
+        update.check(partial=True)
+        update.write()
+    slots = models[1].slots()
+    for name, slot in models[0].slots().items():
+        assert slot.values().float().equal(slots[name].values().float()), name
+    assert any(name.endswith("@values") for name in sent[1])
+    assert sum(tensor.nbytes for tensor in sent[1].values()) < 0.5 * sum(tensor.nbytes for tensor in new.values())
+    assert not dict(DeltaSource(NamedTensors(new), new).tensors())
+
+
+@torch.no_grad()
+def test_delta_of_stacked_experts_and_of_a_rank_s_part() -> None:
+    """transformers keeps the experts of a layer in one tensor; a rank of two takes what is its own of each block."""
+    config, numerics = CONFIG, replace(rounded(), quantized=False)
+    old = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in widened(checkpoint(config, "fp4", 0)).items()
+    }
+    experts = [f"layers.1.ffn.experts.{e}" for e in range(config.num_experts)]
+    stacks = {"down_proj": ("w2",), "gate_up_proj": ("w1", "w3")}
+    for stack, matrices in stacks.items():
+        before = torch.stack([torch.cat([old[f"{expert}.{m}.weight"] for m in matrices]) for expert in experts])
+        after = before.clone()
+        after[1, 3, 2:9] += 1
+        after[-1, -1, -1] += 1
+        model = fill(DeepseekV4(config, numerics, with_mtp=False), old)
+        update = Transaction(model.slots(), V4_NAMES, {}, whole_shards(config), CPU, staging=HostMemory(CPU))
+        name = f"model.layers.1.mlp.experts.{stack}"
+        update.take(list(DeltaSource(NamedTensors({name: after}), {name: before}, block=(7, 5)).tensors()))
+        update.check(partial=True)
+        update.write()
+        slots = model.slots()
+        for e, expert in enumerate(experts):
+            found = torch.cat([slots[f"{expert}.{m}.weight"].values() for m in matrices])
+            assert found.equal(after[e]), (stack, e)
+
+
+def whole_shards(config: V4Config) -> Shards:
+    return Shards(table=V4_SHARDING, axes={}, num_experts=config.num_experts)
+
+
+def test_blocks_of_a_part_are_written_where_the_part_lies() -> None:
+    """A part that begins and ends inside blocks, of a tensor with blocks beyond its edges."""
+    old = torch.arange(60.0).view(6, 10)
+    new = old.clone()
+    new[1, 4], new[5, 9] = -1, -2
+    parts = dict(DeltaSource(NamedTensors({"x": new}), {"x": old}, block=(4, 2)).tensors())
+    blocks = Blocks.of({name.partition("@")[2]: tensor for name, tensor in parts.items()})
+    assert blocks.offsets.tolist() == [[0, 4], [4, 8]]
+    for cut in ((slice(0, 6), slice(0, 10)), (slice(1, 3), slice(0, 10)), (slice(0, 6), slice(5, 10)), (slice(2, 6), slice(3, 5))):
+        assert blocks.write(old[cut], blocks.whole()[cut], None).equal(new[cut])
+
+
+VALUES = torch.zeros(1, 4, 4)
+PARTS = {"norm.weight@shape": torch.tensor([512]), "norm.weight@offsets": torch.tensor([[0, 0]]), "norm.weight@values": VALUES}
+W1 = "layers.0.ffn.experts.0.w1.weight"
+REFUSED: dict[str, tuple[dict[str, Tensor], str]] = {
+    "a part is missing": (
+        {k: v for k, v in PARTS.items() if "values" not in k},
+        "norm.weight: only shape and offsets of its blocks",
+    ),
+    "another part": ({"norm.weight@sizes": VALUES}, "norm.weight@sizes: unexpected; blocks of weights have shape, offsets, values"),
+    "another shape": ({**PARTS, "norm.weight@shape": torch.tensor([3])}, r"norm.weight: shape \[3\], expected \[512\]"),
+    "offsets": ({**PARTS, "norm.weight@offsets": torch.tensor([0.0])}, r"norm.weight: shape \[1\] and offsets \[1\]"),
+    "values": (
+        {**PARTS, "norm.weight@values": torch.zeros(2, 4, 4)},
+        r"norm.weight: values of blocks are torch.float32 \[2, 4, 4\]",
+    ),
+    "a shape of no tensor": ({**PARTS, "norm.weight@shape": torch.tensor([1 << 30, 1 << 30])}, "norm.weight: blocks of a tensor"),
+    "an unknown tensor": ({k.replace("norm", "nom"): v for k, v in PARTS.items()}, "nom.weight: unexpected"),
+    "a scale": ({"layers.0.attn.wkv.scale@values": VALUES}, "scale@values: unexpected"),
+    "twice": ({**PARTS, "norm.weight": torch.zeros(512)}, "norm.weight: given twice"),
+    "a part of what is quantized together": (
+        {f"{W1}@shape": torch.tensor([256, 512]), f"{W1}@offsets": torch.tensor([[0, 0]]), f"{W1}@values": VALUES},
+        f"{W1}: blocks of 4 x 4 cut through numbers that are quantized 1 x 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_blocks_that_do_not_fit_are_refused(case: str) -> None:
+    config, experts, numerics = FORMS["fp8 and fp4 tiles"]
+    tensors = checkpoint(config, experts, 0)
+    model = fill(poisoned(config, numerics), tensors)
+    given, message = REFUSED[case]
+    update = transaction(model, tensors, staged=True)
+    with pytest.raises(WeightUpdateError, match=message):
+        for name, tensor in given.items():
+            update.take([(name, tensor)])
+        update.check(partial=True)
+
+
+def test_blocks_need_a_staged_update() -> None:
+    """Otherwise the present numbers, which they change, may be gone."""
+    config, experts, numerics = FORMS["widened"]
+    tensors = checkpoint(config, experts, 0)
+    with pytest.raises(WeightUpdateError, match=r"norm.weight@shape: .* must be staged"):
+        transaction(fill(poisoned(config, numerics), tensors), tensors, staged=False).take(list(PARTS.items()))

@@ -1,0 +1,143 @@
+"""Deltas: only the tensors that have changed, and of these only the blocks that have.
+
+The blocks of a tensor are three tensors with names of their own, so that every source and file can carry them:
+
+    name@shape    int64 [dimensions]   of the whole tensor, which counts as a matrix of its last dimension's columns
+    name@offsets  int64 [N, 2]         row and column of the first element of each block
+    name@values   [N, rows, columns]   new values, in the tensor's dtype; what lies beyond the tensor's edges is ignored
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+MARK = "@"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)  # of tensors that may come in blocks
+_SCALES = (".scale", "_scale_inv")
+_ELEMENTS = 1 << 22  # that are written at a time: each needs indices
+
+
+class _Source(Protocol):
+    def tensors(self) -> Iterable[tuple[str, Any]]: ...
+
+
+class DeltaSource:
+    """What has changed in the tensors of another source; for updates with ``partial=True``.
+
+    Quantized matrices and their scales come whole, changed or not.
+
+    Args:
+        source: New tensors.
+        before: By the source's names, copies of the tensors that the engine has; others come whole.
+        block: Rows and columns of the blocks that are compared. An engine that stores a matrix in FP8 or FP4 requires whole blocks
+            of scales, 128 x 128 or 1 x 32.
+    """
+
+    def __init__(self, source: _Source, before: Mapping[str, Tensor], *, block: tuple[int, int] = (128, 128)) -> None:
+        self._source, self._before, self._block = source, before, block
+
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        """Yield whole tensors and parts of blocks, by the bits that differ."""
+        for name, tensor in self._source.tensors():
+            old = self._before.get(name)
+            comparable = isinstance(tensor, Tensor) and tensor.dtype in _DTYPES and not name.endswith(_SCALES)
+            if old is None or not comparable or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
+                yield name, tensor
+                continue
+            offsets, values = _changed(tensor.detach(), old.detach().to(tensor.device), self._block)
+            if values.nbytes + offsets.nbytes >= tensor.nbytes:
+                yield name, tensor
+            elif len(offsets):
+                yield f"{name}{MARK}shape", torch.tensor(tensor.shape, dtype=torch.int64, device="cpu")
+                yield f"{name}{MARK}offsets", offsets
+                yield f"{name}{MARK}values", values
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    rows: int = prod(tensor.shape[:-1])
+    return tensor.reshape(rows, tensor.shape[-1] if tensor.dim() else 1)
+
+
+def _grid(bytes_: Tensor, rows: int, columns: int) -> Tensor:
+    """Return uint8 [R, C, size] as blocks [R / rows, C / columns, rows, columns, size], filled up with zeros."""
+    padded = F.pad(bytes_, (0, 0, 0, -bytes_.shape[1] % columns, 0, -bytes_.shape[0] % rows))
+    grid: Tensor = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).transpose(1, 2)
+    return grid
+
+
+def _changed(new: Tensor, old: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return offsets and values of the blocks that differ."""
+    matrix, size = _matrix(new), new.dtype.itemsize
+    if not matrix.numel():
+        return torch.empty(0, 2, dtype=torch.int64, device=new.device), torch.empty(0, *block, dtype=new.dtype, device=new.device)
+    grids = [_grid(m.contiguous().view(torch.uint8).unflatten(1, (-1, size)), *block) for m in (matrix, _matrix(old))]
+    where = (grids[0] != grids[1]).flatten(2).any(2).nonzero()
+    values = grids[0][where[:, 0], where[:, 1]].contiguous().view(new.dtype).squeeze(-1)
+    return where * torch.tensor(block, dtype=torch.int64, device=where.device), values
+
+
+class Blocks(NamedTuple):
+    """New values for blocks of a tensor; see the module's docstring."""
+
+    shape: tuple[int, ...]
+    offsets: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Tensor]) -> Blocks:
+        """Return the blocks that three named parts make.
+
+        Raises:
+            ValueError: They do not make blocks.
+        """
+        shape, offsets, values = parts["shape"], parts["offsets"], parts["values"]
+        if shape.dim() != 1 or offsets.dim() != 2 or offsets.shape[1] != 2 or {shape.dtype, offsets.dtype} != {torch.int64}:
+            raise ValueError(f"shape {list(shape.shape)} and offsets {list(offsets.shape)} of blocks, expected int64 [d], [n, 2]")
+        if values.dim() != 3 or len(values) != len(offsets) or values.dtype not in _DTYPES:
+            raise ValueError(
+                f"values of blocks are {values.dtype} {list(values.shape)}, expected {len(offsets)} matrices of numbers"
+            )
+        sizes = tuple(shape.tolist())
+        if any(n < 0 for n in sizes) or prod(sizes) >= 1 << 48:
+            raise ValueError(f"blocks of a tensor of shape {list(sizes)}")
+        return cls(sizes, offsets, values)
+
+    def whole(self) -> Tensor:
+        """Return a tensor of the whole one's shape and dtype, without memory."""
+        return torch.empty(self.shape, dtype=self.values.dtype, device="meta")
+
+    def write(self, part: Tensor, place: Tensor, quantum: tuple[int, int] | None) -> Tensor:
+        """Return a part of the tensor with the new values.
+
+        Args:
+            part: Its present values.
+            place: Which part it is: a view of ``whole()``.
+            quantum: Rows and columns that are quantized together.
+
+        Raises:
+            ValueError: Only some of the numbers that are quantized together have a new value.
+        """
+        written = part.clone()
+        matrix, (_, height, width) = _matrix(written), self.values.shape
+        touched = torch.zeros(matrix.shape, dtype=torch.bool, device=part.device)
+        first_row, first_column = divmod(int(place.storage_offset()), self.shape[-1] if self.shape else 1)
+        many = max(1, _ELEMENTS // max(1, height * width))
+        for offsets, values in zip(self.offsets.split(many), self.values.split(many), strict=True):
+            corner = offsets.to(part.device)[:, :, None, None]
+            rows = corner[:, 0] - first_row + torch.arange(height, device=part.device)[:, None]
+            columns = corner[:, 1] - first_column + torch.arange(width, device=part.device)
+            inside = (rows >= 0) & (rows < len(matrix)) & (columns >= 0) & (columns < matrix.shape[1])
+            at = rows.expand(inside.shape)[inside], columns.expand(inside.shape)[inside]
+            matrix[at] = values.to(part.device)[inside].to(matrix.dtype)
+            touched[at] = True
+        if quantum is not None:
+            some, others = (_grid(mask.to(torch.uint8)[:, :, None], *quantum).flatten(2).any(2) for mask in (touched, ~touched))
+            if (some & others).any():
+                raise ValueError(f"blocks of {height} x {width} cut through numbers that are quantized {quantum[0]} x {quantum[1]}")
+        return matrix.view(part.shape)

@@ -1,0 +1,193 @@
+"""Tensors that several processes of one machine have open: CUDA's IPC handles for those of a GPU, shared memory for others."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPlace:
+    """Memory of a GPU.
+
+    Attributes:
+        gpu: UUID of the GPU: processes may number GPUs differently.
+        arguments: Those of PyTorch's ``rebuild_cuda_tensor`` for a tensor of bytes.
+    """
+
+    gpu: str
+    arguments: tuple[Any, ...]
+
+    def open(self) -> Tensor:
+        """Return the bytes, uint8 [nbytes].
+
+        Raises:
+            OSError: This process does not see the GPU.
+        """
+        gpus = [_uuid(index) for index in range(torch.cuda.device_count())]
+        if self.gpu not in gpus:
+            raise OSError(f"this process does not see the GPU {self.gpu}")
+        arguments = list(self.arguments)
+        arguments[6] = gpus.index(self.gpu)
+        found: Tensor = rebuild_cuda_tensor(*arguments)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlace:
+    """Memory of the host.
+
+    Attributes:
+        path: A file without a name in the file system, by the process that holds it; outside of Linux a temporary file.
+        identity: Device and number of the file: the process may be gone, and its number another's.
+        offset, nbytes: The bytes in it.
+    """
+
+    path: str
+    identity: tuple[int, int]
+    offset: int
+    nbytes: int
+
+    def open(self) -> Tensor:
+        """Return the bytes, uint8 [nbytes].
+
+        Raises:
+            OSError: The memory is not there any more, or belongs to another user or container.
+        """
+        if not self.nbytes:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        file = os.open(self.path, os.O_RDWR)
+        try:
+            if _identity(file) != self.identity:
+                raise OSError(f"{self.path} is not the memory that was shared; its process has closed it")
+            return torch.frombuffer(mmap.mmap(file, self.nbytes, offset=self.offset), dtype=torch.uint8)
+        finally:
+            os.close(file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedTensor:
+    """A tensor of another process, as a value that can be pickled.
+
+    Attributes:
+        places: Where its bytes lie; several if there are copies on several GPUs.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    places: tuple[CudaPlace | HostPlace, ...]
+
+    def open(self, device: torch.device) -> Tensor:
+        """Return the tensor, in the other process's memory: its copy on ``device``, or the first one.
+
+        Raises:
+            OSError: It cannot be opened here.
+        """
+        own = _uuid(device.index or 0) if device.type == "cuda" else ""
+        near = [place for place in self.places if isinstance(place, CudaPlace) and place.gpu == own]
+        return (near or self.places)[0].open().view(self.dtype).view(self.shape)
+
+
+class SharedWeights:
+    """Tensors of this process that an engine in another process of the machine can read, until they are closed.
+
+        with SharedWeights(ModuleSource(policy).tensors()) as shared:
+            connection.send(shared.handles)  # the other process loads IPCSource(handles)
+            connection.recv()  # until it has
+
+    Tensors of a GPU are opened where they lie, and must not change meanwhile; others are copied to shared memory.
+
+    Args:
+        tensors: Names and tensors.
+        on_host: Copy those of a GPU to shared memory, too.
+
+    Attributes:
+        handles: What to send to the other process.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], *, on_host: bool = False) -> None:
+        self.handles: list[SharedTensor] = []
+        self._held: list[Tensor] = []
+        self._file, self._path = _open_memory()
+        try:
+            for name, tensor in tensors:
+                self.handles.append(self._share(name, tensor.detach().contiguous(), on_host))
+        except BaseException:
+            self.close()
+            raise
+
+    def _share(self, name: str, tensor: Tensor, on_host: bool) -> SharedTensor:
+        data = tensor.flatten().view(torch.uint8)
+        place: CudaPlace | HostPlace
+        if tensor.is_cuda and not on_host:
+            self._held.append(data)
+            place = CudaPlace(_uuid(data.device.index), reduce_tensor(data)[1])
+        else:
+            offset = -(-os.fstat(self._file).st_size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+            place = HostPlace(self._path, _identity(self._file), offset, tensor.nbytes)
+            os.truncate(self._file, offset + tensor.nbytes)
+            place.open().copy_(data)
+        return SharedTensor(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), nbytes=tensor.nbytes, places=(place,))
+
+    def close(self) -> None:
+        """Stop sharing; what other processes have open stays. May be repeated."""
+        self._held.clear()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            if sys.platform != "linux":
+                os.unlink(self._path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class IPCSource:
+    """Tensors of another process of the machine; each rank of the engine opens them itself.
+
+    Args:
+        handles: ``SharedWeights.handles`` of that process. A trainer of several GPUs can share a whole model on each: give the
+            handles of all, and every rank reads those of its own GPU.
+    """
+
+    def __init__(self, handles: Sequence[SharedTensor], *others: Sequence[SharedTensor]) -> None:
+        self._handles, self._others = handles, others
+
+    def tensors(self) -> Iterator[tuple[str, SharedTensor]]:
+        """Yield where the tensors lie."""
+        copies = [{handle.name: handle.places for handle in other} for other in self._others]
+        for handle in self._handles:
+            further = tuple(place for copy in copies for place in copy.get(handle.name, ()))
+            yield handle.name, replace(handle, places=handle.places + further)
+
+
+def _open_memory() -> tuple[int, str]:
+    """Return a new file for shared memory, and the path by which other processes open it."""
+    if sys.platform == "linux":
+        file = os.memfd_create("dsv4lite")  # not in /dev/shm, which containers limit, and gone with its last process
+        return file, f"/proc/{os.getpid()}/fd/{file}"
+    else:  # noqa: RET505  # type checkers know platforms by their branches
+        return tempfile.mkstemp(prefix="dsv4lite-")
+
+
+def _identity(file: int) -> tuple[int, int]:
+    found = os.fstat(file)
+    return found.st_dev, found.st_ino
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)

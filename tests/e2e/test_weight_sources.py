@@ -1,0 +1,154 @@
+"""Sources that carry weights between processes, and deltas through every source."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dsv4lite.errors import WeightUpdateError
+from dsv4lite.llm import LLM
+from dsv4lite.weights.delta import DeltaSource
+from dsv4lite.weights.shared import HostPlace, IPCSource, SharedTensor, SharedWeights
+from dsv4lite.weights.update import DiskSource, NamedTensors
+from tests.e2e.engines import MODEST, opened, write_model
+from tests.e2e.updates import ask, read, same
+
+EXACT: dict[str, Any] = {"deterministic": True}
+TRAINER = """
+import pickle, sys, torch
+from safetensors.torch import load_file
+from dsv4lite import SharedWeights
+tensors = {name: tensor.to(sys.argv[2]) for name, tensor in load_file(sys.argv[1]).items()}
+with SharedWeights(tensors.items()) as shared:
+    sys.stdout.buffer.write(pickle.dumps(shared.handles))
+    sys.stdout.flush()
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def trainer(folder: Path, device: str = "cpu") -> Iterator[list[SharedTensor]]:
+    """Another process that shares the tensors of a checkpoint, until the block is left."""
+    command = [sys.executable, "-W", "ignore", "-c", TRAINER, str(folder / "model.safetensors"), device]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        yield pickle.load(process.stdout)
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two plain checkpoints of one shape."""
+    folder = tmp_path_factory.mktemp("models")
+    return write_model(folder / "a", seed=0), write_model(folder / "b", seed=1)
+
+
+@pytest.fixture(scope="module")
+def fresh(models: tuple[Path, Path]) -> tuple[Any, Any]:
+    """What a fresh engine of the second one generates, and its checksums."""
+    with opened(models[1], **EXACT) as llm:
+        return ask(llm), llm.weight_checksums()
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_weights_of_another_process_are_read_where_they_lie(models: tuple[Path, Path], fresh: Any, executor: str) -> None:
+    """By the engine's own process, and by a rank in a child process."""
+    with LLM(str(models[0]), **MODEST, **EXACT, executor=executor) as llm:
+        before = llm.weight_checksums()
+        with trainer(models[1]) as handles:
+            assert len(pickle.dumps(handles)) < 0.1 * sum(handle.nbytes for handle in handles)
+            with llm.update_weights(1) as update:
+                update.load(IPCSource(handles))
+        assert llm.weight_checksums() == fresh[1] != before
+        assert same(ask(llm), fresh[0])
+        with pytest.raises(WeightUpdateError, match="cannot be opened"), llm.update_weights(2) as update:
+            update.load(IPCSource(handles))
+        assert llm.weight_version == 1 and same(ask(llm), fresh[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_weights_on_a_gpu_are_read_where_they_lie(models: tuple[Path, Path], executor: str) -> None:
+    """Through CUDA's handles: no rank copies them to the host before it knows its own part."""
+    settings: dict[str, Any] = {**MODEST, **EXACT, "device": "cuda", "executor": executor}
+    with LLM(str(models[1]), **settings) as llm:
+        wanted = llm.weight_checksums()
+    with LLM(str(models[0]), **settings) as llm, trainer(models[1], "cuda") as handles:
+        assert not any(isinstance(place, HostPlace) for handle in handles for place in handle.places if handle.nbytes)
+        with llm.update_weights(1) as update:
+            update.load(IPCSource(handles))
+        assert llm.weight_checksums() == wanted
+
+
+def test_shared_memory_is_the_one_that_was_shared() -> None:
+    """A path of a process whose number, or file's number, another has now."""
+    with SharedWeights({"x": torch.arange(3), "empty": torch.zeros(0, 4)}.items()) as shared:
+        x, empty = (handle.open(torch.device("cpu")) for handle in shared.handles)
+        assert x.equal(torch.arange(3)) and empty.shape == (0, 4)
+        (place,) = shared.handles[0].places
+        assert isinstance(place, HostPlace)
+    with SharedWeights({"x": torch.arange(3)}.items()) as other, pytest.raises(OSError, match=r"is not the memory|No such file"):
+        del other
+        place.open()
+    assert x.equal(torch.arange(3))  # what is open stays
+
+
+def test_copies_on_other_gpus_belong_to_their_tensor() -> None:
+    with SharedWeights({"x": torch.ones(2), "y": torch.zeros(2)}.items()) as a, SharedWeights({"y": torch.ones(1)}.items()) as b:
+        found = dict(IPCSource(a.handles, b.handles).tensors())
+        assert found["x"] == a.handles[0]
+        assert found["y"].places == (*a.handles[1].places, *b.handles[0].places)
+
+
+def through_shared_memory(tensors: Mapping[str, Tensor], folder: Path, stack: ExitStack) -> Any:
+    return IPCSource(stack.enter_context(SharedWeights(tensors.items())).handles)
+
+
+def through_a_file(tensors: Mapping[str, Tensor], folder: Path, stack: ExitStack) -> Any:
+    save_file(dict(tensors), folder / "model.safetensors")
+    return DiskSource(str(folder))
+
+
+CARRIERS: dict[str, Callable[[Mapping[str, Tensor], Path, ExitStack], Any]] = {
+    "memory": lambda tensors, folder, stack: NamedTensors(tensors),
+    "disk": through_a_file,
+    "shared memory": through_shared_memory,
+}
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_delta_goes_through_every_source(
+    models: tuple[Path, Path], fresh: Any, tmp_path: Path, carrier: str, executor: str
+) -> None:
+    """From the first checkpoint to a neighbour of it, and from there to the second one."""
+    old, new = read(models[0]), read(models[1])
+    near = {name: tensor.clone() for name, tensor in old.items()}
+    for name in ("embed.weight", "layers.1.attn.wkv.weight", "layers.2.ffn.experts.3.w2.weight"):
+        near[name][-1, -1] += 1
+    with LLM(str(models[0]), **MODEST, **EXACT, executor=executor) as llm:
+
+        def send(version: int, after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            delta = dict(DeltaSource(NamedTensors(after), before, block=(4, 4)).tensors())
+            with ExitStack() as stack, llm.update_weights(version, partial=True) as update:
+                update.load(CARRIERS[carrier](delta, tmp_path, stack))
+            return delta
+
+        sums = llm.weight_checksums()
+        delta = send(1, near, old)
+        changed = {name for name, found in llm.weight_checksums().items() if found != sums[name]}
+        assert {name.partition("@")[0] for name in delta} == changed == {name for name in old if not near[name].equal(old[name])}
+        assert sum(tensor.nbytes for tensor in delta.values()) < 0.01 * sum(tensor.nbytes for tensor in old.values())
+        send(2, new, near)
+        assert llm.weight_checksums() == fresh[1] and same(ask(llm), fresh[0])
