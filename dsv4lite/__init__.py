@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dsv4lite.config import NGram as NGram
     from dsv4lite.config import Speculator as Speculator
     from dsv4lite.config import tiny_model as tiny_model
+    from dsv4lite.engine.contract import ExecutionContract as ExecutionContract
     from dsv4lite.engine.engine import EngineStats as EngineStats
     from dsv4lite.errors import CapacityError as CapacityError
     from dsv4lite.errors import CheckpointError as CheckpointError
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from dsv4lite.request import Delta as Delta
     from dsv4lite.request import Logprobs as Logprobs
     from dsv4lite.request import Phase as Phase
+    from dsv4lite.request import Replay as Replay
     from dsv4lite.request import RequestOutput as RequestOutput
     from dsv4lite.request import SamplingParams as SamplingParams
     from dsv4lite.request import Timing as Timing
@@ -51,6 +53,9 @@ if TYPE_CHECKING:
     from dsv4lite.text.parse import ToolCall as ToolCall
     from dsv4lite.text.structured import StructuredOutputs as StructuredOutputs
     from dsv4lite.text.tokenizer import Tokenizer as Tokenizer
+    from dsv4lite.training import completion_logprobs as completion_logprobs
+    from dsv4lite.training import execution_contract as execution_contract
+    from dsv4lite.training import load_model as load_model
     from dsv4lite.weights.delta import DeltaSource as DeltaSource
     from dsv4lite.weights.shared import IPCSource as IPCSource
     from dsv4lite.weights.shared import SharedWeights as SharedWeights
@@ -68,7 +73,7 @@ _HOME = {
         "api.blocking": "Stream Completions WeightUpdate",
         "api.update": "AsyncWeightUpdate",
         "config": "EngineConfig LoadProgress tiny_model MTP DSpark NGram Speculator",
-        "request": "SamplingParams RequestOutput CompletionOutput Delta Logprobs Usage Timing Phase WeightSource",
+        "request": "SamplingParams RequestOutput CompletionOutput Delta Logprobs Replay Usage Timing Phase WeightSource",
         "text.structured": "StructuredOutputs",
         "text.parse": "ToolCall",
         "text.tokenizer": "Tokenizer",
@@ -76,6 +81,8 @@ _HOME = {
         "weights.shared": "IPCSource SharedWeights",
         "weights.delta": "DeltaSource",
         "planning.memory": "MemoryPlan plan_memory",
+        "training": "load_model completion_logprobs execution_contract",
+        "engine.contract": "ExecutionContract",
         "engine.engine": "EngineStats",
         "speculation.speculator": "SpeculationStats",
         "errors": "DSV4LiteError ConfigError UnsupportedError InvalidRequestError ContextLengthError QueueFullError "

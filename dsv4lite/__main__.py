@@ -78,6 +78,20 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--device", help="cpu, cuda or cuda:N (default: where the step ran, if it is here)")
     replay.add_argument("--all", action="store_true", help="print every output of every op, too")
     replay.set_defaults(run=_replay)
+
+    parity = commands.add_parser(
+        "parity",
+        help="compare a trainer's forward pass with a rollout's steps",
+        description="Run random tokens as a trainer does and as an engine does, and report the difference by kind of layer.",
+    )
+    parity.add_argument(
+        "model", nargs="?", default=tiny_model(), help="folder or hub id of a checkpoint (default: the shipped one)"
+    )
+    parity.add_argument("--tokens", type=int, default=300, help="length of the sequence (default: 300)")
+    parity.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of activations")
+    parity.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: auto)")
+    parity.add_argument("--json", action="store_true", help="print JSON")
+    parity.set_defaults(run=_parity)
     return parser
 
 
@@ -140,6 +154,14 @@ def _replay(args: argparse.Namespace) -> int:
     return 0 if report.first is None else 1
 
 
+def _parity(args: argparse.Namespace) -> int:
+    from dsv4lite.debug.parity import compare_sides
+
+    report = compare_sides(args.model, tokens=args.tokens, dtype=args.dtype, device=args.device)
+    print(json.dumps(asdict(report), indent=2) if args.json else report)
+    return 0 if report.exact else 1
+
+
 def _import_torch() -> None:
     """Import torch without its warning that numpy is missing, which no command needs. The process is the command's own."""
     with warnings.catch_warnings():
@@ -148,7 +170,7 @@ def _import_torch() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status: 0 for success, 1 for a plan that does not fit or a bad op, 2 for an error."""
+    """Run a command; return the status: 0 for success, 1 for a plan that does not fit, a bad op or unequal bits, 2 for an error."""
     args = _parser().parse_args(argv)
     if args.verbose:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8.0f ms  %(name)s: %(message)s", stream=sys.stderr)

@@ -267,17 +267,17 @@ def require_private(folder: Path) -> None:
 
 @contextmanager
 def own_thread(device: torch.device, *, deterministic: bool) -> Iterator[None]:
-    """Set up this thread as the one that runs a model, until the end: see ``own_stream`` and ``_single_threaded``.
+    """Set up this thread as the one that runs a model, until the end: see ``own_stream`` and ``single_threaded``.
 
     Raises:
         UnsupportedError: Results are to be deterministic, and PyTorch would use several threads.
     """
-    with own_stream(device), _single_threaded() if deterministic and device.type == "cpu" else nullcontext():
+    with own_stream(device), single_threaded() if deterministic and device.type == "cpu" else nullcontext():
         yield
 
 
 @contextmanager
-def _single_threaded() -> Iterator[None]:
+def single_threaded() -> Iterator[None]:
     """Let operations that this thread starts on the CPU run on one thread; others, and threads to come, keep their number.
 
     With several threads the matrix library divides a product among them as it likes: a row's sum then depends on its place.

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal, Self, Unpack
+from typing import TYPE_CHECKING, Literal, Self, Unpack
 
 import anyio
 import anyio.to_thread
@@ -28,7 +28,10 @@ from dsv4lite.api.update import AsyncWeightUpdate
 from dsv4lite.checks import require
 from dsv4lite.config import EngineSettings
 from dsv4lite.errors import ConfigError, RequestFailedError
-from dsv4lite.request import MEMORY_TAGS, Logprobs, MemoryTag, Phase, Prompt, RequestOutput, SamplingParams
+from dsv4lite.request import MEMORY_TAGS, Logprobs, MemoryTag, Phase, Prompt, Replay, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from dsv4lite.engine.contract import ExecutionContract
 
 
 def _scores(output: RequestOutput) -> Logprobs:
@@ -265,7 +268,13 @@ class AsyncLLM(BaseLLM):
         return AsyncStream(self._session, self._bridge, partial(self._submit, job))
 
     async def score(
-        self, prompt: Prompt, completion: Prompt, params: SamplingParams | None = None, *, top_logprobs: int = 0
+        self,
+        prompt: Prompt,
+        completion: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        top_logprobs: int = 0,
+        replay: Replay | None = None,
     ) -> Logprobs:
         """Return the log-probabilities of a given completion's tokens, as decoding with ``params`` records them.
 
@@ -278,13 +287,15 @@ class AsyncLLM(BaseLLM):
             completion: Text or token ids. Text is encoded on its own, without regard to the prompt's last characters.
             params: Those that the completion was sampled with; what does not concern log-probabilities is ignored.
             top_logprobs: Also return that many best tokens at each position, and at least ``params.logprobs``.
+            replay: Make the choices of a rollout again: experts, entries that are attended to, and tokens that could be sampled,
+                which then stand for all settings that forbid or truncate.
 
         Raises:
             InvalidRequestError: One of the two is empty or malformed, or they do not fit.
             UnsupportedError: ``params`` want processed values under ``structured_outputs``.
             RequestFailedError: The request failed or was aborted.
         """
-        return _scores(await self._run(score_job(self._check("score"), prompt, completion, params, top_logprobs)))
+        return _scores(await self._run(score_job(self._check("score"), prompt, completion, params, top_logprobs, replay)))
 
     async def score_batch(
         self,
@@ -292,6 +303,7 @@ class AsyncLLM(BaseLLM):
         params: BatchParams = None,
         *,
         top_logprobs: int = 0,
+        replays: Sequence[Replay | None] | None = None,
     ) -> list[Logprobs]:
         """Score many pairs of prompt and completion; see ``score``. The first that fails is raised, and the rest aborted.
 
@@ -299,11 +311,12 @@ class AsyncLLM(BaseLLM):
             pairs: Any iterable; see ``as_completed``.
             params: One for all pairs, or a sequence with one for each.
             top_logprobs: As in ``score``.
+            replays: One for each pair.
 
         Returns:
             One for each pair, in order.
         """
-        job = pair_job(top_logprobs)
+        job = pair_job(top_logprobs, replays)
         async with self._completions("score_batch", pairs, params, job) as outputs:
             found = {output.index: _scores(output) async for output in outputs}
         return [found[index] for index in sorted(found)]
@@ -394,6 +407,15 @@ class AsyncLLM(BaseLLM):
         """
         self._check("weight_checksums", *STARTED)
         return await self._bridge.wait(self._session.weight_checksums())
+
+    async def execution_contract(self) -> ExecutionContract:
+        """Return what the bits of results depend on besides their tokens, to be compared with another side's.
+
+        Raises:
+            EngineStateError: As ``weight_checksums``.
+        """
+        self._check("execution_contract", *STARTED)
+        return await self._bridge.wait(self._session.execution_contract())
 
     async def sleep(self, level: Literal[1, 2] = 1, *, mode: PauseMode = "abort") -> None:
         """Give the memory of weights and KV cache back to the device, until ``wake_up``. Requests are refused meanwhile.
@@ -507,6 +529,7 @@ class LLM(BaseLLM):
     reset_prefix_cache = blocking(AsyncLLM.reset_prefix_cache, finish)
     update_weights = blocking(AsyncLLM.update_weights, WeightUpdate)
     weight_checksums = blocking(AsyncLLM.weight_checksums, finish)
+    execution_contract = blocking(AsyncLLM.execution_contract, finish)
     sleep = blocking(AsyncLLM.sleep, finish)
     wake_up = blocking(AsyncLLM.wake_up, finish)
     dump_step = blocking(AsyncLLM.dump_step, finish)

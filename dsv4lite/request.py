@@ -99,6 +99,7 @@ class SamplingParams:
         structured_outputs: Constrain the text to a JSON schema, a regex, a choice or a grammar.
         thinking_budget: Most tokens inside ``<think>``; then ``</think>`` is forced.
         return_routed_experts: Return the experts chosen for every token and layer; refused for a model without routed experts.
+        return_replay: Return a ``Replay``: all that the model and the sampler chose.
         detokenize: Return text (needed for ``stop``).
         skip_special_tokens: Leave special tokens out of the text.
     """
@@ -127,6 +128,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     thinking_budget: int | None = None
     return_routed_experts: bool = False
+    return_replay: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
 
@@ -156,6 +158,11 @@ class SamplingParams:
     def greedy_sampling(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def records_choices(self) -> bool:
+        """Whether the model's choices are wanted, so that every token has to run, and outside of captured steps."""
+        return self.return_routed_experts or self.return_replay
 
     def replace(self, **changes: Any) -> SamplingParams:
         """Return a copy with some fields changed, validated again."""
@@ -261,7 +268,8 @@ _RULES: Mapping[str, Rule] = {
     "allowed_token_ids": lambda value: "must not be empty" if value == () else _tokens(value),
     "bad_words_ids": _words,
     **dict.fromkeys(
-        ("include_stop_str_in_output", "ignore_eos", "return_routed_experts", "detokenize", "skip_special_tokens"), boolean
+        ("include_stop_str_in_output", "ignore_eos", "return_routed_experts", "return_replay", "detokenize", "skip_special_tokens"),
+        boolean,
     ),
 }
 
@@ -339,6 +347,40 @@ class Logprobs:
         return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names}, mode=parts[0].mode)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Replay:
+    """What a rollout chose, as CPU tensors: given to ``score`` or to ``training.completion_logprobs``, they choose the same.
+
+    Attributes:
+        routed_experts: int16 [T, layers, K], ascending, of prompt and completion without the last token; ``None`` for a model
+            without routed experts.
+        index_from: The first token that sees more compressed entries than a layer attends to.
+        index_entries: int32 [T - index_from, layers that select, k], ascending: the entries that the tokens from ``index_from`` on
+            attend to. ``None`` if there are no such tokens.
+        kept_counts: int32 [C], how many tokens could be sampled at each position of the completion. ``None`` if parameters forbid
+            and truncate nothing, or log-probabilities are not of the distribution that was sampled from.
+        kept_ids: int32, their ids: ascending, those of the first position first.
+    """
+
+    routed_experts: torch.Tensor | None = None
+    index_from: int = 0
+    index_entries: torch.Tensor | None = None
+    kept_counts: torch.Tensor | None = None
+    kept_ids: torch.Tensor | None = None
+
+    def kept(self, begin: int, end: int, vocab_size: int) -> torch.Tensor | None:
+        """Return which tokens could be sampled at positions of the completion, bool [end - begin, V] on the CPU."""
+        import torch
+
+        if self.kept_counts is None or self.kept_ids is None:
+            return None
+        rows = torch.repeat_interleave(torch.arange(len(self.kept_counts), device="cpu"), self.kept_counts)
+        some = (rows >= begin) & (rows < end)
+        found = torch.zeros(end - begin, vocab_size, dtype=torch.bool, device="cpu")
+        found[rows[some] - begin, self.kept_ids[some].long()] = True
+        return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Token counts of one request.
@@ -408,6 +450,7 @@ class CompletionOutput:
         cumulative_logprob: Sum of the sampled tokens' log-probabilities, if they were asked for.
         weight_versions: Spans ``(version, start, end)`` of token indices and the weights they were generated with.
         routed_experts: int16 [tokens, MoE layers, experts per token] for prompt and completion without the last token.
+        replay: With ``return_replay``, all that was chosen.
     """
 
     index: int
@@ -419,6 +462,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     weight_versions: tuple[tuple[int, int, int], ...] = ()
     routed_experts: torch.Tensor | None = None
+    replay: Replay | None = None
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
 
@@ -504,6 +548,7 @@ class Request:
         eos_token_id: End-of-sequence of the checkpoint, ``None`` if it has none.
         think_ids: Ids of ``<think>`` and ``</think>``, if the vocabulary has them.
         score_from: Index of the first prompt token whose log-probability is wanted, at least 1; ``None`` if none is.
+        replay: Choices to make again, of a completion that is scored.
         generate: ``False`` only scores the prompt: its last token is not run and nothing is sampled.
         arrival: ``time.monotonic()`` second of submission.
     """
@@ -517,18 +562,24 @@ class Request:
     eos_token_id: int | None = None
     think_ids: tuple[int, int] | None = None
     score_from: int | None = None
+    replay: Replay | None = None
     generate: bool = True
     arrival: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenLogprob:
-    """Log-probability of one token, with the best alternatives as CPU tensors int32 [K] and float32 [K]."""
+    """Log-probability of one token, with the best alternatives as CPU tensors int32 [K] and float32 [K].
+
+    Attributes:
+        kept: int32, the tokens that could be sampled, if that is wanted and not all could.
+    """
 
     logprob: float
     rank: int
     token_ids: torch.Tensor
     values: torch.Tensor
+    kept: torch.Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -548,6 +599,8 @@ class SequenceUpdate:
         cached_tokens: Prompt tokens taken from the prefix cache, set on the first update.
         drafted: Draft tokens that the step verified.
         accepted: How many of ``token_ids`` were draft tokens.
+        routed_experts, index_entries: What the model chose, on the last update of a sequence that records it; the entries with the
+            position of the first token that has any.
         error: Why the sequence failed, with ``finish_reason="error"``.
     """
 
@@ -565,6 +618,7 @@ class SequenceUpdate:
     drafted: int = 0
     accepted: int = 0
     error: DSV4LiteError | None = None
+    index_entries: tuple[int, torch.Tensor | None] | None = None
 
 
 @runtime_checkable

@@ -22,6 +22,7 @@ from dsv4lite.request import (
     Delta,
     FinishReason,
     Logprobs,
+    Replay,
     Request,
     RequestOutput,
     SamplingParams,
@@ -173,7 +174,7 @@ class _Completion:
         self.index = index
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self._ended_in_engine = not params.return_routed_experts
+        self._ended_in_engine = not params.records_choices
         self._stop_reason: str | int | None = None
         self._params = params
         # Chat markup consists of tokens that a vocabulary may call special: the parser must see them, and removes them.
@@ -188,6 +189,7 @@ class _Completion:
         self._logprobs: list[TokenLogprob] = []
         self._versions: list[tuple[int, int, int]] = []
         self._experts: list[torch.Tensor] = []
+        self._entries: tuple[int, torch.Tensor | None] = 0, None
 
     def push(self, update: SequenceUpdate) -> Delta:
         """Add the tokens of one step up to a stop string."""
@@ -218,12 +220,16 @@ class _Completion:
         """Take routed experts and the engine's end of the sequence; a stop string may have ended the completion before."""
         if update.routed_experts is not None:
             self._experts.append(update.routed_experts)
+        if update.index_entries is not None:
+            self._entries = update.index_entries
         if update.finish_reason is not None:
             self._ended_in_engine = True
 
     def output(self, prompt_tokens: int) -> CompletionOutput:
         assert self.finish_reason is not None, "a completion that goes on has no output yet"
         parsed = None if self._parser is None else self._parser.result()
+        # Of prompt and completion without the last token, and without tokens after a stop string.
+        routed = _concatenated(self._experts, max(0, prompt_tokens + len(self.token_ids) - 1))
         return CompletionOutput(
             index=self.index,
             text="".join(self._text) if parsed is None else parsed.content,
@@ -233,10 +239,24 @@ class _Completion:
             cumulative_logprob=None if self._params.logprobs is None else sum(entry.logprob for entry in self._logprobs),
             stop_reason=self._stop_reason,
             weight_versions=tuple(self._versions),
-            # Of prompt and completion without the last token, and without tokens after a stop string.
-            routed_experts=_concatenated(self._experts, max(0, prompt_tokens + len(self.token_ids) - 1)),
+            routed_experts=routed,
+            replay=self._replay(routed, prompt_tokens + len(self.token_ids) - 1) if self._params.return_replay else None,
             reasoning=None if parsed is None else parsed.reasoning,
             tool_calls=() if parsed is None else parsed.tool_calls,
+        )
+
+    def _replay(self, routed: torch.Tensor | None, tokens: int) -> Replay:
+        """Return what was chosen for the first ``tokens``, and could be sampled."""
+        import torch
+
+        first, entries = self._entries
+        kept = [entry.kept for entry in self._logprobs if entry.kept is not None]
+        return Replay(
+            routed_experts=routed,
+            index_from=first,
+            index_entries=None if entries is None or tokens <= first else entries[: tokens - first],
+            kept_counts=torch.tensor([len(ids) for ids in kept], dtype=torch.int32, device="cpu") if kept else None,
+            kept_ids=torch.cat(kept) if kept else None,
         )
 
     def _read(self, ids: Sequence[int]) -> tuple[str, int, str | None]:

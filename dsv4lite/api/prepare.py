@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 from dsv4lite.api.collect import ParserFactory
 from dsv4lite.checks import is_number, is_unicode, require
 from dsv4lite.errors import InvalidRequestError, UnsupportedError, near_match, shown
-from dsv4lite.request import Prompt, Request, SamplingParams, check_request
+from dsv4lite.request import Prompt, Replay, Request, SamplingParams, check_request
 from dsv4lite.text.messages import END_THINK, THINK, function_of, list_of
 from dsv4lite.text.parse import ChatParser
 from dsv4lite.text.tokenizer import Tokenizer
@@ -135,7 +135,13 @@ def chat_job(
 
 
 def score_job(
-    info: EngineInfo, prompt: Prompt, completion: Prompt, params: SamplingParams | None, top_logprobs: int, index: int = 0
+    info: EngineInfo,
+    prompt: Prompt,
+    completion: Prompt,
+    params: SamplingParams | None,
+    top_logprobs: int,
+    replay: Replay | None = None,
+    index: int = 0,
 ) -> Job:
     """Compute the log-probabilities of a given completion.
 
@@ -145,15 +151,21 @@ def score_job(
     given = _params(info, params)
     good = isinstance(top_logprobs, int) and top_logprobs >= 0
     require(good, "top_logprobs", top_logprobs, "must be an integer of at least 0")
+    require(replay is None or isinstance(replay, Replay), "replay", replay, "must be a Replay or None")
+    kept = replay is not None and replay.kept_ids is not None
     top = max(top_logprobs, given.logprobs or 0)
     wanted = SamplingParams(logprobs=top, prompt_logprobs=top, detokenize=False)
     if given.logprobs_mode == "processed":
-        if given.structured_outputs is not None:
+        if given.structured_outputs is not None and not kept:
             raise UnsupportedError(
                 "score with structured_outputs and logprobs_mode='processed': a given completion is not run through a grammar; "
-                "score with logprobs_mode='raw'"
+                "score with logprobs_mode='raw', or with the replay of the rollout"
             )
-        neutral = {"n": 1, "max_tokens": None, "stop": (), "seed": None, "return_routed_experts": False}
+        neutral: dict[str, Any] = {"n": 1, "max_tokens": None, "stop": (), "seed": None}
+        neutral |= {"return_routed_experts": False, "return_replay": False}
+        if kept:  # says what these leave
+            neutral |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "allowed_token_ids": None, "bad_words_ids": ()}
+            neutral |= {"thinking_budget": None, "structured_outputs": None}
         wanted = given.replace(**neutral, logprobs=top, prompt_logprobs=top, detokenize=False)
     options, own_prompt, own_completion = Options(index=index), _copied(prompt), _copied(completion)
 
@@ -163,7 +175,15 @@ def score_job(
         for name, ids in (("prompt", before), ("completion", after)):
             if not ids:
                 raise InvalidRequestError(f"the {name} is empty; give at least one token", parameter=name, value=ids)
-        return _request(info, before + after, wanted, options, score_from=len(before), generate=False)
+        if replay is not None:
+            from dsv4lite.engine.choices import check_replay
+
+            check_replay(replay, info.model, len(before), len(after))
+            if info.gathers_tokens and replay.routed_experts is not None:
+                message = "replay: ranks that share quantized experts choose them together; use expert_parallel_size=1"
+                raise UnsupportedError(message)
+        request = _request(info, before + after, wanted, options, score_from=len(before), generate=False)
+        return replace(request, replay=replay)
 
     return Job(make=make, options=options, is_long=_size(own_prompt) + _size(own_completion) > LONG_PROMPT)
 
@@ -181,14 +201,18 @@ def row_job(options: Options) -> RowJob:
     return job
 
 
-def pair_job(top_logprobs: int) -> RowJob:
-    """Score the pairs of a batch."""
+def pair_job(top_logprobs: int, replays: Sequence[Replay | None] | None) -> RowJob:
+    """Score the pairs of a batch, each with its replay."""
+    good = replays is None or (isinstance(replays, Sequence) and not isinstance(replays, str))
+    require(good, "replays", replays, "must be a sequence with one Replay, or None, for each pair")
+    given = None if replays is None else tuple(replays)
 
     def job(info: EngineInfo, pair: Any, params: SamplingParams | None, index: int) -> Job:
         good = isinstance(pair, Sequence) and not isinstance(pair, (str, bytes)) and len(pair) == 2
         require(good, "pairs", pair, f"row {index} must be (prompt, completion)")
         before, after = pair
-        return score_job(info, before, after, params, top_logprobs, index)
+        require(given is None or index < len(given), "replays", given, f"has no entry for pair {index}")
+        return score_job(info, before, after, params, top_logprobs, None if given is None else given[index], index)
 
     return job
 

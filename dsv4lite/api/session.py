@@ -55,6 +55,7 @@ from dsv4lite.request import (
 )
 
 if TYPE_CHECKING:
+    from dsv4lite.engine.contract import ExecutionContract
     from dsv4lite.engine.engine import Engine
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -553,10 +554,18 @@ class Session:
     def weight_checksums(self) -> Future[dict[str, str]]:
         """Ask for the checksums of the weights, if there are any."""
         with self._lock:
-            engine, call = self._engine_in("weight_checksums", *STARTED), "weight_checksums"
-            if "weights" in self._released or not self._valid:
-                raise self._refusal(f"{call}: the weights are not in memory, or not valid", self._state, SERVING)
-            return engine.weight_checksums()
+            return self._engine_with_weights("weight_checksums").weight_checksums()
+
+    def execution_contract(self) -> Future[ExecutionContract]:
+        """Ask what the bits of results depend on, the weights among it."""
+        with self._lock:
+            return self._engine_with_weights("execution_contract").execution_contract()
+
+    def _engine_with_weights(self, call: str) -> Engine:
+        engine = self._engine_in(call, *STARTED)
+        if "weights" in self._released or not self._valid:
+            raise self._refusal(f"{call}: the weights are not in memory, or not valid", self._state, SERVING)
+        return engine
 
     def sleep(self, level: int) -> Future[None]:
         """Put the engine, which stands still, to sleep; a second time only a higher level has an effect."""

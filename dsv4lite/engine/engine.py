@@ -20,15 +20,17 @@ import torch
 
 from dsv4lite.config import Drafting, EngineConfig
 from dsv4lite.device import advice_for, forget_frames, start_error
+from dsv4lite.engine.choices import ChoiceRecord
+from dsv4lite.engine.contract import ExecutionContract
 from dsv4lite.engine.executor import InProcessExecutor, JointStep, MultiRankExecutor, make_executor
 from dsv4lite.engine.preparing import Preparing
 from dsv4lite.engine.rank import ProbeReport, grammar_compiler
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.resident import Ask, ResidentMethod, whole_checksums
-from dsv4lite.engine.routed_experts import RoutedExperts
 from dsv4lite.engine.runner import InFlightStep, Runner, StepResult
 from dsv4lite.engine.worker import ExternalWorker
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError, WeightUpdateError, shown
+from dsv4lite.models.config import ModelConfig
 from dsv4lite.planning.memory import MemoryPlan, require_fit
 from dsv4lite.request import MEMORY_TAGS, FinishReason, MemoryTag, Request, SamplingParams, SequenceUpdate, WeightSource
 from dsv4lite.sampling.sampler import dry_run
@@ -39,6 +41,7 @@ from dsv4lite.scheduling.scheduler import Scheduler, SchedulerLimits
 from dsv4lite.speculation.speculator import DraftProposer, SpeculationStats, make_drafting
 from dsv4lite.text.forms import ChatForm, find_form
 from dsv4lite.text.tokenizer import Tokenizer
+from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import progress_of
 from dsv4lite.weights.update import buckets
 
@@ -63,6 +66,8 @@ class EngineInfo:
     max_logprobs: int
     max_completions: int
     num_experts: int
+    model: ModelConfig
+    gathers_tokens: bool
     tokenizer: Tokenizer
     default_params: SamplingParams
     chat: ChatForm | None
@@ -120,6 +125,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._at_exit: weakref.finalize[..., threading.Thread]
         self._info: EngineInfo | None = None
+        self._numerics: Numerics
         self._plan: MemoryPlan | None = None
         self._deliver: Deliver = _ignore
         self._deliver_failure: DeliverFailure = _ignore
@@ -136,7 +142,7 @@ class Engine:
         self._step_s = self._host_s = 0.0
         self._outputs: list[SequenceUpdate] = []
         self._in_flight: deque[InFlightStep | JointStep] = deque()
-        self._routed: dict[int, RoutedExperts] = {}
+        self._choices: dict[int, ChoiceRecord] = {}
         self._proposer: DraftProposer | None = None
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._hosted: set[int] = set()  # sequences whose rules on the host follow their tokens
@@ -253,6 +259,16 @@ class Engine:
         """Return the checksums of whole tensors by their official names."""
         return self.call(lambda engine: whole_checksums(engine._ask("checksums")))
 
+    def execution_contract(self) -> Future[ExecutionContract]:
+        """Return what the bits of results depend on."""
+
+        def make(engine: Engine) -> ExecutionContract:
+            return ExecutionContract.of(
+                engine.info.model, engine._numerics, engine.config.layout, whole_checksums(engine._ask("checksums"))
+            )
+
+        return self.call(make)
+
     def stats(self) -> EngineStats:
         """Return the counters of the last step."""
         return self._stats
@@ -342,6 +358,7 @@ class Engine:
             report, plan = executor.probe(stack)
             self._plan = plan
             require_fit(plan)
+        self._numerics = report.numerics
         vocab_size = report.model.vocab_size
         tokenizer = Tokenizer.from_folder(config.tokenizer or report.folder, vocab_size=vocab_size)
         if not isinstance(executor, ExternalWorker):
@@ -353,6 +370,8 @@ class Engine:
             max_logprobs=config.max_logprobs,
             max_completions=config.max_completions,
             num_experts=report.model.num_experts,
+            model=report.model,
+            gathers_tokens=config.layout.ep > 1 and report.model.quantized,
             tokenizer=tokenizer,
             default_params=report.default_params,
             chat=chat,
@@ -518,9 +537,9 @@ class Engine:
         if plan.max_drafts and self._proposer is not None:
             self._generated += sum([len(one.after) for one in sampled.values()])
             self._proposer.count(plan, sampled)
-        for seq_id, part in result.routed.items():
-            if seq_id in self._routed:
-                self._routed[seq_id].parts.append(part)
+        for seq_id, part in result.chosen.items():
+            if seq_id in self._choices:
+                self._choices[seq_id].parts.append(part)
         for seq_id in self._hosted.intersection(sampled):
             for one in (sampled[seq_id], *sampled[seq_id].after):
                 if one.error is None:
@@ -535,14 +554,17 @@ class Engine:
             self._outputs.append(update)
 
     def _release(self, update: SequenceUpdate) -> SequenceUpdate:
-        """Forget a sequence that ended; return its last update, with the experts of its tokens if it asked for them."""
+        """Forget a sequence that ended; return its last update, with what was chosen for its tokens if it records that."""
         seq_id = self._seq_ids.pop((update.request_id, update.index))
         self._hosted.discard(seq_id)
         self._runner.remove(seq_id)
         if self._proposer is not None:
             self._proposer.forget(seq_id)
-        routed = self._routed.pop(seq_id, None)
-        return update if routed is None else replace(update, routed_experts=routed.by_position())
+        choices = self._choices.pop(seq_id, None)
+        if choices is None:
+            return update
+        first = self.info.model.most_unselected
+        return replace(update, routed_experts=choices.routed_experts(), index_entries=(first, choices.index_entries(first)))
 
     def _publish(self) -> None:
         """Update the counters, and deliver the queued updates."""
@@ -603,10 +625,10 @@ class Engine:
             for update in self._scheduler.abort(request.request_id):
                 self._release(update)
             raise
-        if request.params.return_routed_experts:
-            leader = self._routed[sequences[0].seq_id] = RoutedExperts()
+        if request.params.records_choices:
+            leader = self._choices[sequences[0].seq_id] = ChoiceRecord()
             shared = (leader, len(request.prompt_token_ids) - 1)
-            self._routed.update({s.seq_id: RoutedExperts(shared=shared) for s in sequences[1:]})
+            self._choices.update({s.seq_id: ChoiceRecord(shared=shared) for s in sequences[1:]})
 
     def _abort(self, request_id: str | None, reason: FinishReason, index: int | None) -> None:
         self._outputs += self._preparing.end(request_id, reason, index)
@@ -724,7 +746,7 @@ class Engine:
     def _free(self) -> None:
         """Drop tensors, and fail the calls that wait."""
         self._in_flight.clear()
-        self._routed.clear()
+        self._choices.clear()
         self._external = None
         for part in ("_runner", "_executor", "_scheduler", "_preparing", "_recorder"):  # an external worker lacks some
             vars(self).pop(part, None)

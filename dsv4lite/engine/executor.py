@@ -105,7 +105,7 @@ class JointStep:
         for result in [part() for part in self.parts]:
             joint.sampled.update(result.sampled)
             joint.scores.update(result.scores)
-            joint.routed.update(result.routed)
+            joint.chosen.update(result.chosen)
         return joint
 
 
@@ -138,7 +138,7 @@ class MultiRankExecutor:
         self._changes: list[list[Change]] = [[] for _ in range(self._layout.dp)]
         self._writers = [PlanWriter() for _ in range(self._layout.dp)]
         self._shared = self._layout.ep > self._layout.tp  # replicas share experts, so that all take part in every step
-        self._routed: set[int] = set()
+        self._recording: set[int] = set()
 
     # ------------------------------------------------------------------------------------------------------------- the start
 
@@ -247,13 +247,13 @@ class MultiRankExecutor:
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Announce a sequence before its first step."""
-        if request.params.return_routed_experts:
-            self._routed.add(seq_id)
+        if request.params.records_choices:
+            self._recording.add(seq_id)
         self._change(seq_id, "add", seq_id, request, index)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; it may already be forgotten."""
-        self._routed.discard(seq_id)
+        self._recording.discard(seq_id)
         self._change(seq_id, "remove", seq_id)
 
     def accept(self, seq_id: int, token_id: int) -> None:
@@ -271,7 +271,7 @@ class MultiRankExecutor:
         """Start a step on all ranks."""
         assert self._watch is not None
         plans = plan.plans if isinstance(plan, JointPlan) else (plan,)
-        shape = StepShape.of(plans, self._routed) if self._shared else None
+        shape = StepShape.of(plans, self._recording) if self._shared else None
         changes, self._changes = self._changes, [[] for _ in range(self._layout.dp)]
         parts: list[Callable[[], StepResult]] = []
         for replica, part in enumerate(plans):

@@ -63,6 +63,7 @@ class ProbeReport:
         folder: Of the checkpoint.
         own: The model's own drafter.
         chat: Name of its chat format.
+        numerics: Its arithmetic.
         facts: What must be the same on all ranks, in words; empty if there are no others.
     """
 
@@ -72,6 +73,7 @@ class ProbeReport:
     folder: str
     own: MTP | DSpark | None
     chat: str | None
+    numerics: Numerics
     facts: Mapping[str, str]
 
 
@@ -102,6 +104,7 @@ class Probe:
             own=drafting.own,
             chat=None if source.family.chat is None else source.family.chat(source.model),
             model=source.model,
+            numerics=numerics,
             default_params=_default_params(source),
             folder=str(source.folder),
             facts=_facts(config, source, device) if several else {},

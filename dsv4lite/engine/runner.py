@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.balancer import Balancer
+from dsv4lite.engine.choices import Chosen, chosen_of, given_to, room
 from dsv4lite.engine.packing import pack, padding, prepare_state, save_snapshots
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.resident import Ask, Resident
@@ -25,7 +26,7 @@ from dsv4lite.models.family import Batch, Model
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.pipeline import StageLink, TokenBroadcast
 from dsv4lite.planning.workspace import SCORED_ROWS
-from dsv4lite.request import Logprobs, Request
+from dsv4lite.request import Logprobs, Replay, Request
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.sampling.samples import Arrival, Given, Samples, Scores, cut
 from dsv4lite.sampling.state import send
@@ -50,12 +51,12 @@ class StepResult:
     Attributes:
         sampled: Tokens of the sequences that sample.
         scores: Log-probabilities of prompt tokens.
-        routed: Experts int16 [tokens, layers, K], with the position of the first token.
+        chosen: Experts and entries, of sequences that record them.
     """
 
     sampled: dict[int, Sampled] = field(default_factory=dict)
     scores: dict[int, Logprobs] = field(default_factory=dict)
-    routed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    chosen: dict[int, Chosen] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,14 +67,14 @@ class InFlightStep:
         plan: What runs.
         samples: Tokens of the sequences that sample, on their way to the host; ``None`` on ranks that do not sample.
         scores: On their way to the host.
-        routed: See ``StepResult``.
+        chosen: See ``StepResult``.
         drafts: int64 [S, K], draft tokens that follow, on their way to the host; ``UNKNOWN`` where there are none.
     """
 
     plan: StepPlan
     samples: Samples | None
     scores: Scores
-    routed: dict[int, tuple[int, Tensor]]
+    chosen: dict[int, Chosen]
     drafts: Arrival | None
 
     def wait(self) -> StepResult:
@@ -84,7 +85,7 @@ class InFlightStep:
                 found = drafts if drafts[-1] != UNKNOWN else takewhile(lambda token_id: token_id != UNKNOWN, drafts)
                 token_id, logprob, error, after, _, drafted = one
                 sampled[seq_id] = sampled_of((token_id, logprob, error, after, tuple(found), drafted))
-        return StepResult(sampled=sampled, scores=self.scores.to_host(), routed=self.routed)
+        return StepResult(sampled=sampled, scores=self.scores.to_host(), chosen=self.chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,7 +142,8 @@ class Runner:
         self._accepted: AcceptedLengths | None = None  # of the last step that drafted
         self.runs_ahead = drafter is not None and mesh.layout.world == 1
         self._requests: dict[int, Request] = {}
-        self._routing: set[int] = set()
+        self._recording: set[int] = set()
+        self._replays: dict[int, Replay] = {}
         self.recorder: StepRecorder | None = None
         self.warmed = ""
         self.step_costs: StepCosts | None = None
@@ -154,14 +156,17 @@ class Runner:
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Take in a sequence before its first step."""
         self._requests[seq_id] = request
-        if request.params.return_routed_experts:
-            self._routing.add(seq_id)
+        if request.params.records_choices:
+            self._recording.add(seq_id)
+        if request.replay is not None:
+            self._replays[seq_id] = request.replay
         if self.sampler is not None:
             self.sampler.add(seq_id, request, index)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; unknown ones are ignored."""
-        self._routing.discard(seq_id)
+        self._recording.discard(seq_id)
+        self._replays.pop(seq_id, None)
         if self._requests.pop(seq_id, None) is not None and self.sampler is not None:
             self.sampler.remove(seq_id)
 
@@ -269,20 +274,17 @@ class Runner:
 
     def _forward(self, batch: Batch, *, drafts: bool) -> Tensor:
         """Run this stage's layers, and what a drafter keeps of them if it ``drafts``; return the streams [T, N, D] after them."""
-        model, routed_TLK = self.model, batch.routed_TLK
+        model = self.model
         before_TND: Tensor | None = None
         if model.passes_taps and drafts:
             batch.taps_TK = model.empty_taps(len(batch.token_ids_T))
-        rest = [x for x in (routed_TLK, batch.taps_TK) if x is not None]
+        rest = [*(() if batch.chosen is None else batch.chosen.tensors), *(() if batch.taps_TK is None else (batch.taps_TK,))]
         if not model.shard.first:
             shape = (len(batch.token_ids_T), *model.hidden_shape)
             before_TND = torch.empty(shape, dtype=model.numerics.dtype, device=model.numerics.device)
             self._link.receive((before_TND, *rest))
-        if routed_TLK is not None:
-            batch.routed_TLK = routed_TLK[:, model.shard.layers.start : model.shard.layers.stop]
         layers = self.cache.layers if drafts else self.cache.layers[: len(model.shard.layers)]
         streams_TND: Tensor = model(batch, layers, before_TND)
-        batch.routed_TLK = routed_TLK
         if not model.shard.last:
             self._link.send((streams_TND, *rest))
         return streams_TND
@@ -310,7 +312,7 @@ class Runner:
         if self._tokens.pending:
             self._tokens.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
         prepare_state(plan, self.cache, len(self.model.shard.layers))
-        shape = shape or StepShape.of((plan,), self._routing)
+        shape = shape or StepShape.of((plan,), self._recording)
         graph = self._graph_for(shape)
         if shape.unresolved and (graph is None or self._graphs is None or self._graphs.accepted is not self._accepted):
             plan, shape = self._resolve(plan)
@@ -329,7 +331,7 @@ class Runner:
             self._tokens.begin(s.slot for s in plan.sequences if s.sample)
         drafts = self._draft(plan, shape, done, samples)
         return InFlightStep(
-            plan=plan, samples=samples, drafts=drafts, scores=self._scores(plan, done), routed=self._routed(plan, done)
+            plan=plan, samples=samples, drafts=drafts, scores=self._scores(plan, done), chosen=self._chosen(plan, done)
         )
 
     def _graph_for(self, shape: StepShape) -> GraphShape | None:
@@ -340,15 +342,19 @@ class Runner:
         """Return a plan with the accepted lengths of the step before, and its shape. Waits for the device."""
         assert self._accepted is not None
         plan = self._accepted.resolve(plan)
-        return plan, StepShape.of((plan,), self._routing)
+        return plan, StepShape.of((plan,), self._recording)
 
     def _run_eagerly(self, plan: StepPlan, shape: StepShape) -> _Pass:
         """Run the model on a batch made for the plan."""
-        config, numerics = self.model.config, self.model.numerics
+        config = self.model.config
         batch = pack(plan, self.model, self.cache, shape.tokens)
-        if self._routing and any(s.seq_id in self._routing for s in plan.sequences):
-            size = (len(batch.token_ids_T), config.num_hidden_layers, config.experts_per_token)
-            batch.routed_TLK = torch.empty(size, dtype=torch.int16, device=numerics.device)
+        tokens, device = len(batch.token_ids_T), self.cache.device
+        if any(s.seq_id in self._recording for s in plan.sequences):
+            entries = device if self.model.shard.mesh.pp.size > 1 else torch.device("cpu")
+            batch.chosen = room(config, tokens, max(s.end for s in plan.sequences), device, entries)
+        if any(s.seq_id in self._replays for s in plan.sequences):
+            spans = [(s.start, s.end, self._replays.get(s.seq_id)) for s in plan.sequences]
+            batch.given = given_to(spans, config, tokens, device)
         streams_TND = self._forward(batch, drafts=shape.max_drafts > 0)
         first_rows = [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]
         return _Pass(batch=batch, first_rows=first_rows, streams_TND=streams_TND)
@@ -451,12 +457,13 @@ class Runner:
                 found.add(some, tops, "processed" if processed else "raw", scores)
         return found
 
-    def _routed(self, plan: StepPlan, done: _Pass) -> dict[int, tuple[int, Tensor]]:
-        """Return the experts of the sequences that want them, with the position of the first token."""
-        if done.batch is None or done.batch.routed_TLK is None or not self.model.shard.last:
+    def _chosen(self, plan: StepPlan, done: _Pass) -> dict[int, Chosen]:
+        """Return what was chosen for the sequences that record it."""
+        if done.batch is None or done.batch.chosen is None or not self.model.shard.last:
             return {}
+        choices, config = done.batch.chosen, self.model.config
         return {
-            s.seq_id: (s.start, done.batch.routed_TLK[row : row + len(s.token_ids)].cpu())
+            s.seq_id: chosen_of(choices, row, s.start, s.end, config)
             for s, row in zip(plan.sequences, done.first_rows, strict=True)
-            if s.seq_id in self._routing
+            if s.seq_id in self._recording
         }

@@ -54,6 +54,16 @@ class ModelConfig:
     eos_token_id: int | None = None
 
     @property
+    def most_unselected(self) -> int:
+        """Return the most tokens of a sequence whose every token attends to all that it sees."""
+        return self.max_positions
+
+    @property
+    def selection(self) -> tuple[int, int, int]:
+        """How many hidden layers select what longer sequences attend to, how many entries each of them, and tokens of an entry."""
+        return 0, 0, 1
+
+    @property
     def drafter(self) -> DrafterKind | None:
         """The kind of drafter that the config describes."""
         return None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dsv4lite.errors import ConfigError, UnsupportedError, near_match, shown
 from dsv4lite.kernels.paging import Paging
+from dsv4lite.models.choices import Choices
 from dsv4lite.models.config import DrafterKind, ModelConfig, PassBytes
 from dsv4lite.models.deepseek_mla import config as mla_config
 from dsv4lite.models.deepseek_mla import state as mla_state
@@ -43,7 +44,8 @@ class Batch(Protocol):
         token_ids_T: int64; anything valid for padding.
         paging: Their positions, sequences and pages.
         max_tokens: No sequence is longer than this after the step, as far as the host knows.
-        routed_TLK: If wanted, int16 [T, layers, K] that receives the experts chosen.
+        chosen: If wanted, receives what the model chooses in all layers.
+        given: What it has to choose; negative numbers leave the choice for that token and layer to the model.
         most_tokens: Where several replicas share experts, tokens of the one with the most; ``None`` if it is not known.
         taps_TK: What a drafter reads of layers of several stages, on its way from stage to stage.
     """
@@ -51,7 +53,8 @@ class Batch(Protocol):
     token_ids_T: Tensor
     paging: Paging
     max_tokens: int
-    routed_TLK: Tensor | None
+    chosen: Choices | None
+    given: Choices | None
     most_tokens: int | None
     taps_TK: Tensor | None
 
@@ -115,6 +118,13 @@ class Model(Protocol):
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class TrainableModel(Model, Protocol):
+    """A model with a forward pass of its own for trainers: that of unquantized checkpoints is differentiable."""
+
+    def one_pass(self, token_ids: Sequence[int], given: Choices | None = None) -> Tensor:
+        """Run one whole sequence without a lasting cache; return the residual [T, …]. ``given`` is what it has to choose."""
 
 
 class MtpModel(Model, Protocol):

@@ -56,6 +56,7 @@ class Tokens(NamedTuple):
         rounded: ``x`` in FP8, if it exists already.
         positions_T: Negative for padding, which gets no routed experts.
         most_tokens: Tokens of the rank with the most, of those that share the experts; ``None`` if it is not known.
+        given_TK: Experts that have to be chosen; a negative one leaves the choice of that token's to the router.
         own: Which of the tokens are this rank's; ``routed_TK`` has these.
     """
 
@@ -65,6 +66,7 @@ class Tokens(NamedTuple):
     rounded: Rounded | None = None
     positions_T: Tensor | None = None
     most_tokens: int | None = None
+    given_TK: Tensor | None = None
     own: slice = slice(None)
 
     def keep(self, chosen_TK: Tensor) -> None:
@@ -228,21 +230,23 @@ class MoE(nn.Module):
 
     def _gathered(self, tokens: Tokens, run: Callable[[MoE, Tokens], ExpertSum]) -> Tensor:
         """Run this rank's experts on all ranks' tokens, ``most_tokens`` of each."""
-        x_TD, ids_T, _, rounded, positions_T, most, _ = tokens
+        x_TD, ids_T, _, rounded, positions_T, most, *_ = tokens
         ep = self.shard.mesh.ep
         assert rounded is not None and most is not None
         if positions_T is None:
             positions_T = torch.zeros_like(ids_T)
         every = gather_rows(ep, TokenRows(x_TD, *rounded, ids_T, positions_T), most)
         own = slice(ep.rank * most, ep.rank * most + len(x_TD))
-        of_all = Tokens(every.x_TD, every.token_ids_T, tokens.routed_TK, (every.codes, every.scales), every.positions_T, own=own)
+        codes = (every.codes, every.scales)
+        of_all = Tokens(every.x_TD, every.token_ids_T, tokens.routed_TK, codes, every.positions_T, own=own)
         return total_of_own(ep, run(self, of_all), len(x_TD), x_TD.dtype)
 
     def _few(self, tokens: Tokens) -> ExpertSum:
         """Run this rank's experts, in tiles, on few tokens."""
         shared, w13, w2, rounded = self.shared.w2, self.experts.w13.stored, self.experts.w2.stored, tokens.rounded
         assert rounded is not None and shared.scale is not None and isinstance(w13, Tiles) and isinstance(w2, Tiles)
-        (h_TI, logits_TE), router = self._projected(tokens), self._router(tokens)
+        h_TI, logits_TE = self._projected(tokens)
+        router = self._router(tokens, logits_TE)
         down = (shared.weight, shared.scale)
         given = MoeInputs(logits_TE, router, *rounded, h_TI, *down, w13, w2, self.config.swiglu_limit, self.held, shared.row_tile)
         parts = moe_decode_small(given)
@@ -294,14 +298,20 @@ class MoE(nn.Module):
 
     def _routed(self, tokens: Tokens, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts chosen and their weights [T, K]."""
-        chosen_TK, weight_TK = route(logits_TE, self._router(tokens))
+        chosen_TK, weight_TK = route(logits_TE, self._router(tokens, logits_TE))
         tokens.keep(chosen_TK)
         return chosen_TK, weight_TK
 
-    def _router(self, tokens: Tokens) -> Router:
-        c = self.config
+    def _router(self, tokens: Tokens, logits_TE: Tensor) -> Router:
+        """Return how experts are chosen: given ones as a hash layer's are, from a table with a row for each token."""
+        c, given_TK = self.config, tokens.given_TK
         rules = (c.scoring, c.expert_groups, c.top_groups, c.renormalize)
-        return Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, tokens.token_ids_T, tokens.positions_T, *rules)
+        ids_T, positions_T = tokens.token_ids_T, tokens.positions_T
+        router = Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, ids_T, positions_T, *rules)
+        if given_TK is None:
+            return router
+        chosen_TK = torch.where(given_TK < 0, route(logits_TE, router)[0], given_TK.long()).clamp_max(c.num_experts - 1)
+        return router._replace(table_VK=chosen_TK, token_ids_T=torch.arange(len(chosen_TK), device=chosen_TK.device))
 
     def take_part(self, most_tokens: int | None) -> None:
         """Run this rank's experts on other ranks' tokens; its own token is a single one of padding."""

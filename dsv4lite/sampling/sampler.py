@@ -62,7 +62,7 @@ PREPARED_GRAMMARS = 64
 """Grammars that are compiled for sequences to come, the latest ones."""
 
 # What float32 can divide by and add up without leaving its range.
-_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1.2e-38, 3.4e38
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1.2e-38, 3.4e38
 _MIN_REPETITION, _MAX_REPETITION = 1e-30, 1e30
 _MAX_BIAS = 1e30
 _IN_PROMPT = -(1 << 31)
@@ -82,6 +82,7 @@ class RowNeeds:
         wanted: Sequence, by its place, and number of best tokens of each one that has log-probabilities.
         ruled: Places of the sequences with rules that the host follows.
         long: Places of the sequences that list more best tokens than ``sample_rows`` does.
+        kept: Places of the sequences that record which tokens could be sampled.
     """
 
     seq_ids: tuple[int, ...]
@@ -90,11 +91,12 @@ class RowNeeds:
     wanted: tuple[tuple[int, int], ...]
     ruled: tuple[int, ...]
     long: tuple[int, ...]
+    kept: tuple[int, ...]
 
     @property
     def positions(self) -> bool:
         """Whether the host has to know at which positions the step samples, and after which drafts."""
-        return bool(self.ruled or self.long)
+        return bool(self.ruled or self.long or self.kept)
 
 
 def dry_run(request: Request, vocab_size: int) -> None:
@@ -221,6 +223,7 @@ class Sampler:
                 wanted=tuple((i, each.num_logprobs) for i, each in enumerate(states) if each.num_logprobs >= 0),
                 ruled=tuple(i for i, each in enumerate(states) if each.host_rules),
                 long=tuple(i for i, each in enumerate(states) if each.num_logprobs > BEST),
+                kept=tuple(i for i, each in enumerate(states) if each.keeps),
             )
         return self._last
 
@@ -286,15 +289,32 @@ class Sampler:
             failures: From ``rules``.
             placed: See ``Samples``.
         """
-        rows, lists = list[int](), None
+
+        def rows_of(places: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+            """Return rows, slots and positions of the tokens that some sequences sample."""
+            each = [(i, place) for i in places for place in range(1 + sequences[i].drafts)]
+            slots, positions = [sequences[i].slot for i, _ in each], [_position(sequences[i]) + place for i, place in each]
+            return [first_rows[i] + place for i, place in each], slots, positions
+
+        rows, lists, kept_rows, kept = list[int](), None, list[int](), None
         if asked.long:
-            some = [(i, place) for i in asked.long for place in range(1 + sequences[i].drafts)]
-            rows = [first_rows[i] + place for i, place in some]
-            slots, positions = zip(*[(sequences[i].slot, _position(sequences[i]) + place) for i, place in some], strict=True)
-            most = max(k for _, k in asked.wanted)
-            lists = self._long_lists(out, logits, best[0], rows, slots, positions, most)
+            rows, slots, positions = rows_of(asked.long)
+            lists = self._long_lists(out, logits, best[0], rows, slots, positions, max(k for _, k in asked.wanted))
+        if asked.kept:
+            kept_rows, slots, positions = rows_of(asked.kept)
+            values, _ = self._scored_values(logits, best[0], kept_rows, slots, positions)
+            kept = values > -math.inf
         return Samples(
-            out, sequences, first_rows, wanted=asked.wanted, failures=failures, long_rows=rows, long_lists=lists, placed=placed
+            out,
+            sequences,
+            first_rows,
+            wanted=asked.wanted,
+            failures=failures,
+            long_rows=rows,
+            long_lists=lists,
+            kept_rows=kept_rows,
+            kept=kept,
+            placed=placed,
         )
 
     def sample(self, logits: Tensor, sequences: Sequence[SequencePlan], last_token: Tensor) -> Samples:
@@ -362,6 +382,11 @@ class Sampler:
                 self._constrain(state, given.position, given.token_ids[:-1], row, found, {})
                 for token_id in given.token_ids:
                     state.accept(token_id)
+            if state.replay is not None:
+                replay, first = state.replay
+                kept = replay.kept(given.position - first, given.end - first, self._vocab_size)
+                assert kept is not None
+                found += [(row + place, ~mask, -1) for place, mask in enumerate(kept)]
             row += len(given.token_ids)
         each = [(given, place) for given in spans for place in range(len(given.token_ids))]
         slots, positions, seen, places, token_ids = self._columns(
@@ -416,11 +441,17 @@ class Sampler:
         k: int,
     ) -> Tensor:
         """Return ids and log-probabilities (as bits) of the ``k`` best tokens of some rows, int32 [2, L, k]."""
-        numbers, slots_L, positions_L = self._columns(rows, slots, positions)
-        rows_L = numbers.long()
-        values = scored_values(logits, top, self.settings[slots_L.long()], positions_L, self.space, rows_L)
+        values, rows_L = self._scored_values(logits, top, rows, slots, positions)
         _, _, ids, listed = token_logprobs(values, out[0, rows_L].long(), k)
         return torch.stack((ids, listed.view(torch.int32)))
+
+    def _scored_values(
+        self, logits: Tensor, top: Tensor, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the log-probabilities of L rows are of, float32 [L, V], and the rows, int64 [L]."""
+        numbers, slots_L, positions_L = self._columns(rows, slots, positions)
+        rows_L = numbers.long()
+        return scored_values(logits, top, self.settings[slots_L.long()], positions_L, self.space, rows_L), rows_L
 
     def _constrain(
         self,
@@ -503,7 +534,7 @@ def _needs_of(state: SequenceState, vocab_size: int) -> Needs:
 
 
 def _has_edits(state: SequenceState) -> bool:
-    return state.restricted or bool(state.params.logit_bias) or state.host_rules
+    return state.restricted or bool(state.params.logit_bias) or state.host_rules or state.replay is not None
 
 
 def _neutral() -> list[float]:
@@ -525,7 +556,7 @@ def _line_of(state: SequenceState, vocab_size: int, device: torch.device) -> Lin
 
     line[Column.STREAM], line[Column.STREAM + 1] = state.stream
     if not params.greedy_sampling:
-        line[Column.TEMPERATURE] = _clamp(params.temperature, _MIN_TEMPERATURE, _MAX_TEMPERATURE)
+        line[Column.TEMPERATURE] = _clamp(params.temperature, MIN_TEMPERATURE, MAX_TEMPERATURE)
         line[Column.LOG_MIN_P] = math.log(params.min_p) if params.min_p > 0 else -math.inf
     if _has_edits(state):
         line[Column.EDITS] = hold(_edits(state, vocab_size, device))

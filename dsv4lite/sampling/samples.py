@@ -104,6 +104,8 @@ class Samples:
         failures: Rows in which the request itself failed, with the reason.
         long_rows: Rows whose lists have more than ``BEST`` tokens, in the order of ``long_lists``.
         long_lists: int32 [2, L, K], ids and log-probabilities (as bits) of their best tokens.
+        kept_rows: Rows of which the tokens that could be sampled are wanted.
+        kept: bool [L, V], these tokens.
         placed: If the host does not know where spans start: position, number of drafts, copy of the compressor state and tokens
             of each, int32 [3 + width, S].
     """
@@ -118,12 +120,15 @@ class Samples:
         failures: Mapping[int, RequestFailedError] | None = None,
         long_rows: Sequence[int] = (),
         long_lists: Tensor | None = None,
+        kept_rows: Sequence[int] = (),
+        kept: Tensor | None = None,
         placed: Arrival | None = None,
     ) -> None:
         lines = HEADER + 2 * max([k for _, k in wanted if k <= BEST], default=0) if wanted else 3
         self.out, self._sequences, self._first_rows = out, sequences, first_rows
         self._wanted, self._failures = wanted, failures or {}
         self._long_rows, self._long_lists = long_rows, None if long_lists is None else Arrival(long_lists)
+        self._kept_rows, self._kept = kept_rows, None if kept is None else Arrival(kept)
         self._download, self._placed = Arrival(out[:lines]), placed
 
     def ill(self) -> set[int]:
@@ -199,12 +204,14 @@ class Samples:
         long = short if self._long_lists is None else self._long_lists.wait().clone()
         at = {row: (long, i) for i, row in enumerate(self._long_rows)}
         found, drafts = {}, self._drafts()
+        masks = () if self._kept is None else self._kept.wait()
+        kept = {row: mask.nonzero()[:, 0].int() for row, mask in zip(self._kept_rows, masks, strict=True)}
         for i, k in self._wanted:
             for row in range(self._first_rows[i], self._first_rows[i] + 1 + len(drafts[i])):
                 lists, index = at.get(row, (short, row))
                 ids, values = lists[:, index, :k]
                 values = values.view(torch.float32)
-                found[row] = TokenLogprob(logprob=logprobs[row], rank=ranks[row], token_ids=ids, values=values)
+                found[row] = TokenLogprob(logprob=logprobs[row], rank=ranks[row], token_ids=ids, values=values, kept=kept.get(row))
         return found
 
 

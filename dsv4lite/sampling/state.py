@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.kernels.sampling.rows import NOTHING, Needs
-from dsv4lite.request import Request, SamplingParams
+from dsv4lite.request import Replay, Request, SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -96,6 +96,7 @@ class SequenceState:
         compiled: Its grammar, perhaps still being compiled.
         matcher: Where it stands in its grammar, from its first token on.
         failure: Why nothing can be sampled for it.
+        replay: What could be sampled, of a completion that is scored; and its first position.
         num_logprobs: -1 without log-probabilities, else the number of best tokens to list.
         needs: What it asks of a step.
         line: Made when it first takes a slot.
@@ -114,6 +115,7 @@ class SequenceState:
     compiled: Future[LLMatcher] | None = None
     matcher: GrammarMatcher | None = None
     failure: RequestFailedError | None = None
+    replay: tuple[Replay, int] | None = None
     num_logprobs: int = -1
     needs: Needs = NOTHING
     line: Line | None = None
@@ -128,6 +130,14 @@ class SequenceState:
     def restricted(self) -> bool:
         """Whether there are tokens that it may never sample."""
         return self.params.allowed_token_ids is not None or any(len(word) == 1 for word in self.params.bad_words_ids)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the tokens that could be sampled are wanted, and are not always all."""
+        p = self.params
+        wanted = p.return_replay and p.logprobs is not None and p.logprobs_mode == "processed"
+        truncated = not p.greedy_sampling and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+        return wanted and (truncated or self.restricted or self.host_rules or self.holds_back)
 
     @property
     def holds_back(self) -> bool:
@@ -213,6 +223,7 @@ def state_of(request: Request, index: int, default_seed: int) -> SequenceState:
         bad_words=bad_words,
         tail=prompt[max(0, len(prompt) - look_back) :],
         thinking=Thinking.of(request),
+        replay=None if request.replay is None or request.replay.kept_ids is None else (request.replay, len(prompt)),
     )
 
 

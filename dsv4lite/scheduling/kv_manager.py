@@ -48,8 +48,8 @@ class KVManager:
         """Share the longest cached prefix that leaves the sequence tokens to run and to score."""
         if seq.chain is None or seq.chain.epoch != self.cache.epoch:
             seq.chain = self.cache.chain(seq.tokens, seq.request.cache_salt)
-        if seq.request.params.return_routed_experts:
-            return None  # they are only known for tokens that run
+        if seq.request.params.records_choices or seq.request.replay is not None:
+            return None  # choices are only known, and made again, for tokens that run
         most = seq.num_to_run - 1
         prefix = self.cache.lookup(seq.chain, most if seq.score_next is None else min(most, seq.score_next))
         if prefix is None:

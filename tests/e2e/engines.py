@@ -163,7 +163,7 @@ def assert_idle(engine: Engine) -> None:
             assert pool.num_available == pool.total
     if isinstance(runner, Runner):  # of several ranks each has its own
         assert not runner._requests and not runner.sampler.num_sequences
-    assert not engine._routed and not engine._seq_ids and not engine._hosted and not engine._outputs and not engine._in_flight
+    assert not engine._choices and not engine._seq_ids and not engine._hosted and not engine._outputs and not engine._in_flight
 
 
 def raising(error: BaseException) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import RowStore, UnquantizedRow
+from dsv4lite.models.choices import Choices
 from dsv4lite.models.config import ModelConfig, PassBytes
 from dsv4lite.models.family import Family
 from dsv4lite.models.partial_sums import embedding, side_by_side
@@ -138,7 +139,8 @@ class TinyBatch:
     rope_T: tuple[Tensor, Tensor]
     rows_TL: Tensor  # where the rows of each token's sequence lie
     seen_TL: Tensor
-    routed_TLK: Tensor | None = None
+    chosen: Choices | None = None
+    given: Choices | None = None
     most_tokens: int | None = None
     taps_TK: Tensor | None = None
 

@@ -34,6 +34,7 @@ LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"speculation": ("speculation",)},
     {"planning": ("planning",)},
     {"engine": ("engine",)},
+    {"training": ("training",)},
     {"api": ("api", "llm"), "debug": ("debug",)},
     {"integrations": ("integrations",)},
     {"door": ("", "__main__")},

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dsv4lite.kernels.paging import Paging
+from dsv4lite.models.choices import Choices
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class Batch:
     paging: Paging
     max_tokens: int
     rope_T: tuple[Tensor, Tensor]
-    routed_TLK: Tensor | None = None
+    chosen: Choices | None = None
+    given: Choices | None = None
     most_tokens: int | None = None
     taps_TK: Tensor | None = None

@@ -25,6 +25,7 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import store_for_pass
+from dsv4lite.models.choices import Choices, experts_of
 from dsv4lite.models.deepseek_mla.batch import Batch
 from dsv4lite.models.deepseek_mla.config import MlaConfig, Yarn
 from dsv4lite.models.deepseek_mla.state import state_spec
@@ -171,10 +172,17 @@ class Block(nn.Module):
         self.attn = Attention(config, numerics, shard)
         self.ffn = MoE(config, numerics, shard, hashed=False) if routed else Dense(config, numerics, shard)
 
-    def forward(self, x_TD: Tensor, batch: Batch, cache: LayerCache, routed_TK: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor,
+        batch: Batch,
+        cache: LayerCache,
+        routed_TK: Tensor | None = None,
+        given_TK: Tensor | None = None,
+    ) -> Tensor:
         x_TD = x_TD + self.attn(rms_norm(x_TD, self.attn_norm, self.eps), batch, cache)
         h_TD = rms_norm(x_TD, self.ffn_norm, self.eps)
-        tokens = Tokens(h_TD, batch.token_ids_T, routed_TK, None, batch.paging.positions_T, batch.most_tokens)
+        tokens = Tokens(h_TD, batch.token_ids_T, routed_TK, None, batch.paging.positions_T, batch.most_tokens, given_TK)
         output = self.ffn(tokens)
         return x_TD + (output if isinstance(output, Tensor) else sum_experts(output))
 
@@ -294,8 +302,8 @@ class DeepseekMla(nn.Module):
             hidden_TD: What the previous stage returned; the first stage has none.
         """
         x_TD = self.embedded(batch.token_ids_T) if hidden_TD is None else hidden_TD
-        for i, block in enumerate(self.blocks):
-            x_TD = block(x_TD, batch, caches[i], None if batch.routed_TLK is None else batch.routed_TLK[:, i])
+        for i, (layer, block) in enumerate(zip(self.shard.layers, self.blocks, strict=True)):
+            x_TD = block(x_TD, batch, caches[i], experts_of(batch.chosen, layer), experts_of(batch.given, layer))
         return rms_norm(x_TD, self.norm, self.config.norm_eps) if self.shard.last else x_TD
 
     @contextmanager
@@ -353,9 +361,16 @@ class DeepseekMla(nn.Module):
         ids_T, paging, longest = make_paging([whole], self.numerics.device)
         return self.batch(ids_T, paging, max_tokens=longest), cache.layers
 
-    def one_pass(self, token_ids: Sequence[int]) -> Tensor:
-        """Run one whole sequence without a lasting cache, differentiably; return the normalised final hidden state [T, D]."""
-        hidden_TD: Tensor = self(*self.prepare(token_ids))
+    def one_pass(self, token_ids: Sequence[int], given: Choices | None = None) -> Tensor:
+        """Run one whole sequence without a lasting cache, differentiably; return the normalised final hidden state [T, D].
+
+        Args:
+            token_ids: T tokens.
+            given: What the model has to choose; see ``models.family.Batch``.
+        """
+        batch, caches = self.prepare(token_ids)
+        batch.given = given
+        hidden_TD: Tensor = self(batch, caches)
         return hidden_TD
 
     def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:

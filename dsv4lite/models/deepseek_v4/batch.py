@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import by_most
 from dsv4lite.kernels.paging import Paging
+from dsv4lite.models.choices import Choices
 
 # Programs that share a token's rows, by the most tokens of a step: few tokens alone do not fill a chip.
 SPLITS: tuple[tuple[int | None, int], ...] = ((4, 16), (12, 8), (32, 4), (100, 2), (None, 1))
@@ -71,7 +72,8 @@ class Batch:
     most_unselected: int
     seen: Paging
     ahead: int = 0
-    routed_TLK: Tensor | None = None
+    chosen: Choices | None = None
+    given: Choices | None = None
     most_tokens: int | None = None
     taps_TK: Tensor | None = None
 

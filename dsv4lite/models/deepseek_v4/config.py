@@ -207,6 +207,10 @@ class V4Config(ModelConfig):
         """Return the most tokens of a sequence whose every token attends to all entries that it sees."""
         return 4 * (self.index_topk + 1) - 1 if 4 in self.ratios else self.max_positions
 
+    @property
+    def selection(self) -> tuple[int, int, int]:
+        return sum(self.kind(layer) == "csa" for layer in range(self.num_hidden_layers)), self.index_topk, 4
+
     def hashed(self, layer: int) -> bool:
         """Return whether a layer chooses its experts by token id."""
         return layer < self.num_hash_layers

@@ -24,6 +24,7 @@ from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
 from dsv4lite.kernels.rope import rope_frequencies
 from dsv4lite.kernels.rows import RowStore, store_for_pass
+from dsv4lite.models.choices import Choices, experts_of
 from dsv4lite.models.deepseek_v4.batch import Batch, Rotary
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.state import state_spec
@@ -86,6 +87,7 @@ class Attention(nn.Module):
         c = self.config = config
         self.numerics, self.shard = numerics, shard
         self.kind, self.ratio = c.kind(layer), c.ratios[layer]
+        self.selecting = sum(c.kind(before) == "csa" for before in range(layer))  # its place among the layers that select
         heads, channels = shard.part(c.num_attention_heads), c.head_dim
         self.heads, self.groups = heads, shard.part(c.o_groups)
         self.attn_sink = parameter(heads, numerics=numerics)
@@ -140,6 +142,11 @@ class Attention(nn.Module):
             assert weights_TH is not None
             keys = (cache.stores["keys"], paging, c.index_topk, batch.max_tokens // self.ratio, self._index_scale, any_order)
             selected_TK = choose_paged(IndexInputs(iq_THC, weights_TH, *keys))
+            if batch.given is not None and batch.given.selected_TLK is not None:
+                given_TK = batch.given.selected_TLK[:, self.selecting].to(selected_TK.device)
+                selected_TK = torch.where(given_TK < 0, selected_TK, given_TK)
+            if batch.chosen is not None and batch.chosen.selected_TLK is not None:
+                batch.chosen.selected_TLK[:, self.selecting] = selected_TK
         rows = (fresh, cache.stores["window"], cache.stores.get("entries"), batch.seen)
         scale, window = c.head_dim**-0.5, c.window + batch.ahead
         given = AttentionInputs(q_THC, *rows, self.attn_sink, scale, *angles, self.ratio, selected_TK, window, norm_eps, any_order)
@@ -222,11 +229,18 @@ class Block(nn.Module):
         self.attn = Attention(config, numerics, shard, layer)
         self.ffn = MoE(config, numerics, shard, hashed=config.hashed(layer))
 
-    def forward(self, streams: Streams, batch: Batch, cache: LayerCache, routed_TK: Tensor | None = None) -> None:
+    def forward(
+        self,
+        streams: Streams,
+        batch: Batch,
+        cache: LayerCache,
+        routed_TK: Tensor | None = None,
+        given_TK: Tensor | None = None,
+    ) -> None:
         x_TD, rounded = streams.enter(self.hc_attn.weights, self.attn_norm)
         streams.leave(self.attn(x_TD, rounded, batch, cache))
         x_TD, rounded = streams.enter(self.hc_ffn.weights, self.ffn_norm)
-        tokens = Tokens(x_TD, batch.token_ids_T, routed_TK, rounded, batch.paging.positions_T, batch.most_tokens)
+        tokens = Tokens(x_TD, batch.token_ids_T, routed_TK, rounded, batch.paging.positions_T, batch.most_tokens, given_TK)
         streams.leave(self.ffn(tokens))
 
     def slots(self, prefix: str) -> NamedSlots:
@@ -360,7 +374,7 @@ class DeepseekV4(nn.Module):
         for i, (layer, block) in enumerate(zip(self.shard.layers, self.blocks, strict=True)):
             if layer in self._skipped:
                 continue
-            block(streams, batch, caches[i], None if batch.routed_TLK is None else batch.routed_TLK[:, i])
+            block(streams, batch, caches[i], experts_of(batch.chosen, layer), experts_of(batch.given, layer))
             if taps_TK is not None and layer in self.targets:
                 taps_TK.unflatten(1, (len(self.targets), -1))[:, self.targets.index(layer)] = streams.mean()
         if drafter is not None:
@@ -479,9 +493,16 @@ class DeepseekV4(nn.Module):
         ids_T, paging, longest = make_paging([whole], self.numerics.device)
         return self.batch(ids_T, paging, max_tokens=longest), cache.layers
 
-    def one_pass(self, token_ids: Sequence[int]) -> Tensor:
-        """Run one whole sequence without a lasting cache, differentiably; return the final streams [T, N, D]."""
-        streams: Tensor = self(*self.prepare(token_ids))
+    def one_pass(self, token_ids: Sequence[int], given: Choices | None = None) -> Tensor:
+        """Run one whole sequence without a lasting cache, differentiably; return the final streams [T, N, D].
+
+        Args:
+            token_ids: T tokens.
+            given: What the model has to choose; see ``models.family.Batch``.
+        """
+        batch, caches = self.prepare(token_ids)
+        batch.given = given
+        streams: Tensor = self(batch, caches)
         return streams
 
     def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:

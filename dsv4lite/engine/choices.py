@@ -1,0 +1,130 @@
+"""What a model chose for the tokens of sequences that record it, on its way from steps to outputs, and back into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4lite.checks import require
+from dsv4lite.models.choices import Choices
+from dsv4lite.models.config import ModelConfig
+from dsv4lite.request import Replay
+
+
+class Chosen(NamedTuple):
+    """What one step chose for the tokens of a sequence, on the host.
+
+    Attributes:
+        routed: Position of the first token, and experts int16 [tokens, layers, K]; ``None`` of a model without routed experts.
+        selected: The same of the entries int32 that tokens attend to, those of tokens that attend to all left out.
+    """
+
+    routed: tuple[int, Tensor] | None
+    selected: tuple[int, Tensor] | None
+
+
+def room(config: ModelConfig, tokens: int, longest: int, device: torch.device, selected: torch.device) -> Choices:
+    """Return room for what a model chooses for so many tokens: on a device, and for selected entries on another.
+
+    Args:
+        longest: Length of the longest of their sequences.
+    """
+    layers, k, _ = config.selection
+    routed, selects = None, layers > 0 and longest > config.most_unselected
+    if config.num_experts:
+        routed = torch.empty(tokens, config.num_hidden_layers, config.experts_per_token, dtype=torch.int16, device=device)
+    return Choices(routed, torch.empty(tokens, layers, k, dtype=torch.int32, device=selected) if selects else None)
+
+
+def chosen_of(choices: Choices, row: int, start: int, end: int, config: ModelConfig) -> Chosen:
+    """Return what was chosen for the positions ``start`` to ``end`` of a sequence, whose first row is given."""
+    routed, selected = choices
+    first = max(start, config.most_unselected)
+    return Chosen(
+        None if routed is None else (start, routed[row : row + end - start].cpu()),
+        None if selected is None or first >= end else (first, selected[row + first - start : row + end - start].cpu()),
+    )
+
+
+def given_to(spans: Sequence[tuple[int, int, Replay | None]], config: ModelConfig, tokens: int, device: torch.device) -> Choices:
+    """Return what a model has to choose for so many tokens: spans of sequences, from a position to another, of what replay."""
+    host, row, longest = torch.device("cpu"), 0, max(end for _, end, _ in spans)
+    found = Choices(*(None if x is None else x.fill_(-1) for x in room(config, tokens, longest, host, host)))
+    for start, end, replay in spans:
+        if replay is not None and replay.routed_experts is not None and found.routed_TLK is not None:
+            found.routed_TLK[row : row + end - start] = replay.routed_experts[start:end]
+        if replay is not None and replay.index_entries is not None and found.selected_TLK is not None:
+            first = min(max(start, replay.index_from), end)
+            entries = replay.index_entries[first - replay.index_from : end - replay.index_from]
+            found.selected_TLK[row + first - start : row + end - start] = entries
+        row += end - start
+    return found._replace(routed_TLK=None if found.routed_TLK is None else found.routed_TLK.to(device))
+
+
+def check_replay(replay: Replay, config: ModelConfig, prompt: int, completion: int) -> None:
+    """Raise ``InvalidRequestError`` unless a replay is one of this model, and of so many tokens of prompt and completion."""
+    tokens, first, (layers, k, per_entry) = prompt + completion - 1, config.most_unselected, config.selection
+    experts, entries, counts, ids = replay.routed_experts, replay.index_entries, replay.kept_counts, replay.kept_ids
+    require(entries is None or replay.index_from == first, "replay.index_from", replay.index_from, f"must be {first}")
+    for name, x, dtype, shape in (
+        ("routed_experts", experts, torch.int16, (tokens, config.num_hidden_layers, config.experts_per_token)),
+        ("index_entries", entries, torch.int32, (tokens - first, layers, k)),
+        ("kept_counts", counts, torch.int32, (completion,)),
+        ("kept_ids", ids, torch.int32, (0 if counts is None else int(counts.sum()),)),
+    ):
+        good = x is None or (x.dtype == dtype and tuple(x.shape) == shape and x.device.type == "cpu")
+        found = None if x is None else (tuple(x.shape), x.dtype)
+        require(good, f"replay.{name}", found, f"must be {shape} of {dtype} on the CPU, for {prompt} and {completion} tokens")
+    require((counts is None) == (ids is None), "replay.kept_ids", None, "must come with kept_counts")
+    if experts is not None:  # dense layers have none; kernels rely on different ones
+        dense = (experts == -1).all(-1)
+        good = bool(((experts >= 0) & (experts < config.num_experts)).all(-1).logical_or(dense).all())
+        good = good and bool((experts.sort(-1).values.diff(dim=-1) > 0).all(-1).logical_or(dense).all())
+        require(good, "replay.routed_experts", None, f"must be different ids below {config.num_experts}")
+    if entries is not None:
+        seen = torch.arange(first + 1, tokens + 1, device="cpu")[:, None, None] // per_entry
+        good = bool(((entries >= 0) & (entries < seen)).all() and (entries.diff(dim=-1) > 0).all())
+        require(good, "replay.index_entries", None, "must be ascending, and of entries that the token sees")
+    good = ids is None or bool(((ids >= 0) & (ids < config.vocab_size)).all())
+    require(good, "replay.kept_ids", None, f"must be token ids below {config.vocab_size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChoiceRecord:
+    """The choices of one sequence, as steps report them.
+
+    Attributes:
+        parts: Of its steps, in order.
+        shared: Another sequence that may have run the prompt for this one, and how many tokens of it.
+    """
+
+    parts: list[Chosen] = field(default_factory=list)
+    shared: tuple[ChoiceRecord, int] | None = None
+
+    def routed_experts(self) -> Tensor | None:
+        """Return the experts of all tokens, int16 [tokens, layers, K]."""
+        return self._joined("routed", 0)
+
+    def index_entries(self, first: int) -> Tensor | None:
+        """Return the entries that tokens from ``first`` on attend to, int32 [tokens - first, layers, k]."""
+        return self._joined("selected", first)
+
+    def _joined(self, name: str, first: int) -> Tensor | None:
+        """Join the parts; a position that ran twice (after a preemption, or a rejected draft) counts as it ran last."""
+        own = [getattr(part, name) for part in self.parts if getattr(part, name) is not None]
+        if not own:
+            return None
+        every: list[tuple[int, Tensor]] = own
+        if self.shared is not None:
+            leader, tokens = self.shared
+            before = [getattr(part, name) for part in leader.parts if getattr(part, name) is not None]
+            every = [(start, part[: tokens - start]) for start, part in before if start < tokens] + own
+        length = max(start + len(part) for start, part in own)
+        joined = torch.empty(length - first, *every[0][1].shape[1:], dtype=every[0][1].dtype, device="cpu")
+        for start, part in every:
+            joined[start - first : start - first + len(part)] = part[: max(0, length - start)]
+        return joined

@@ -1,0 +1,119 @@
+"""The trainer's side of a rollout: the library's own model, with gradients, and log-probabilities with the rollout's bits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Unpack, cast
+
+import torch
+from torch import Tensor
+
+from dsv4lite.checks import require
+from dsv4lite.config import EngineConfig, EngineSettings
+from dsv4lite.device import choose_device, single_threaded
+from dsv4lite.engine.choices import check_replay, given_to
+from dsv4lite.engine.contract import ExecutionContract
+from dsv4lite.errors import UnsupportedError
+from dsv4lite.kernels.sampling import scale
+from dsv4lite.models.family import TrainableModel
+from dsv4lite.planning.memory import choose_numerics
+from dsv4lite.request import Replay, SamplingParams
+from dsv4lite.sampling.sampler import MAX_TEMPERATURE, MIN_TEMPERATURE
+from dsv4lite.weights.source import ModelSource
+from dsv4lite.weights.update import checksum
+
+_EDITS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
+_TRUNCATIONS = ("top_k", "top_p", "min_p", "min_tokens", "bad_words_ids", "allowed_token_ids", "thinking_budget")
+
+
+def load_model(model: str | os.PathLike[str], **settings: Unpack[EngineSettings]) -> TrainableModel:
+    """Load the model of a checkpoint for training: an ``nn.Module`` with the arithmetic of an engine of the same settings.
+
+    Parameters of an unquantized checkpoint want gradients. On a CPU matrices are float32, whatever the checkpoint stores.
+
+    Args:
+        model: Folder of a checkpoint, or a hub id.
+        **settings: Fields of ``EngineConfig``, of which those count that concern the model; ``deterministic`` is true by default.
+
+    Raises:
+        ConfigError, CheckpointError: The settings are wrong, or the checkpoint.
+    """
+    given: EngineSettings = {"deterministic": True, **settings}
+    config = EngineConfig(model=os.fspath(model), **given)
+    source = ModelSource.open(config)
+    numerics = choose_numerics(config, source, choose_device(config))
+    built = source.build(numerics, with_mtp=False, seed=config.seed)
+    if not numerics.quantized:
+        for _, parameter in built.named_parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+    return cast(TrainableModel, built)
+
+
+def execution_contract(model: TrainableModel) -> ExecutionContract:
+    """Return what the bits of this side depend on; an engine of one rank with the same weights and settings has an equal one."""
+    sums = {
+        name: f"{checksum(slot.values().float(), tuple(slice(0, n) for n in slot.shape), slot.shape):016x}"
+        for name, slot in model.slots().items()
+    }
+    return ExecutionContract.of(model.config, model.numerics, model.shard.mesh.layout, sums)
+
+
+def completion_logprobs(
+    model: TrainableModel,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    params: SamplingParams | None = None,
+    *,
+    replay: Replay | None = None,
+) -> Tensor:
+    """Return the log-probabilities of a completion's tokens, float32 [C], differentiable.
+
+    A deterministic model computes on one thread of a CPU, and the values have the bits that the rollout recorded; see
+    ``docs/rollouts.md``.
+
+    Args:
+        model: From ``load_model``.
+        prompt: Token ids, at least one.
+        completion: Token ids, at least one.
+        params: Those of the rollout; ``None`` is the model's own distribution.
+        replay: Choices of the rollout to make again. Settings that forbid or truncate need it.
+
+    Raises:
+        UnsupportedError: Processed values are wanted under penalties or bias, or under settings that need ``replay``.
+    """
+    require(len(prompt) > 0, "prompt", prompt, "must not be empty")
+    require(len(completion) > 0, "completion", completion, "must not be empty")
+    token_ids, given = [*prompt, *completion[:-1]], None
+    numerics = model.numerics
+    if replay is not None:
+        check_replay(replay, model.config, len(prompt), len(completion))
+        given = given_to([(0, len(token_ids), replay)], model.config, len(token_ids), numerics.device)
+    on_one = numerics.deterministic and numerics.device.type == "cpu"
+    with single_threaded() if on_one else nullcontext():
+        logits = model.logits(model.one_pass(token_ids, given)[len(prompt) - 1 :])
+        if params is not None and params.logprobs_mode == "processed":
+            logits = _processed(logits, params, replay)
+        targets = torch.tensor(completion, dtype=torch.int64, device=logits.device)
+        return torch.log_softmax(logits, dim=-1).gather(-1, targets[:, None])[:, 0]
+
+
+def _processed(logits: Tensor, params: SamplingParams, replay: Replay | None) -> Tensor:
+    """Return the logits of the distribution that ``params`` sample from, float32 [C, V]."""
+    neutral, kept = SamplingParams(), None
+    if replay is not None:
+        kept = replay.kept(0, len(logits), logits.shape[1])
+    for name in (*_EDITS, *(_TRUNCATIONS if kept is None else ())):
+        if getattr(params, name) != getattr(neutral, name) and not (params.greedy_sampling and name in ("top_k", "top_p", "min_p")):
+            raise UnsupportedError(
+                f"{name}={getattr(params, name)!r}: a trainer's forward pass applies temperature, and what the replay of a rollout "
+                "with return_replay=True says; score() applies all settings"
+            )
+    if kept is not None:
+        logits = logits.masked_fill(~kept.to(logits.device), float("-inf"))
+    if params.greedy_sampling:
+        return logits
+    temperature = min(max(params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
+    top = logits.detach().amax(-1, keepdim=True)
+    return scale(logits, top, torch.full_like(top, temperature))

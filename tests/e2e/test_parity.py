@@ -1,0 +1,120 @@
+"""A trainer's forward pass has a rollout's bits, what differs is named, and contracts say whether two sides can have the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4lite.__main__ import main
+from dsv4lite.config import NGram, tiny_model
+from dsv4lite.debug.parity import compare_sides
+from dsv4lite.engine.contract import ExecutionContract
+from dsv4lite.errors import InvalidRequestError
+from dsv4lite.llm import LLM
+from dsv4lite.models.deepseek_v4 import model as v4
+from dsv4lite.request import SamplingParams
+from dsv4lite.training import completion_logprobs, execution_contract, load_model
+from dsv4lite.weights.update import NamedTensors
+from tests.e2e.engines import MODEST, SMALL, opened, prompts_of
+
+SHORT, LONG = prompts_of((7, 300), SMALL["vocab_size"], seed=5)
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+@DTYPES
+def test_trainer_has_the_bits_of_decoding_and_scoring(model: Path, dtype: Any) -> None:
+    """In company, in chunks, with drafts."""
+    params = SamplingParams.for_rollout(n=2, seed=3, max_tokens=30, ignore_eos=True, temperature=0.7)
+    policy = load_model(model, device="cpu", dtype=dtype)
+    with opened(model, deterministic=True, dtype=dtype, max_num_batched_tokens=50, speculative=NGram(3)) as llm:
+        outs = llm.generate_batch([LONG, SHORT, SHORT * 5], params)
+        pairs = [(prompt, one.token_ids) for prompt, out in zip((LONG, SHORT, SHORT * 5), outs, strict=True) for one in out.outputs]
+        scores = llm.score_batch(pairs, params)
+    for pair, score, one in zip(pairs, scores, (one for out in outs for one in out.outputs), strict=True):
+        trained = completion_logprobs(policy, *pair, params)
+        assert trained.requires_grad and one.logprobs is not None
+        assert torch.equal(trained, one.logprobs.sampled) and torch.equal(trained, score.sampled)
+
+
+@DTYPES
+def test_every_part_has_equal_bits(model: Path, dtype: Any) -> None:
+    report = compare_sides(str(model), device="cpu", dtype=dtype, tokens=160)
+    assert report.exact and report.largest == 0
+    kinds = {part.part: part.count for part in report.parts}
+    assert kinds == {
+        "attention, csa": 1,
+        "attention, hca": 1,
+        "attention, sliding": 1,
+        "experts": 2,
+        "experts, by token id": 1,
+        "head": 1,
+        "residual": 7,
+    }
+    assert all((part.equal, part.largest, part.relative) == (1, 0, 0) for part in report.parts)
+
+
+def test_part_that_differs_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of steps of one token is a little off in layers that select."""
+    right = v4.paged_attention
+
+    def wrong(given: Any) -> torch.Tensor:
+        out = right(given)
+        return out * 1.01 if len(out) == 1 and given.ratio == 4 else out
+
+    monkeypatch.setattr(v4, "paged_attention", wrong)
+    report = compare_sides(str(model), device="cpu", tokens=60)
+    assert not report.exact and report.largest > 0
+    off = {part.part for part in report.parts if part.equal < 1}
+    assert off == {"attention, csa"}
+    (part,) = (part for part in report.parts if part.part in off)
+    assert 0.5 < part.equal < 0.7 and 0 < part.relative < 0.02  # three fifths are a prompt in chunks
+    assert "attention, csa" in str(report)
+    with pytest.raises(InvalidRequestError, match="at least 2"):
+        compare_sides(str(model), tokens=1)
+
+
+def test_command_prints_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", tiny_model(), "--tokens", "40", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "100.00% have equal bits" in text and "residual" in text
+    assert main(["parity", "--tokens", "40", "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal"] == 1 and found["tokens"] == 40 and len(found["parts"]) > 3
+
+
+def test_contracts_of_both_sides_are_equal_until_something_differs(model: Path) -> None:
+    policy = load_model(model, device="cpu")
+    ours = execution_contract(policy)
+    with opened(model, deterministic=True) as llm:
+        theirs = llm.execution_contract()
+        assert ours == theirs and ours.digest == theirs.digest and ours.difference(theirs) == ""
+        with llm.update_weights(1, partial=True) as update:
+            update.load(NamedTensors({"layers.1.attn_norm.weight": torch.full((SMALL["hidden_size"],), 2.0)}))
+        after = llm.execution_contract()
+    assert after != ours and after.digest != ours.digest
+    assert after.difference(ours) == f"weights: 1 of {len(ours.weights)} tensors: layers.1.attn_norm.weight"
+    with opened(model, dtype="bfloat16") as llm:
+        lines = llm.execution_contract().difference(ours).splitlines()
+    assert lines == [
+        "numerics.deterministic: False here, True there",
+        "numerics.dtype: torch.bfloat16 here, torch.float32 there",
+    ]
+    other = replace(ours, kernels="other", versions={**ours.versions, "torch": "1.0"}, weights={})
+    assert other.difference(ours).splitlines() == [
+        f"versions.torch: 1.0 here, {torch.__version__} there",
+        f"kernels: other here, {ours.kernels} there",
+        f"weights: {len(ours.weights)} of 0 tensors: {', '.join(sorted(ours.weights)[:4])} and {len(ours.weights) - 4} more",
+    ]
+
+
+def test_contract_names_the_layout_and_no_drafter(model: Path) -> None:
+    with LLM(str(model), **{**MODEST, "deterministic": True, "tensor_parallel_size": 2}) as llm:
+        theirs: ExecutionContract = llm.execution_contract()
+    ours = execution_contract(load_model(model, device="cpu"))
+    assert theirs.difference(ours) == "numerics.tp: 2 here, 1 there"
+    assert not any(name.startswith("mtp.") for name in theirs.weights)
