@@ -70,7 +70,7 @@ class Step:
         most: Largest distance of the two log-probabilities.
         stale: Share of tokens that older weights made; these do not count in ``kl`` and ``most``.
         version: Of the newest weights in the rollouts.
-        tokens_per_s: Of the rollouts.
+        tokens_per_s: Of the rollouts; of asynchronous ones since the step before.
         awake, asleep: Memory of the process with and without the engine's, MiB.
     """
 
@@ -213,10 +213,10 @@ async def all_at_once(folder: Path, settings: Settings) -> list[Step]:
             started = time.perf_counter()
             async for rollouts in batches(outputs, len(NAMES)):
                 seconds, held = time.perf_counter() - started, memory()
+                started += seconds
                 steps.append(await asyncio.to_thread(finished, policy, rollouts, seconds, held, held))
                 print(len(steps) - 1, steps[-1])
                 await publish(llm, policy)
-                started = time.perf_counter()
     return steps
 
 
