@@ -277,7 +277,8 @@ class EngineConfig:
         revision: Hub revision: branch, tag or commit.
         tokenizer: Folder with ``tokenizer.json``; default is the model's own.
         dtype: Activations: ``auto`` follows the checkpoint (bfloat16 for quantized ones, float32 for float16 ones).
-        kv_cache_dtype: Cache rows: ``auto`` is fp8 rows for quantized checkpoints, the activation dtype for unquantized ones.
+        kv_cache_dtype: Cache rows: ``auto`` is fp8 rows for quantized checkpoints of V4, else the activation dtype; MLA models may
+            have ``fp8`` rows whatever their weights are.
         load_format: ``dummy`` fills the model with plausible random weights and needs only config and tokenizer.
         device: ``auto`` takes CUDA when there is one.
         max_model_len: Most tokens of prompt and completion together; default is the model's limit, or what fits.

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dsv4lite.models.config import ModelConfig
 from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config, Yarn
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.tensors import official_shapes
@@ -152,7 +153,7 @@ def _hash(key: str, count: int) -> Tensor:
 # The tiny model ---------------------------------------------------------------------
 
 
-def tiny_ids(count: int, config: V4Config = TINY) -> list[int]:
+def tiny_ids(count: int, config: ModelConfig = TINY) -> list[int]:
     """Return the token ids of the known-answer test."""
     return [(7 * t * t + 3 * t + 1) % config.vocab_size for t in range(count)]
 

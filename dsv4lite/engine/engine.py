@@ -650,21 +650,21 @@ class Engine:
 
     def _sleep(self, level: int) -> None:
         if level == 1:
-            self._ask("copy_out", undo=Ask("drop_copies", ()))
+            self._ask("copy_out", undo=Ask("drop_copies", (True,)))
         self._finish_all()
         self._scheduler.preempt_all()
         self._scheduler.reset_prefix_cache()
         self._ask("release", MEMORY_TAGS)
         self._released.update(MEMORY_TAGS)
         if level == 2:
-            self._ask("drop_copies")
+            self._ask("drop_copies", True)
 
     def _wake_up(self, tags: Sequence[MemoryTag]) -> None:
         wanted = tuple(self._released.intersection(tags))
         self._ask("restore", wanted, undo=Ask("release", (wanted,)))
         self._released.difference_update(wanted)
         if "weights" in wanted:
-            self._ask("drop_copies")
+            self._ask("drop_copies", False)
 
     def _lose(self, loss: EngineDeadError) -> None:
         """Fail open requests and calls, in another thread, because a rank is lost: the engine's own may never leave its step."""

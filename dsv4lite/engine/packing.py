@@ -27,8 +27,9 @@ from dsv4lite.state.store import StateCache
 def prepare_state(plan: StepPlan, cache: StateCache, drafter: int) -> None:
     """Apply what a step does to the state before its sequences run: reset, restored and forked slots, copied pages, zeroed rows.
 
-    Window rows of tokens for which the drafter did not run are zero-filled: attention reads such a row as any other key, and zeros
-    keep the drafter independent of what the page held before. The layers of its state begin at ``drafter``.
+    The drafter's rows of tokens for which it did not run are zero-filled: attention reads such a row as any other key, and zeros
+    keep the drafter independent of what the page held before. They are in window pages, or in grow pages of a model without sliding
+    window. The layers of its state begin at ``drafter``.
     """
     device = cache.device
     if plan.resets:

@@ -20,6 +20,7 @@ from dsv4lite.models.shard import shards_of
 from dsv4lite.parallel.shard import Cut
 from dsv4lite.request import MemoryTag
 from dsv4lite.state.store import StateCache
+from dsv4lite.weights.host_memory import HostMemory
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.weights.update import Bucket, Transaction, checksum
 
@@ -71,6 +72,7 @@ class Resident:
         self._device = cache.device
         self._open: tuple[int, Transaction] | None = None
         self._copies: dict[int, Tensor] = {}  # host copies of the weights' storages, in the order of ``_weights``
+        self._host = HostMemory(cache.device)  # for those, or for what an update stages
 
     # -------------------------------------------------------------------------------------------------------------- updates
 
@@ -78,8 +80,11 @@ class Resident:
         """Open a transaction of this number."""
         if self._balancer is not None:
             self._balancer.on = False  # slots keep their experts meanwhile
-        formats, names = self._source.formats(), self._source.family.names
-        transaction = Transaction(self._model.slots(), names, formats, self._shards, self._device, staged=staged)
+        formats, names = self._source.formats(), self._source.names
+        self._host.clear()
+        transaction = Transaction(
+            self._model.slots(), names, formats, self._shards, self._device, staging=self._host if staged else None
+        )
         self._open = (serial, transaction)
 
     def take(self, serial: int, bucket: Bucket) -> None:
@@ -131,16 +136,17 @@ class Resident:
         Raises:
             CapacityError: There is too little host memory.
         """
-        pinned = self._device.type == "cuda"
-        with _room("the host has too little memory to keep the weights"):
-            for i, tensor in enumerate(self._weights()):
-                if holds_storage(tensor):
-                    there = storage_bytes(tensor)
-                    self._copies[i] = torch.empty(len(there), dtype=torch.uint8, device="cpu", pin_memory=pinned).copy_(there)
+        for i, tensor in enumerate(self._weights()):
+            if holds_storage(tensor):
+                there = storage_bytes(tensor)
+                self._copies[i] = self._host.take(there.shape, there.dtype).copy_(there)
 
-    def drop_copies(self) -> None:
-        """Free the host copies of the weights."""
+    def drop_copies(self, free: bool) -> None:
+        """Forget the host copies of the weights; free their memory, or keep it for the next ones."""
         self._copies.clear()
+        self._host.clear()
+        if free:
+            self._host.free()
 
     def release(self, tags: Collection[MemoryTag]) -> None:
         """Give the memory of weights and KV cache back to the device, and that of captured steps; twice is as good as once."""
@@ -160,7 +166,7 @@ class Resident:
         Raises:
             CapacityError: The device has too little memory; some may have been allocated.
         """
-        with _room(f"{self._device} has too little memory to wake up"):
+        with _room_to_wake_up(self._device):
             for i, tensor in enumerate(self._weights()) if "weights" in tags else ():
                 if not holds_storage(tensor):
                     fill_storage(tensor)
@@ -173,12 +179,13 @@ class Resident:
 
 
 @contextmanager
-def _room(problem: str) -> Iterator[None]:
+def _room_to_wake_up(device: torch.device) -> Iterator[None]:
     """Raise ``CapacityError`` if an allocation in the block fails."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError where the host has no memory
-        raise CapacityError(f"{problem}: {error}", advice=("free memory, and try again",)) from error
+        problem = f"{device} has too little memory to wake up: {error}"
+        raise CapacityError(problem, advice=("free memory, and try again",)) from error
 
 
 def whole_checksums(parts: Iterable[Checksums]) -> dict[str, str]:

@@ -27,9 +27,9 @@ from dsv4lite.parallel.pipeline import StageLink, TokenBroadcast
 from dsv4lite.planning.workspace import SCORED_ROWS
 from dsv4lite.request import Logprobs, Request
 from dsv4lite.sampling.sampler import Sampler
-from dsv4lite.sampling.samples import Arrival, Samples
+from dsv4lite.sampling.samples import Arrival, Given, Samples, Scores, cut
 from dsv4lite.sampling.state import send
-from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, SequencePlan, StepPlan, StepShape, sampled_of
+from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, StepPlan, StepShape, sampled_of
 from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.speculation.draft_state import AcceptedLengths, DraftState
 from dsv4lite.speculation.drafters import DeviceDrafter, draft
@@ -65,13 +65,14 @@ class InFlightStep:
     Attributes:
         plan: What runs.
         samples: Tokens of the sequences that sample, on their way to the host; ``None`` on ranks that do not sample.
-        scores, routed: See ``StepResult``.
+        scores: On their way to the host.
+        routed: See ``StepResult``.
         drafts: int64 [S, K], draft tokens that follow, on their way to the host; ``UNKNOWN`` where there are none.
     """
 
     plan: StepPlan
     samples: Samples | None
-    scores: dict[int, Logprobs]
+    scores: Scores
     routed: dict[int, tuple[int, Tensor]]
     drafts: Arrival | None
 
@@ -83,7 +84,7 @@ class InFlightStep:
                 found = drafts if drafts[-1] != UNKNOWN else takewhile(lambda token_id: token_id != UNKNOWN, drafts)
                 token_id, logprob, error, after, _, drafted = one
                 sampled[seq_id] = sampled_of((token_id, logprob, error, after, tuple(found), drafted))
-        return StepResult(sampled=sampled, scores=self.scores, routed=self.routed)
+        return StepResult(sampled=sampled, scores=self.scores.to_host(), routed=self.routed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -417,38 +418,36 @@ class Runner:
                 self._accepted = AcceptedLengths.of(sequences, accepted, drafts_SK)
         return None if drafts_SK is None or samples is None else Arrival(drafts_SK)
 
-    def _scores(self, plan: StepPlan, done: _Pass) -> dict[int, Logprobs]:
-        """Score the prompt tokens that follow positions ``score`` of each sequence; all ranks run the head."""
-        found: dict[int, Logprobs] = {}
-        streams_TND = done.streams_TND
+    def _scores(self, plan: StepPlan, done: _Pass) -> Scores:
+        """Score the prompt tokens that follow positions ``score`` of each sequence; all ranks run the head.
+
+        Tokens of many sequences share a call: of all that are scored raw, and of all scored as decoding with their settings.
+        """
+        found, streams_TND = Scores(), done.streams_TND
         if streams_TND is None or not self.model.shard.last:
             return found
+        kinds: dict[bool, list[tuple[Given, int]]] = {False: [], True: []}
         for s, first_row in zip(plan.sequences, done.first_rows, strict=True):
-            if s.score is None:
-                continue
-            parts = []
-            for start in range(*s.score, SCORED_ROWS):  # the memory plan has room for so many rows beside the logits
-                stop = min(start + SCORED_ROWS, s.score[1])
-                row = first_row - s.start
-                logits = self.model.logits(streams_TND[row + start : row + stop])
-                if self.sampler is not None:
-                    parts.append([x.cpu() for x in self._score(s, logits, start + 1, stop + 1)])
-            if parts:
-                request = self._requests[s.seq_id]
-                values, ranks, top_ids, top_values = (torch.cat(column) for column in zip(*parts, strict=True))
-                mode = "raw" if request.generate else request.params.logprobs_mode
-                found[s.seq_id] = Logprobs(sampled=values, ranks=ranks, token_ids=top_ids, values=top_values, mode=mode)
+            if s.score is not None:
+                request, (begin, end) = self._requests[s.seq_id], s.score
+                processed = not request.generate and request.params.logprobs_mode == "processed"
+                kinds[processed].append((Given(s, begin + 1, request.prompt_token_ids[begin + 1 : end + 1]), first_row - s.start))
+        for processed, spans in kinds.items():
+            rows = [row + position - 1 for given, row in spans for position in range(given.position, given.end)]
+            for start in range(0, len(rows), SCORED_ROWS):  # the memory plan has room for so many rows beside the logits
+                part = torch.tensor(rows[start : start + SCORED_ROWS], dtype=torch.int64, device="cpu")
+                logits = self.model.logits(streams_TND[send(part, streams_TND.device)])
+                if self.sampler is None:
+                    continue
+                some = cut([given for given, _ in spans], start, start + SCORED_ROWS)
+                tops = [self._requests[given.sequence.seq_id].params.prompt_logprobs or 0 for given in some]
+                if processed:
+                    scores = self.sampler.score(logits, some)
+                else:
+                    token_ids = torch.tensor([t for given in some for t in given.token_ids], dtype=torch.int64, device="cpu")
+                    scores = token_logprobs(logits, send(token_ids, logits.device), min(max(tops), logits.shape[1]))
+                found.add(some, tops, "processed" if processed else "raw", scores)
         return found
-
-    def _score(self, sequence: SequencePlan, logits: Tensor, begin: int, end: int) -> tuple[Tensor, ...]:
-        """Score the prompt tokens ``[begin, end)``: by the model's own distribution, or as decoding with the request's settings."""
-        assert self.sampler is not None
-        request = self._requests[sequence.seq_id]
-        token_ids, params = request.prompt_token_ids[begin:end], request.params
-        if request.generate or params.logprobs_mode == "raw":
-            targets = send(torch.tensor(token_ids, dtype=torch.int64, device="cpu"), logits.device)
-            return token_logprobs(logits, targets, min(params.prompt_logprobs or 0, logits.shape[1]))
-        return self.sampler.score(logits, sequence, begin, token_ids)
 
     def _routed(self, plan: StepPlan, done: _Pass) -> dict[int, tuple[int, Tensor]]:
         """Return the experts of the sequences that want them, with the position of the first token."""

@@ -4,6 +4,8 @@
     window row of position p          before this step: page window_SP[s, p // 64 - window_first_S[s]], place p % 64
                                       of this step:     the step's own packed rows, row rows_S[s] + p - first_S[s]
 
+    row of token p, kept for good     entry p of ratio 1
+
 Shapes: T tokens, S sequences, P grow pages, Q window pages.  Tokens of a sequence are consecutive rows and positions.
 """
 
@@ -86,6 +88,26 @@ class Paging:
             return padding_T if bool(padding_T.any()) else None
 
         return self.once("padding", find)
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """Return first row, number of tokens and first position of each sequence. For references."""
+        tables = (self.rows_S, self.lens_S, self.first_S)
+        return self.once("spans", lambda: list(zip(*(table.tolist() for table in tables), strict=True)))
+
+    def own_rows(self, rows_per_page: int) -> tuple[Tensor | None, Tensor]:
+        """Return the tokens that are no padding, int64 [N], ``None`` for all, and where their rows lie in grow pages that have one
+        row for each token. For references.
+        """
+
+        def find() -> tuple[Tensor | None, Tensor]:
+            position_T, page_T = self.positions_T.long(), self.positions_T.long().clamp_min(0) // rows_per_page
+            address_T = self.grow_SP[self.sequence_T.long(), page_T].long() * rows_per_page + position_T % rows_per_page
+            if self.padding_T is None:
+                return None, address_T
+            rows_N = (~self.padding_T).nonzero()[:, 0]
+            return rows_N, address_T[rows_N]
+
+        return self.once(("own rows", rows_per_page), find)
 
     def blocks(self, most: int, least: int | None = None) -> list[Block]:
         """Cut the step into blocks of at most ``most`` rows. For references.

@@ -1,9 +1,11 @@
-"""Partial rotary embedding on the last channels, interleaved pairs, with the YaRN frequency blend.
+"""Partial rotary embedding, with the YaRN frequency blend.
 
-    (a, b) -> (a cos - b sin, a sin + b cos)      pair i = channels (C - r + 2i, C - r + 2i + 1), angle = position * f_i
+    (a, b) -> (a cos - b sin, a sin + b cos)      angle = position * f_i
+    rope         pair i = channels (C - r + 2i, C - r + 2i + 1)
+    rope_first   pair i = channels (2i, 2i + 1), or (i, r / 2 + i)
 
-Source: DeepSeek-V4 specification 1.4 and 3.3.  Numerics: float32 angles (the product is rounded, as in the official code) and
-rotation, one rounding to the input dtype.  There is no magnitude factor.
+Source: DeepSeek-V4 specification 1.4 and 3.3, MLA specification 1.3, 3.2 and 3.10.  Numerics: float32 angles (the product is
+rounded, as in the official code) and rotation, one rounding to the input dtype.  There is no magnitude factor.
 """
 
 from __future__ import annotations
@@ -49,3 +51,15 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tenso
     a, b = tail[..., 0::2], tail[..., 1::2]
     turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
     return torch.cat([x[..., :-width], turned.to(x.dtype)], -1)
+
+
+def rope_first(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate the first channels of ``x`` [T, C] or [T, H, C], neighbours together if ``interleaved``, else halves."""
+    if x.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    width = 2 * cos.shape[-1]
+    head = x[..., :width].float()
+    a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)
+    turned = [a * cos - b * sin, a * sin + b * cos]
+    joined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat([joined.to(x.dtype), x[..., width:]], -1)

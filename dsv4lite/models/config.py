@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 DrafterKind = Literal["mtp", "dspark"]
+Scoring = Literal["sqrtsoftplus", "softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +19,16 @@ class ModelConfig:
         num_experts: Routed experts of a layer; 0 for a dense model.
         experts_per_token: That a token goes to.
         expert_width: Hidden channels of a routed expert.
+        num_shared_experts: Experts of every token, which are one of their common width.
+        scoring: How the router's logits become scores (``kernels/routing``).
+        biased: The router has a bias for each expert, which counts for the selection only.
+        expert_groups, top_groups: Groups of experts, and those of a token's groups that it chooses from.
+        renormalize: The weights of a token's experts are divided by their sum.
         route_scale: Factor of the routed experts' weights.
         swiglu_limit: Bound of the inputs of SwiGLU.
         quantized: The checkpoint's matrices are quantized, and so its arithmetic.
+        expert_format: How a quantized release stores routed experts.
+        byte_scales: Scales of its FP8 matrices are e8m0 bytes, else float32.
     """
 
     vocab_size: int
@@ -31,9 +39,17 @@ class ModelConfig:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
+    num_shared_experts: int = 1
+    scoring: Scoring = "sqrtsoftplus"
+    biased: bool = True
+    expert_groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = True
     route_scale: float = 1.0
     swiglu_limit: float = 10.0
     quantized: bool = False
+    expert_format: Literal["fp4", "fp8"] = "fp4"
+    byte_scales: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | None = None
 

@@ -16,6 +16,12 @@ from torch import Tensor, nn
 from dsv4lite.errors import ConfigError, UnsupportedError, near_match, shown
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.models.config import DrafterKind, ModelConfig, PassBytes
+from dsv4lite.models.deepseek_mla import config as mla_config
+from dsv4lite.models.deepseek_mla import state as mla_state
+from dsv4lite.models.deepseek_mla import workspace as mla_workspace
+from dsv4lite.models.deepseek_mla.model import DeepseekMla
+from dsv4lite.models.deepseek_mla.names import mla_names
+from dsv4lite.models.deepseek_mla.tensors import MLA_TENSORS
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.names import V4_NAMES
@@ -150,6 +156,11 @@ class BlockModel(Model, Protocol):
         """Do of ``draft_block`` what ``take_part`` does of a step."""
 
 
+def official_names(raw: Mapping[str, Any]) -> NameTables:
+    """Return the names of a family whose checkpoints know no others."""
+    return NameTables()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Family:
     """What the engine knows of a family. Functions that take a config get the one that ``read_config`` returns.
@@ -158,12 +169,14 @@ class Family:
         name: The ``model_type`` of its configs.
         read_config: Reads a ``config.json``; raises ``ConfigError`` or ``UnsupportedError``.
         tensors: Names, shapes and kinds of the checkpoint's tensors, and how ranks share them.
-        names: Other names of these tensors.
+        names: Returns other names of these tensors, from a ``config.json`` that is not checked yet.
         state: Returns what a rank's layers, and with ``drafter`` its drafter's, keep of a sequence; takes config, ``Numerics``,
             ``ModelShard`` and ``drafter``.
         build: Makes a rank's ``Model`` without filling it; the arguments are those of ``ModelSource.build``.
         workspace: Returns what a pass of up to ``tokens`` tokens, of sequences of up to ``longest``, allocates on a rank; takes
             config, ``Numerics``, ``ModelShard``, and these.
+        free_rows: KV rows may be FP8 or unquantized, whatever the weights are, and are unquantized unless settings say otherwise;
+            else they are FP8 in quantized models and unquantized in others.
         row_reads: Least bytes of one layer's state that a decode step reads of a sequence: for the roofline.
         drafters: A tensor that only a checkpoint with this kind of drafter has.
         chat: Returns the name of the chat format (``text.chat.CHAT_FORMS``).
@@ -172,11 +185,12 @@ class Family:
     name: str
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
     tensors: Tensors
-    names: NameTables = field(default_factory=NameTables)
+    names: Callable[[Mapping[str, Any]], NameTables] = official_names
     state: Callable[..., StateSpec]
     build: Callable[..., Any]
     workspace: Callable[..., PassBytes]
     row_reads: Callable[[Any, Numerics], int]
+    free_rows: bool = False
     drafters: Mapping[DrafterKind, str] = field(default_factory=dict)
     chat: Callable[[Any], str] | None = None
 
@@ -184,12 +198,28 @@ class Family:
         return f"Family(name={self.name!r}, …)"
 
 
+def _mla(name: str) -> Family:
+    """Return the MLA family under one of its names."""
+    return Family(
+        name=name,
+        read_config=mla_config.parse_config,
+        tensors=MLA_TENSORS,
+        names=mla_names,
+        state=mla_state.state_spec,
+        build=DeepseekMla,
+        workspace=mla_workspace.workspace,
+        row_reads=mla_state.row_reads,
+        free_rows=True,
+        drafters={"mtp": "mtp.0.eh_proj.weight"},
+    )
+
+
 FAMILIES: Mapping[str, Family] = {
     "deepseek_v4": Family(
         name="deepseek_v4",
         read_config=parse_config,
         tensors=V4_TENSORS,
-        names=V4_NAMES,
+        names=lambda raw: V4_NAMES,
         state=state_spec,
         build=DeepseekV4,
         workspace=workspace,
@@ -197,6 +227,7 @@ FAMILIES: Mapping[str, Family] = {
         drafters={"mtp": "mtp.0.e_proj.weight", "dspark": "mtp.0.main_proj.weight"},
         chat=lambda config: "deepseek_v4" if config.dspark is None else "deepseek_v4_refreshed",
     ),
+    **{name: _mla(name) for name in mla_config.MODEL_TYPES},
 }
 
 

@@ -5,7 +5,7 @@ Shape suffixes: T tokens, D model, E experts, K experts per token, I expert widt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -23,8 +23,9 @@ from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.models.partial_sums import gather_rows, most_near, total, total_of_experts, total_of_own
 from dsv4lite.models.shard import ModelShard
-from dsv4lite.parallel.eplb import Placement
+from dsv4lite.parallel.eplb import Placement, balance
 from dsv4lite.parallel.experts import AllGather, Local, Rows
+from dsv4lite.parallel.mesh import Axis
 from dsv4lite.weights.quant import (
     ACTIVATION_GROUP,
     CopiedSlot,
@@ -34,6 +35,7 @@ from dsv4lite.weights.quant import (
     NamedSlots,
     Numerics,
     Rounded,
+    Slot,
     TensorSlot,
     TiledStack,
     TileSlot,
@@ -186,8 +188,8 @@ class MoE(nn.Module):
             if numerics.device.type != "meta":
                 self.map.set(self.placement)
         self.experts = Experts(c, numerics, self.placement.slots_per_rank, shard.expert_part(c.expert_width))
-        self.shared = SharedExpert(c, numerics, shard.part(c.expert_width))
-        self.bias = None if hashed else parameter(c.num_experts, numerics=numerics)
+        self.shared = SharedExpert(c, numerics, shard.part(c.num_shared_experts * c.expert_width))
+        self.bias = None if hashed or not c.biased else parameter(c.num_experts, numerics=numerics)
         table = torch.empty(c.vocab_size, c.experts_per_token, dtype=torch.int64, device=numerics.device) if hashed else None
         self.register_buffer("tid2eid", table)
         self.tid2eid: Tensor | None
@@ -195,7 +197,7 @@ class MoE(nn.Module):
         # Weights that stay quantized have ops of few launches and transfers of their own. A host's dispatcher gets every call.
         resident = self.experts.tiled and self.shared.w2.scale is not None
         self.gathers = resident and type(dispatch) is AllGather and shard.mesh.peers.size == 1
-        few = most_decode_small(c.experts_per_token) if resident else 0
+        few = most_decode_small(c.experts_per_token) if resident and c.scoring == "sqrtsoftplus" else 0
         many: Way = MoE._alone if dispatch is None else MoE._dispatched
         regimes: list[tuple[int | None, Way]] = [(0, many)]
         if self.gathers:
@@ -298,7 +300,8 @@ class MoE(nn.Module):
 
     def _router(self, tokens: Tokens) -> Router:
         c = self.config
-        return Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, tokens.token_ids_T, tokens.positions_T)
+        rules = (c.scoring, c.expert_groups, c.top_groups, c.renormalize)
+        return Router(c.experts_per_token, c.route_scale, self.bias, self.tid2eid, tokens.token_ids_T, tokens.positions_T, *rules)
 
     def take_part(self, most_tokens: int | None) -> None:
         """Run this rank's experts on other ranks' tokens; its own token is a single one of padding."""
@@ -342,3 +345,28 @@ class MoE(nn.Module):
 
 Way = Callable[[MoE, Tokens], Output]
 """From a layer and a step's tokens to what the layer adds to the streams."""
+
+
+def rebalance_experts(ep: Axis, layers: Mapping[str, MoE]) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
+    """Choose the ranks of experts anew, by how often each was chosen since the last time, and restart the counts.
+
+    Every rank of the stage calls this at the same time, between steps.
+
+    Args:
+        ep: The ranks that share the experts.
+        layers: Each layer with experts, by the prefix of its official names.
+
+    Returns:
+        The places on this rank that get another expert, by the official names of their new tensors: no step may run until all
+        are filled. And for every layer the busiest rank's load over the average, before and after.
+    """
+    waiting: dict[str, Slot] = {}
+    imbalances: list[tuple[float, float]] = []
+    for prefix, ffn in layers.items():
+        assert ffn.map is not None
+        loads = ep.all_reduce(ffn.map.load_E.clone())[:-1].tolist()
+        ffn.map.load_E.zero_()
+        wanted = balance(loads, slots=len(ffn.placement.experts), ranks=ep.size)
+        imbalances.append((ffn.placement.imbalance(loads), wanted.imbalance(loads)))
+        waiting.update(ffn.place(wanted, prefix))
+    return waiting, imbalances

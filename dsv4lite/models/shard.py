@@ -193,14 +193,17 @@ def _check_blocks(config: ModelConfig, tensors: Tensors, layout: Layout) -> None
         return
     if config.num_experts and not can_tile(config.hidden_size, config.expert_width // width_ranks(layout)):
         raise ConfigError(f"{layout} cuts experts of {config.expert_width} through tiles")
-    shards, blocks = shards_of(config, tensors, layout, 0), {"dense": FORMATS["fp8"].block, "expert": FORMATS["fp4"].block}
+    shards = shards_of(config, tensors, layout, 0)
+    blocks = {"dense": FORMATS["fp8"].block, "expert": FORMATS[config.expert_format].block}
     for name, spec in tensors.specs(_one_expert(config)).items():
         shards.cut(name, spec.shape, blocks.get(spec.kind, ()))
 
 
 def _one_expert(config: ModelConfig) -> ModelConfig:
     """Return a config of one routed expert per layer, as all of a layer are alike; a dense model stays as it is."""
-    return replace(config, num_experts=1, experts_per_token=1) if config.num_experts else config
+    if not config.num_experts:
+        return config
+    return replace(config, num_experts=1, experts_per_token=1, expert_groups=1, top_groups=1)
 
 
 def stages(config: ModelConfig, tensors: Tensors, count: int) -> tuple[range, ...]:
@@ -211,7 +214,8 @@ def stages(config: ModelConfig, tensors: Tensors, count: int) -> tuple[range, ..
     weights = [0] * layers
     for name, spec in tensors.specs(_one_expert(config)).items():
         copies = config.num_experts if ".experts." in name else 1
-        stored = stored_tensors(name, spec, quantized=config.quantized, expert_format="fp4" if config.quantized else "unquantized")
+        experts = config.expert_format if config.quantized else "unquantized"
+        stored = stored_tensors(name, spec, quantized=config.quantized, expert_format=experts)
         place = int(name.split(".")[1]) if name.startswith("layers.") else 0 if name.startswith("embed") else layers - 1
         weights[place] += copies * sum(tensor.nbytes for tensor in stored.values())
     before = [0, *accumulate(weights)]

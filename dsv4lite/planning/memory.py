@@ -169,8 +169,9 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
             dtype = torch.float32 if config.dtype == "auto" else dtype  # which has all its numbers; bfloat16 has not
             log.warning("%s is float16 and is computed in %s: %s", source.folder, dtype, _FLOAT16[dtype])
     wanted = config.kv_cache_dtype
-    natural = "fp8" if model.quantized else str(dtype).removeprefix("torch.")
-    if wanted not in ("auto", natural):
+    unquantized, free = str(dtype).removeprefix("torch."), source.family.free_rows
+    natural = "fp8" if model.quantized and not free else unquantized
+    if wanted not in ("auto", natural, *(("fp8",) if free else ())):
         kind = "quantized" if model.quantized else "unquantized"
         raise UnsupportedError(
             f"kv_cache_dtype={wanted!r} does not fit this {kind} {dtype} model: its rows are {natural!r}; leave 'auto'"
@@ -180,6 +181,7 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
         quantized=model.quantized,
         deterministic=config.deterministic,
         device=device,
+        fp8_rows=(natural if wanted == "auto" else wanted) == "fp8",
         dense_fp8=source.dense_fp8,
         expert_format=source.expert_format,
     )
@@ -381,7 +383,7 @@ def _formats(numerics: Numerics) -> str:
     unquantized = str(numerics.matrix_dtype).removeprefix("torch.")
     matrices = "FP8" if numerics.resident_fp8 else unquantized
     experts = unquantized if numerics.resident_experts == "unquantized" else numerics.resident_experts.upper()
-    rows = "FP8" if numerics.quantized else str(numerics.dtype).removeprefix("torch.")
+    rows = "FP8" if numerics.fp8_rows else str(numerics.dtype).removeprefix("torch.")
     return f"{matrices} matrices, {experts} experts, {rows} KV rows"
 
 

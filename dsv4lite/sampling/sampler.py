@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
@@ -48,7 +49,7 @@ from dsv4lite.kernels.sampling.rows import (
     scored_values,
 )
 from dsv4lite.request import Request, SamplingParams
-from dsv4lite.sampling.samples import Arrival, Samples
+from dsv4lite.sampling.samples import Arrival, Given, Samples, cut
 from dsv4lite.sampling.state import Line, SequenceState, failed, send, state_of
 from dsv4lite.scheduling.step_plan import UNKNOWN, SequencePlan
 
@@ -335,47 +336,51 @@ class Sampler:
         best, needs = argmax_finite(logits), Needs.EDITS | Needs.DRAWS
         return sample_rows(SampleInputs(logits, best, slots, positions, self.drafting, nowhere, self.space, needs))[0].long()
 
-    def score(self, logits: Tensor, sequence: SequencePlan, position: int, token_ids: Sequence[int]) -> tuple[Tensor, ...]:
-        """Score given tokens by the distributions that they would have been sampled from; they count as the sequence's output.
+    def score(self, logits: Tensor, spans: Sequence[Given]) -> tuple[Tensor, ...]:
+        """Score given tokens by the distributions that they would have been sampled from; they count as their sequence's output.
 
         Args:
             logits: float32 [T, V], not modified.
-            sequence: Whose tokens they are.
-            position: Index of the first token within prompt and output.
-            token_ids: T tokens, the ones after those that were scored before.
+            spans: T tokens in all, of each sequence those after the ones that were scored before.
 
         Returns:
-            What ``kernels.sampling.token_logprobs`` returns, with as many best tokens as the request wants.
+            What ``kernels.sampling.token_logprobs`` returns, with as many best tokens as the request that wants the most.
         """
-        most = len(self.space.state)
-        if len(token_ids) > most:
-            parts = [
-                self.score(logits[start : start + most].clone(), sequence, position + start, token_ids[start : start + most])
-                for start in range(0, len(token_ids), most)
-            ]
+        most, rows = len(self.space.state), range(len(logits))
+        if len(rows) > most:
+            parts = [self.score(logits[start : start + most].clone(), cut(spans, start, start + most)) for start in rows[::most]]
+            width = max(part[2].shape[1] for part in parts)
+            parts = [(*part[:2], *(pad(x, (0, width - x.shape[1])) for x in part[2:])) for part in parts]
             return tuple(torch.cat(column) for column in zip(*parts, strict=True))
-        self._last = None  # the line of the slot is written here
-        self._seat([sequence])
-        state, best, rows = self._sequences[sequence.seq_id], argmax_finite(logits), range(len(token_ids))
-        found: list[tuple[int, Tensor, int]] = []
-        if state.host_rules:  # where a rule cannot follow the given tokens, nothing is forbidden
-            self._constrain(state, position, token_ids[:-1], 0, found, {})
-            for token_id in token_ids:
-                state.accept(token_id)
-        masks = self._masks(found)
-        before = [position - 1 + i for i in rows]
-        columns = [sequence.slot for _ in rows], before, [0, *token_ids[:-1]], list(rows), list(token_ids)
-        slots, positions, seen, places, given = self._columns(*columns)
+        self._last = None  # the lines of the slots are written here
+        self._seat([given.sequence for given in spans])
+        states = [self._sequences[given.sequence.seq_id] for given in spans]
+        best, needs, found, row = argmax_finite(logits), NOTHING, list[tuple[int, Tensor, int]](), 0
+        for given, state in zip(spans, states, strict=True):
+            needs |= state.needs
+            if state.host_rules:  # where a rule cannot follow the given tokens, nothing is forbidden
+                self._constrain(state, given.position, given.token_ids[:-1], row, found, {})
+                for token_id in given.token_ids:
+                    state.accept(token_id)
+            row += len(given.token_ids)
+        each = [(given, place) for given in spans for place in range(len(given.token_ids))]
+        slots, positions, seen, places, token_ids = self._columns(
+            [given.sequence.slot for given, _ in each],
+            [given.position - 1 + place for given, place in each],
+            [given.token_ids[place - 1] if place else 0 for given, place in each],
+            [place for _, place in each],
+            [given.token_ids[place] for given, place in each],
+        )
         nowhere = torch.empty(0, dtype=torch.int64, device=self._device)
-        needs = state.needs & ~(Needs.DRAWS | Needs.NUCLEI)
         where = slots, positions, self.settings, nowhere, self.space
-        out = sample_rows(SampleInputs(logits, best, *where, needs, (seen, places), given, masks))
-        assert state.line is not None
-        if state.line.occurrences is not None:
-            state.line.occurrences.index_add_(0, given, torch.ones_like(given))
-        k = state.num_logprobs
+        needs &= ~(Needs.DRAWS | Needs.NUCLEI)
+        out = sample_rows(SampleInputs(logits, best, *where, needs, (seen, places), token_ids, self._masks(found)))
+        for state, ids in zip(states, token_ids.split([len(given.token_ids) for given in spans]), strict=True):
+            if state.line is not None and state.line.occurrences is not None:
+                state.line.occurrences.index_add_(0, ids, torch.ones_like(ids))
+        k = max(state.num_logprobs for state in states)
         if k > BEST:
-            lists = self._long_lists(out, logits, best[0], rows, columns[0], before, k)
+            lists = self._long_lists(out, logits, best[0], rows, slots.tolist(), positions.tolist(), k)
         else:
             lists = torch.stack((out[HEADER : HEADER + 2 * k : 2].t(), out[HEADER + 1 : HEADER + 2 * k : 2].t()))
         return out[4].view(torch.float32), out[3], lists[0], lists[1].view(torch.float32)

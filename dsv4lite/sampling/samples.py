@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.kernels.sampling.rows import BEST, HEADER
-from dsv4lite.request import TokenLogprob
+from dsv4lite.request import Logprobs, LogprobsMode, TokenLogprob
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import UNKNOWN, Sampled, SequencePlan, sampled_of
 
@@ -30,6 +31,66 @@ class Arrival:
         if self._event is not None:
             self._event.synchronize()
         return self._x
+
+
+class Given(NamedTuple):
+    """Consecutive tokens of a sequence that are scored, not sampled.
+
+    Attributes:
+        sequence: Whose tokens they are.
+        position: Index of the first one within prompt and output.
+        token_ids: The tokens.
+    """
+
+    sequence: SequencePlan
+    position: int
+    token_ids: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        """Index after the last one."""
+        return self.position + len(self.token_ids)
+
+
+def cut(spans: Sequence[Given], begin: int, end: int) -> list[Given]:
+    """Return the tokens ``begin`` to ``end`` of spans taken one after the other."""
+    found, first = [], 0
+    for sequence, position, token_ids in spans:
+        low, high = max(begin - first, 0), min(end - first, len(token_ids))
+        if low < high:
+            found.append(Given(sequence, position + low, token_ids[low:high]))
+        first += len(token_ids)
+    return found
+
+
+class Scores:
+    """What a step's given tokens scored, on its way to the host; mutable until the step has been launched."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Sequence[Given], Sequence[int], LogprobsMode, list[Arrival]]] = []
+
+    def add(self, spans: Sequence[Given], tops: Sequence[int], mode: LogprobsMode, scores: Sequence[Tensor]) -> None:
+        """Take the scores of some spans, one row after the other.
+
+        Args:
+            spans: Those after the ones that were added before.
+            tops: How many best tokens each of them wants.
+            mode: Of which distribution the scores are.
+            scores: What ``kernels.sampling.token_logprobs`` returns.
+        """
+        self._parts.append((spans, tops, mode, [Arrival(x) for x in scores]))
+
+    def to_host(self) -> dict[int, Logprobs]:
+        """Wait for the scores; return them by sequence."""
+        found: dict[int, list[Logprobs]] = {}
+        for spans, tops, mode, scores in self._parts:
+            columns, first = [x.wait() for x in scores], 0
+            for given, top in zip(spans, tops, strict=True):
+                sampled, ranks, top_ids, values = (x[first : first + len(given.token_ids)] for x in columns)
+                part = Logprobs(sampled=sampled, ranks=ranks, token_ids=top_ids[:, :top], values=values[:, :top], mode=mode)
+                found.setdefault(given.sequence.seq_id, []).append(part)
+                first += len(given.token_ids)
+        return {seq_id: Logprobs.join(parts) for seq_id, parts in found.items()}
 
 
 class Samples:

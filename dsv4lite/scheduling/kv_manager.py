@@ -198,10 +198,16 @@ class KVManager:
                 seq.drafter_computed = min(seq.drafter_computed, seq.num_computed)
 
     def _zero_missed(self, seq: Sequence) -> None:
-        """Zero-fill the drafter's rows of the tokens in a sequence's window for which it has not computed its KV."""
-        for position in range(max(seq.drafter_computed, seq.num_computed + 1 - self._window, 0), seq.num_computed):
-            number, row = divmod(position, WINDOW_PAGE_TOKENS)
-            self._moves["zero_rows"].append((seq.window[number - seq.window_first], row))
+        """Zero-fill the drafter's rows of the tokens for which it has not computed its KV: in a sequence's window, or all without.
+
+        Rows of a cached prefix may be among them: they are zero for every sequence that has it.
+        """
+        size, pages, before, first = WINDOW_PAGE_TOKENS, seq.window, seq.window_first, seq.num_computed + 1 - self._window
+        if not self._window:
+            size, pages, before, first = PAGE_TOKENS, seq.pages, 0, 0
+        for position in range(max(seq.drafter_computed, first, 0), seq.num_computed):
+            number, row = divmod(position, size)
+            self._moves["zero_rows"].append((pages[number - before], row))
         seq.drafter_computed = ALL_TOKENS
 
     # ------------------------------------------------------------------------------------------------------ cached prefixes

@@ -94,7 +94,8 @@ class StepPlan:
         slot_copies: ``(from, to)`` slots.
         saves: ``(slot, snapshot)``, after the sequences.
         max_drafts: Drafts that each span could have, and that are wanted after it; 0 if the model's own drafter does not run.
-        zero_rows: ``(window page, row)`` of the model's own drafter to zero-fill, for tokens whose KV it has not computed.
+        zero_rows: ``(window page, row)`` of the model's own drafter to zero-fill, for tokens whose KV it has not computed; without
+            sliding window ``(grow page, row)``.
     """
 
     step: int

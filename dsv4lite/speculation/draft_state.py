@@ -78,6 +78,8 @@ class DraftState:
         slots_S: int32, -1 for padding.
         window_SP: int32, window pages of the step before, ``NO_PAGE`` where there are none.
         window_first_S: int32, logical number of the first of them.
+        grow_SP: int32, grow pages of the step before, ``NO_PAGE`` past their end: for a model without sliding window, whose drafter
+            has its rows there; else ``None``.
         most: Where replicas share experts, sequences of the replica with the most.
     """
 
@@ -87,6 +89,7 @@ class DraftState:
     slots_S: Tensor
     window_SP: Tensor
     window_first_S: Tensor
+    grow_SP: Tensor | None = None
     most: int | None = None
 
     @classmethod
@@ -116,10 +119,12 @@ class DraftState:
             most: Sequences of the replica with the most.
         """
         accepted_S, tokens_S = accepted
-        width = max(len(s.window_pages) for s in plans)
+        windows = any(s.window_pages for s in plans)
+        pages = [s.window_pages if windows else s.pages for s in plans]
+        width = max(map(len, pages))
         lines = [
-            (begin, s.end - 1 - s.drafts, s.slot, s.window_first, *s.window_pages, *[NO_PAGE] * (width - len(s.window_pages)))
-            for s, begin in zip(plans, begins, strict=True)
+            (begin, s.end - 1 - s.drafts, s.slot, s.window_first, *held, *[NO_PAGE] * (width - len(held)))
+            for s, begin, held in zip(plans, begins, pages, strict=True)
         ]
         table = send(torch.tensor(lines, dtype=torch.int64, device="cpu"), tokens_S.device)
         begin_S, start_S, slots_S, first_S = table[:, :4].unbind(dim=1)
@@ -128,8 +133,9 @@ class DraftState:
             tokens_S=tokens_S.clone(),
             positions_S=start_S + accepted_S,
             slots_S=slots_S.int(),
-            window_SP=table[:, 4:].int(),
+            window_SP=table[:, 4 : 4 + width * windows].int(),
             window_first_S=first_S.int(),
+            grow_SP=None if windows else table[:, 4:].int(),
             most=most,
         )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4lite.config import MTP, DSpark
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.models.family import Batch, BlockModel, MtpModel
-from dsv4lite.paging import WINDOW_PAGE_TOKENS
+from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import UNKNOWN, StepPlan, StepShape
 from dsv4lite.speculation.draft_state import Choose, DraftState
@@ -122,7 +122,7 @@ class MtpDrafter:
 
     Args:
         model: With its MTP block.
-        cache: The block's window.
+        cache: The block's rows, in window pages, or in grow pages of a model without sliding window.
         most: Most draft tokens in a row.
     """
 
@@ -139,9 +139,13 @@ class MtpDrafter:
         self._model.mtp_feed(streams_TND, fed, self._cache)
 
     def draft(self, state: DraftState, choose: Choose) -> Tensor:
-        """Run the block once, where the window pages reach that far; int64 [S, 1]."""
-        page_S, pages = state.positions_S // WINDOW_PAGE_TOKENS - state.window_first_S, state.window_SP.shape[1]
-        held_S = state.window_SP.gather(1, page_S.clamp(0, pages - 1)[:, None])[:, 0] >= 0
+        """Run the block once, where the pages of its rows reach that far; int64 [S, 1]."""
+        if state.grow_SP is None:
+            table_SP, page_S = state.window_SP, state.positions_S // WINDOW_PAGE_TOKENS - state.window_first_S
+        else:
+            table_SP, page_S = state.grow_SP, state.positions_S // PAGE_TOKENS
+        pages = table_SP.shape[1]
+        held_S = table_SP.gather(1, page_S.clamp(0, pages - 1)[:, None])[:, 0] >= 0
         room_S = (state.positions_S >= 0) & (page_S < pages) & held_S
         streams_SND = self._run(state, room_S)
         tokens_S = choose(self._model.mtp_logits(streams_SND), (state.positions_S + 1).int())
@@ -161,7 +165,7 @@ class MtpDrafter:
             lens_S=torch.ones_like(every),
             drafts_S=nothing,
             state_copy_S=nothing,
-            grow_SP=nothing[:, None],
+            grow_SP=nothing[:, None] if state.grow_SP is None else state.grow_SP.clamp_min(0),
             window_SP=state.window_SP,
             window_first_S=state.window_first_S,
             singles=True,

@@ -135,9 +135,10 @@ class StateCache:
             slot[target, 0] = slot[source, 0]
 
     def zero_rows(self, first: int, pages: Tensor, rows: Tensor) -> None:
-        """Make some rows of window pages zero, int64 [N] each, in the layers from ``first`` on."""
+        """Make some rows of window pages zero, int64 [N] each, in the layers from ``first`` on; without any, of grow pages."""
+        lifetime = "window" if self.spec.window_page_bytes else "grow"
         for _, part, store in self.stores(first):
-            if part.lifetime == "window":
+            if part.lifetime == lifetime:
                 store.clear(pages * store.rows_per_page + rows)
 
     def copy_pages(self, lifetime: Lifetime, source: Tensor, target: Tensor) -> None:

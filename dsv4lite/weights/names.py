@@ -1,7 +1,7 @@
 """From the names that checkpoints and trainers use to the official ones, which this library speaks everywhere else.
 
-A name is matched from its start, by whole components, with the tables of the model's family; a name that no table mentions stays
-as it is.
+A name is matched from its start, by whole components, with the tables of the model's family; ``*`` stands for a number. A name
+that no table mentions stays as it is.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ class NameTables:
         stacked: All experts of a layer in one tensor [E, rows, in]: which matrices lie one below the other in it, and what it holds
             of them.
         max_experts: Most experts of a stacked tensor.
+        hidden_layers: Where the drafter's blocks follow the hidden layers under ``layers.N.``, the number of the latter.
     """
 
     top: Mapping[str, str] = field(default_factory=dict)
     block: Mapping[str, str] = field(default_factory=dict)
     stacked: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
     max_experts: int = 0
+    hidden_layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +57,19 @@ def translate(name: str, shape: Sequence[int], tables: NameTables) -> list[Piece
         shape: Its shape: the first dimension of a stacked tensor is its experts.
 
     Returns:
-        One piece as a rule; one or two per expert for stacked experts; none for the copies of embedding and head that some repacks
-        put under ``mtp.``.
+        One piece as a rule; one or two per expert for stacked experts; none for the copies of embedding and head that some
+        checkpoints have under ``mtp.``, and for rotary frequencies, which follow from the config.
 
     Raises:
         CheckpointError: A stacked tensor does not have three dimensions, is empty or has too many experts, or gate and up cannot be
             its two halves.
     """
     parts = name.removeprefix("model.").split(".")
+    if parts[-1] == "inv_freq":
+        return []
+    if tables.hidden_layers is not None and parts[0] == "layers" and len(parts) > 1 and parts[1].isdecimal():
+        drafter_block = int(parts[1]) - tables.hidden_layers
+        parts[:2] = parts[:2] if drafter_block < 0 else ["mtp", str(drafter_block)]
     if parts[0] == "mtp" and (any("emb" in part for part in parts) or (parts[-1] == "weight" and parts[-2].endswith("head"))):
         return []
     parts[-1] = _LEAF.get(parts[-1], parts[-1])
@@ -85,9 +92,10 @@ def translate(name: str, shape: Sequence[int], tables: NameTables) -> list[Piece
 
 
 def _renamed(parts: list[str], table: Mapping[str, str]) -> list[str]:
-    """Replace the longest leading run of components that ``table`` knows."""
+    """Replace the longest leading run of components that ``table`` knows; its numbers stay."""
     for end in range(len(parts), 0, -1):
-        official = table.get(".".join(parts[:end]))
+        official = table.get(".".join("*" if part.isdecimal() else part for part in parts[:end]))
         if official is not None:
-            return [official, *parts[end:]]
+            numbers = (part for part in parts[:end] if part.isdecimal())
+            return [*(next(numbers) if part == "*" else part for part in official.split(".")), *parts[end:]]
     return parts

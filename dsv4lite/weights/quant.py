@@ -36,12 +36,13 @@ class Numerics:
 
     Attributes:
         dtype: Activations between operators.
-        quantized: Apply the roundings of quantized checkpoints: FP8 activations, FP8 kv rows, Hadamard and FP4 index vectors.
+        quantized: Apply the roundings of quantized checkpoints: FP8 activations; in V4 FP8 kv rows, Hadamard, FP4 index vectors.
         deterministic: A token's result does not depend on what else is computed with it.
         matrix_dtype: Resident form of unquantized matrices. On CPU all are widened to float32 once, at load.
         device: Where everything lives.
         resident_fp8: Matrices that the checkpoint stores in FP8 stay codes and scale bytes; otherwise they are widened, too.
         resident_experts: Form of routed experts: ``fp4`` and ``fp8`` lie in tiles (``kernels/experts``), others are widened.
+        fp8_rows: KV rows are FP8: a choice where the family leaves it (``Family.free_rows``), else as in ``quantized``.
     """
 
     dtype: torch.dtype
@@ -51,6 +52,7 @@ class Numerics:
     device: torch.device
     resident_fp8: bool = False
     resident_experts: ExpertFormat = "unquantized"
+    fp8_rows: bool = False
 
     @classmethod
     def choose(
@@ -60,6 +62,7 @@ class Numerics:
         quantized: bool,
         deterministic: bool,
         device: torch.device,
+        fp8_rows: bool | None = None,
         dense_fp8: bool = False,
         expert_format: ExpertFormat = "unquantized",
     ) -> Numerics:
@@ -67,6 +70,7 @@ class Numerics:
 
         Args:
             dtype, quantized, deterministic, device: Those of the class.
+            fp8_rows: That of the class; ``None`` for FP8 rows in quantized models alone.
             dense_fp8: The checkpoint stores every dense matrix in FP8 with e8m0 scales.
             expert_format: How the checkpoint stores routed experts.
         """
@@ -79,6 +83,7 @@ class Numerics:
             device=device,
             resident_fp8=dense_fp8 and not on_cpu,
             resident_experts=expert_format if quantized and not on_cpu else "unquantized",
+            fp8_rows=quantized if fp8_rows is None else fp8_rows,
         )
 
     def fp8_bytes(self, width: int) -> int:
@@ -291,7 +296,7 @@ class TensorSlot:
 
 @dataclass(frozen=True, slots=True)
 class IdSlot(TensorSlot):
-    """Where a table of ids goes that kernels use as indices, unchecked.
+    """Where a table of ids [N, K] goes that kernels use as indices, unchecked; the ids of a row are distinct.
 
     Attributes:
         name: Official name of the table.
@@ -304,17 +309,21 @@ class IdSlot(TensorSlot):
     def problem(self, weight: Tensor) -> str:
         """Return what is wrong with a table, or nothing."""
         wrong = ((weight < 0) | (weight >= self.limit)).nonzero()
-        if not len(wrong):
-            return ""
-        at = wrong[0].tolist()
-        first = f"{weight[*at].item()} at {at}"
-        return f"{self.name}: {len(wrong)} ids are out of range, the first one {first}; ids are from 0 to {self.limit - 1}"
+        if len(wrong):
+            at = wrong[0].tolist()
+            first = f"{weight[*at].item()} at {at}"
+            return f"{self.name}: {len(wrong)} ids are out of range, the first one {first}; ids are from 0 to {self.limit - 1}"
+        repeated = (weight.sort(-1).values.diff(dim=-1) == 0).any(-1).nonzero()
+        if len(repeated):
+            row = int(repeated[0])
+            return f"{self.name}: {len(repeated)} rows have an id twice, the first one row {row}: {weight[row].tolist()}"
+        return ""
 
     def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
         """Copy the table.
 
         Raises:
-            CheckpointError: An id is out of range.
+            CheckpointError: An id is out of range, or twice in a row.
         """
         if problem := self.problem(weight):
             raise CheckpointError(f"{problem}. Fetch the checkpoint again, or take the config.json that came with it")

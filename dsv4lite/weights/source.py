@@ -31,6 +31,7 @@ from dsv4lite.weights.checkpoint import (
 )
 from dsv4lite.weights.dummy import dummy_tensors, fill_tiles
 from dsv4lite.weights.loader import OwnFormat, load, match, own_formats, read_assigned, scale_name
+from dsv4lite.weights.names import NameTables
 from dsv4lite.weights.quant import CopiedSlot, Numerics, Slot, TileSlot
 from dsv4lite.weights.tensors import FORMATS, TensorSpec, stored_form
 
@@ -67,6 +68,7 @@ class ModelSource:
     """A model before it is loaded: all that configuration and headers contain.
 
     Attributes:
+        names: Other names of the model's tensors.
         dtype: What the unquantized tensors are stored in.
         dense_fp8: Every dense matrix is stored in FP8 with e8m0 scales; not so with float32 scales, or where some are unquantized.
         checkpoint: ``None`` for random weights.
@@ -75,6 +77,7 @@ class ModelSource:
     folder: Path
     generation_config: Mapping[str, Any]
     family: Family
+    names: NameTables
     model: ModelConfig
     dtype: torch.dtype
     expert_format: ExpertFormat
@@ -113,23 +116,25 @@ class ModelSource:
             ConfigError, UnsupportedError: The model's config is wrong, or of another family.
         """
 
-        def family_of(raw: Mapping[str, Any]) -> Family:
-            return find_family({**raw, **config.hf_overrides}, config.family)
+        def names_of(raw: Mapping[str, Any]) -> NameTables:
+            raw = {**raw, **config.hf_overrides}
+            return find_family(raw, config.family).names(raw)
 
         dummy, checkpoint = config.load_format == "dummy", None
         folder = locate(config.model, config.revision, weights=fetch and not dummy)
         if dummy or not (fetch or any(folder.glob("*.safetensors"))):
             raw, generation_config = read_config(folder), read_generation_config(folder)
         else:
-            checkpoint = Checkpoint.open(folder, names=lambda raw: family_of(raw).names)
+            checkpoint = Checkpoint.open(folder, names=names_of)
             raw, generation_config = dict(checkpoint.config), dict(checkpoint.generation_config)
-        raw, family = {**raw, **config.hf_overrides}, family_of(raw)
+        raw = {**raw, **config.hf_overrides}
+        family = find_family(raw, config.family)
         model = family.read_config(raw)
         if checkpoint is None:
             dtype = str(raw.get("torch_dtype") or raw.get("dtype"))
-            stored: object = raw.get("expert_dtype", "fp4") if model.quantized else "unquantized"
+            stored: object = raw.get("expert_dtype", model.expert_format) if model.quantized else "unquantized"
             expert_format: ExpertFormat = "fp4" if stored == "fp4" else "fp8" if stored == "fp8" else "unquantized"
-            dense_fp8 = model.quantized
+            dense_fp8 = model.quantized and model.byte_scales
         else:
             if "embed.weight" not in checkpoint.headers:
                 raise CheckpointError(f"{folder} has no embedding; is it a whole model?", problems=["embed.weight: missing"])
@@ -140,6 +145,7 @@ class ModelSource:
             folder=folder,
             generation_config=generation_config,
             family=family,
+            names=family.names(raw),
             model=model,
             dtype=_FLOATS.get(dtype, torch.bfloat16),
             expert_format=expert_format,

@@ -20,6 +20,7 @@ from dsv4lite.kernels.quantize import quantize_matrix
 from dsv4lite.parallel.shard import Cut, Shards
 from dsv4lite.weights.checkpoint import Described, HeldTensor, TensorInfo, locate, official, read_headers, read_tensors
 from dsv4lite.weights.delta import MARK, Blocks
+from dsv4lite.weights.host_memory import HostMemory
 from dsv4lite.weights.loader import MATRIX_FORMATS, OwnFormat, fit, read_assigned, scale_name, weight_name
 from dsv4lite.weights.names import NameTables
 from dsv4lite.weights.quant import IdSlot, Slot
@@ -93,7 +94,7 @@ class DiskSource:
 
     Args:
         model: Folder, or hub id.
-        prefix: Only tensors whose names begin so: ``"mtp."`` is the drafter.
+        prefix: Only tensors whose names on disk, without ``model.``, begin so: ``"mtp."`` is V4's drafter, ``"layers.61."`` V3's.
     """
 
     def __init__(self, model: str, *, prefix: str | tuple[str, ...] = "") -> None:
@@ -182,7 +183,7 @@ class Transaction:
         formats: How the model stores its quantized matrices.
         shards: Which part of each tensor this rank holds.
         device: Of the slots; floats are quantized there.
-        staged: Keep tensors in host memory, pinned for a GPU, until ``write``; otherwise they go to their slots at once.
+        staging: Memory in which tensors are kept until ``write``; ``None``: they go to their slots at once.
     """
 
     def __init__(
@@ -193,10 +194,11 @@ class Transaction:
         shards: Shards,
         device: torch.device,
         *,
-        staged: bool,
+        staging: HostMemory | None,
     ) -> None:
         self._slots, self._names, self._formats, self._shards, self._device = slots, names, formats, shards, device
-        self._staged: dict[str, tuple[Tensor, Tensor | None]] | None = {} if staged else None
+        self._staging = staging
+        self._staged: dict[str, tuple[Tensor, Tensor | None]] = {}
         self._waiting: dict[str, Described] = {}  # weights and scales whose partner did not come yet
         self._seen: set[str] = set()
         self._filled: set[str] = set()
@@ -253,7 +255,7 @@ class Transaction:
             owner, _, part = name.rpartition(MARK)
             if part not in Blocks._fields or owner.endswith(".scale"):
                 raise _refused(unexpected=[f"{name}: unexpected; blocks of weights have {', '.join(Blocks._fields)}"])
-            if self._staged is None:
+            if self._staging is None:
                 raise _refused(mismatched=[f"{name}: blocks change the present numbers, so that an update of them must be staged"])
             found = self._parts.setdefault(owner, {})
             found[part] = tensor.clone()
@@ -291,16 +293,15 @@ class Transaction:
             scale = scale.float() if own.scale == "F32" else scale
         if isinstance(slot, IdSlot) and (problem := slot.problem(weight)):
             raise _refused(mismatched=[problem])
-        if self._staged is None:
+        if self._staging is None:
             slot.store(weight, scale)
         else:
             self._staged[name] = (self._aside(weight), None if scale is None else self._aside(scale))
         self._filled.add(name)
 
     def _aside(self, tensor: Tensor) -> Tensor:
-        """Return a copy in host memory."""
-        pinned = self._device.type == "cuda"
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned).copy_(tensor)
+        assert self._staging is not None
+        return self._staging.take(tensor.shape, tensor.dtype).copy_(tensor)
 
     def check(self, *, partial: bool) -> None:
         """Require that every slot has its tensor, or with ``partial`` that no weight or scale lacks its partner.
@@ -318,7 +319,7 @@ class Transaction:
 
     def write(self) -> None:
         """Write what is staged to its slots, in place."""
-        for name, (weight, scale) in (self._staged or {}).items():
+        for name, (weight, scale) in self._staged.items():
             self._slots[name].store(weight, scale)
 
 

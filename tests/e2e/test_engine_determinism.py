@@ -14,6 +14,8 @@ from dsv4lite.config import tiny_model
 from dsv4lite.llm import LLM
 from dsv4lite.request import Logprobs, RequestOutput, SamplingParams
 from tests.e2e.engines import SMALL, opened, prompts_of, room_for, same_logprobs, same_outputs, write_model
+from tests.mla import VARIANTS
+from tests.mla import write_random_model as write_mla_model
 
 VOCAB = SMALL["vocab_size"]
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -84,13 +86,20 @@ class Reference:
         return opened(self.folder, deterministic=self.deterministic, **settings)
 
 
-CASES = [("short_groups", True), ("release_ratios", True), ("short_groups", False)]
+CASES = [
+    *(("short_groups", True), ("release_ratios", True), ("short_groups", False)),
+    *(("v3", True), ("v32", True), ("v2_lite", False)),
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{'deterministic' if case[1] else 'free'}")
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     name, deterministic = request.param
-    folder = write_model(tmp_path_factory.mktemp(name), MODELS[name], seed=2)
+    folder = tmp_path_factory.mktemp(name)
+    if name in VARIANTS:
+        write_mla_model(folder, name)
+    else:
+        write_model(folder, MODELS[name], seed=2)
     with opened(folder, deterministic=deterministic, enable_prefix_caching=False) as llm:
         outputs = [ask_all(llm, [ask])[0] for ask in asks()]
     assert len({c.token_ids for c in outputs[2].outputs}) == 3

@@ -35,6 +35,7 @@ from tests.e2e.engines import (
     write_tokenizer,
 )
 from tests.e2e.test_llm_api import until
+from tests.mla import BLOCKS, write_random_model
 
 VOCAB = SMALL["vocab_size"]
 LENGTH = 24
@@ -308,6 +309,14 @@ def test_routed_experts_are_complete_in_chunks_forks_and_after_preemption(model:
                 assert torch.equal(experts_of(out, index), experts_of(whole))
 
 
+def test_layers_without_experts_report_none(tmp_path: Path) -> None:
+    with opened(write_random_model(tmp_path, "v3"), max_num_batched_tokens=64) as llm:
+        out = llm.generate(OTHER, seeded(return_routed_experts=True, max_tokens=3))
+    experts = experts_of(out)
+    assert experts.shape == (len(OTHER) + len(out.token_ids) - 1, 3, 4) and experts[:, 0].eq(-1).all()
+    assert experts[:, 1:].min() >= 0 and experts[:, 1:].max() < 16 and (experts[:, 1:].diff(dim=2) > 0).all()
+
+
 def test_routed_experts_survive_a_stop_string(llm: LLM) -> None:
     whole = llm.generate(PROMPT, seeded(return_routed_experts=True))
     cut = llm.generate(PROMPT, seeded(return_routed_experts=True, stop=(whole.text[10:13],)))
@@ -504,13 +513,20 @@ def test_random_weights_of_a_quantized_config_run(tmp_path: Path) -> None:
         assert out.outputs[0].logprobs is not None and out.outputs[0].logprobs.sampled.isfinite().all()
 
 
-@pytest.mark.parametrize("which", ["plain", "shipped", "dummy"])
+@pytest.mark.parametrize("which", ["plain", "shipped", "dummy", "mla", "mla dummy"])
 def test_memory_plan_is_what_is_held_to_the_byte(model: Path, tmp_path: Path, which: str) -> None:
-    folder = {"plain": model, "shipped": Path(tiny_model()), "dummy": tmp_path}[which]
+    folder = {"plain": model, "shipped": Path(tiny_model())}.get(which, tmp_path)
     settings: dict[str, Any] = {"device": "cpu", "max_num_seqs": 3, "kv_cache_memory_bytes": 60_000_000, "max_model_len": 700}
     if which == "dummy":
         write_tokenizer(tmp_path, VOCAB)
         (tmp_path / "config.json").write_text(json.dumps({**SMALL, "torch_dtype": "bfloat16"}))
+        settings |= {"load_format": "dummy", "speculative": MTP(3)}
+    elif which == "mla":
+        write_random_model(tmp_path, "v32", num_nextn_predict_layers=1)
+        settings |= {"kv_cache_dtype": "fp8", "speculative": MTP(2)}
+    elif which == "mla dummy":
+        write_tokenizer(tmp_path, VOCAB)
+        (tmp_path / "config.json").write_text(json.dumps(dict(BLOCKS)))
         settings |= {"load_format": "dummy", "speculative": MTP(3)}
     plan = plan_memory(str(folder), **settings)
     with opened(folder, **settings) as llm:

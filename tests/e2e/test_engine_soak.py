@@ -33,6 +33,7 @@ from tests.e2e.engines import (
     tensor_bytes,
     write_model,
 )
+from tests.mla import write_random_model
 
 AT_ONCE = 64
 VOCAB = SMALL["vocab_size"]
@@ -51,7 +52,17 @@ CROWD = SamplingParams(n=PAGES, seed=3, max_tokens=30, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of V4, or the variant of the MLA family that a test names."""
+    if request.param != "v4":
+        sizes = {
+            "hidden_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 1,
+            "n_group": 2,
+            "topk_group": 1,
+        }
+        return write_random_model(tmp_path_factory.mktemp("soak"), request.param, **sizes, index_topk=64)
     config = {**SMALL, "hidden_size": 16, "n_routed_experts": 3, "num_experts_per_tok": 1, "hc_sinkhorn_iters": 1}
     return write_model(tmp_path_factory.mktemp("soak"), config)
 
@@ -261,7 +272,11 @@ def empty_cache(engine: Engine) -> None:
     assert [pool.num_free for pool in pools_of(engine)] == [pool.total for pool in pools_of(engine)]
 
 
-@pytest.mark.parametrize(("requests", "overlap", "backend"), [(600, False, "asyncio"), (400, True, "trio")])
+@pytest.mark.parametrize(
+    ("model", "requests", "overlap", "backend"),
+    [("v4", 600, False, "asyncio"), ("v4", 400, True, "trio"), ("v32", 200, True, "asyncio")],
+    indirect=["model"],
+)
 def test_every_request_ends_once_and_leaves_nothing(model: Path, requests: int, overlap: bool, backend: str) -> None:
     ends: Counter[tuple[str, int]] = Counter()
     settings = {"max_num_seqs": 32, "max_model_len": MAX_MODEL_LEN}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 
 from dsv4lite.request import RequestOutput, SamplingParams
 from tests.e2e.engines import opened, prompts_of, write_tokenizer
+from tests.mla import VARIANTS, their_config
+from tests.mla import trainer_model as mla_trainer_model
 from tests.models.test_transformers import MODELS as transformers_models
 from tests.tiny import trainer_model, trainer_settings
 
@@ -39,6 +42,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+def theirs_of(name: str) -> Any:
+    """Return transformers' model: of V4, or of the MLA family."""
+    if name in MODELS:
+        return trainer_model(trainer_settings(**MODELS[name]), seed=list(MODELS).index(name))
+    return mla_trainer_model(name, index_topk=40) if name in ("v32", "glm5") else mla_trainer_model(name)
+
+
 @dataclass(frozen=True)
 class Run:
     """Their model, the engine's outputs of all prompts, and their logits of prompts and completions, by length of the prompt."""
@@ -48,12 +58,14 @@ class Run:
     logits: dict[int, torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[*MODELS, *VARIANTS])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     pytest.importorskip("transformers")
-    theirs = trainer_model(trainer_settings(**MODELS[request.param]), seed=list(MODELS).index(request.param))
+    name, theirs = request.param, theirs_of(request.param)
     folder = tmp_path_factory.mktemp("theirs")
     theirs.save_pretrained(folder)
+    if name in VARIANTS:
+        (folder / "config.json").write_text(json.dumps(their_config(theirs, name)))
     vocab_size = theirs.config.vocab_size
     tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size)
     params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True, logprobs=vocab_size, prompt_logprobs=vocab_size)

@@ -117,15 +117,15 @@ def add(name: str, shape: list[int], nbytes: int = 0, dtype: str = "I8") -> Dama
     return damage
 
 
-def routes(value: int) -> Damage:
-    """Let the second token's first expert be another."""
+def routes(*values: int) -> Damage:
+    """Let the second token's first experts be others."""
 
     def damage(folder: Path) -> None:
         file = folder / json.loads((folder / INDEX).read_text())["weight_map"][TABLE]
         raw = bytearray(file.read_bytes())
         length = int.from_bytes(raw[:8], "little")
         begin = 8 + length + json.loads(raw[8 : 8 + length])[TABLE]["data_offsets"][0] + 8 * SMALL["num_experts_per_tok"]
-        raw[begin : begin + 8] = value.to_bytes(8, "little", signed=True)
+        raw[begin : begin + 8 * len(values)] = b"".join(value.to_bytes(8, "little", signed=True) for value in values)
         file.write_bytes(raw)
 
     return damage
@@ -232,6 +232,7 @@ CHECKPOINT_ERRORS: dict[str, tuple[str, Damage]] = {
         f"expert {value}": (rf"{TABLE}: 1 ids .* first one {value} at \[1, 0\]; ids are from 0 to 3", routes(value))
         for value in (4, -1, 2**62)
     },
+    "expert twice": (rf"{TABLE}: 1 rows have an id twice, the first one row 1: \[2, 2\]", routes(2, 2)),
     # -- tokenizer
     **{
         f"token id {value}": (

@@ -44,6 +44,7 @@ from dsv4lite.state.store import StateCache
 from dsv4lite.weights import quant
 from dsv4lite.weights.quant import Numerics
 from tests.e2e.engines import MODEST, REFRESHED, SMALL, engine_of, nan_embedding, opened, prompts_of, write_model
+from tests.mla import write_random_model
 
 VOCAB = SMALL["vocab_size"]
 POISON = VOCAB - 1
@@ -455,6 +456,28 @@ def test_a_step_is_saved_on_request(model: Path, tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="must be a file in a folder"):
                 llm.dump_step(bad)
     assert dumps(tmp_path) == [other, path]
+
+
+@pytest.mark.parametrize(("variant", "rows"), [("v3", "auto"), ("v32", "fp8")])
+def test_steps_of_mla_models_are_saved_and_run_again(tmp_path: Path, variant: str, rows: str) -> None:
+    """A part of a prompt that begins in its second page, and a token that goes to a damaged expert."""
+    model = write_random_model(tmp_path / "model", variant)
+    with opened(model, max_num_batched_tokens=270, kv_cache_dtype=rows) as llm:
+        llm.dump_step(tmp_path / "first")
+        llm.generate(LONG, some(max_tokens=1))
+        llm.dump_step(tmp_path / "rest")
+        llm.generate(LONG, some())
+    (sequence,) = StepDump.load(tmp_path / "rest").plan.sequences
+    assert (sequence.start, len(sequence.token_ids)) == (256, 44)  # after the cached prefix
+    ops = {"store_latent_rows", "latent_attention", "route", *(("store_index_keys", "choose_paged") if variant == "v32" else ())}
+    for name in ("first", "rest"):
+        report = replay(tmp_path / name)
+        assert report.first is None and {op.op for op in report.ops} >= ops
+    checkpoint = load_file(model / "model.safetensors")
+    checkpoint["model.layers.1.mlp.shared_experts.gate_proj.weight"][3] = float("nan")
+    save_file(checkpoint, model / "model.safetensors")
+    first = replay(tmp_path / "rest", model=str(model)).first
+    assert first is not None and (first.place, first.bad_weights) == ("layers.1.ffn", ("layers.1.ffn.shared.w13.weight",))
 
 
 async def test_a_step_is_saved_on_request_from_a_loop(model: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import anyio
@@ -59,6 +60,42 @@ def test_score_with_the_parameters_of_decoding_equals_decoding(llm: LLM, mode: s
         assert score.mode == mode, settings
         same_logprobs(score, completion.logprobs)
     same_logprobs(llm.score(*pairs[6], params[6]), completions[6].logprobs)  # alone, too
+
+
+def random_settings(chance: Random) -> dict[str, Any]:
+    """Draw settings that change the distribution, each in every second request."""
+    some = chance.sample(LETTERS, 30)
+    ranges: dict[str, Any] = {
+        "temperature": chance.choice([0.0, 0.2, 0.9, 1.7, 30.0]),
+        "top_k": chance.choice([1, 2, 17, VOCAB - 1, VOCAB, 3 * VOCAB]),
+        "top_p": chance.choice([1e-6, 0.3, 0.9, 0.999]),
+        "min_p": chance.choice([1e-4, 0.03, 0.5, 1.0]),
+        "repetition_penalty": chance.uniform(0.5, 2.0),
+        "frequency_penalty": chance.uniform(-2, 2),
+        "presence_penalty": chance.uniform(-2, 2),
+        "logit_bias": {token: chance.uniform(-5, 5) for token in some[:9]},
+        "allowed_token_ids": tuple(some),
+        "bad_words_ids": (tuple(some[:1]), *((a, b) for a in some[1:9] for b in some[9:20])),
+        "min_tokens": 8,
+        "stop_token_ids": tuple(some[20:]),
+        "logprobs": chance.choice([0, 1, 5]),
+        "ignore_eos": True,
+    }
+    return {name: value for name, value in ranges.items() if chance.random() < 0.5}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scores_of_rollouts_with_any_parameters_are_what_was_recorded(llm: LLM, seed: int) -> None:
+    """64 rollouts of random parameters, decoded together and scored together, in another order and at other prompts' sides."""
+    chance = Random(seed)
+    prompts = [chance.choices(LETTERS, k=chance.choice([1, 3, 20, 70])) for _ in range(64)]
+    params = [SamplingParams.for_rollout(seed=i, max_tokens=20, **random_settings(chance)) for i in range(64)]
+    rollouts = llm.generate_batch(prompts, params)
+    order = chance.sample(range(64), 64)
+    scores = llm.score_batch([(prompts[i], rollouts[i].token_ids) for i in order], [params[i] for i in order])
+    for i, score in zip(order, scores, strict=True):
+        same_logprobs(score, rollouts[i].outputs[0].logprobs)
+        assert score.sampled.isfinite().all()
 
 
 def test_rollout_scores_do_not_depend_on_other_requests(llm: LLM) -> None:

@@ -19,17 +19,24 @@ from dsv4lite.errors import CapacityError, EngineStateError, InvalidRequestError
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import Phase, SamplingParams
 from dsv4lite.state import store
+from dsv4lite.weights import host_memory
 from dsv4lite.weights.update import DiskSource, NamedTensors
 from tests.e2e.engines import MODEST, engine_of, opened, write_model
-from tests.e2e.updates import GREEDY, LONG, PROMPT, ask, quantized_tensors, same, write_quantized
+from tests.e2e.updates import GREEDY, KINDS, LONG, PROMPT, ask, quantized_tensors, read, same, write_for_kernels, write_quantized
 
 LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 DRAFTING: dict[str, Any] = {"deterministic": True, "speculative": MTP(2, adaptive=False)}
 
 
+@pytest.fixture(scope="module", params=["v4", "v3"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """V4, and V3 with float32 scales."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_quantized(tmp_path_factory.mktemp("model"), quantized_tensors(0))
+def model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_quantized(tmp_path_factory.mktemp("model"), quantized_tensors(0, kind), kind)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +57,7 @@ def tensors_of(engine: Engine) -> dict[str, list[Tensor]]:
     cache = runner.cache
     rows = [store.memory for _, _, store in cache.stores()]
     return {
-        "weights": [*runner.model.parameters(), runner.model.blocks[0].ffn.tid2eid],
+        "weights": [*runner.model.parameters(), *(ids for name, ids in runner.model.named_buffers() if "tid2eid" in name)],
         "kv_cache": [*rows, *cache.slots().values(), *(kept for _, kept in cache.snapshots)],
     }
 
@@ -92,7 +99,7 @@ def test_level_1_frees_the_memory_and_brings_everything_back(llm: LLM) -> None:
     assert same(ask(llm), before) and llm.weight_checksums() == checksums and before.usage.accepted_tokens > 0
 
 
-def test_after_level_2_nothing_is_generated_before_a_full_update(llm: LLM, model: Path) -> None:
+def test_after_level_2_nothing_is_generated_before_a_full_update(llm: LLM, model: Path, kind: str) -> None:
     """The drafter's weights were lost without a word elsewhere, and nothing was accepted any more."""
     before, checksums, bytes_before = ask(llm), llm.weight_checksums(), held(llm)
     llm.sleep(2)
@@ -106,21 +113,21 @@ def test_after_level_2_nothing_is_generated_before_a_full_update(llm: LLM, model
     assert (llm.state, held(llm)) == (Phase.ASLEEP, {"weights": bytes_before["weights"], "kv_cache": 0})
     for attempt in range(2):
         with pytest.raises(WeightUpdateError, match=r"mtp\.0\.norm\.weight: missing"), llm.update_weights(1) as update:
-            update.load(NamedTensors({n: t for n, t in quantized_tensors(0).items() if n != "mtp.0.norm.weight"}))
+            update.load(NamedTensors({n: t for n, t in quantized_tensors(0, kind).items() if n != "mtp.0.norm.weight"}))
         assert llm.state is (Phase.ASLEEP, Phase.WEIGHTS_INVALID)[attempt]
         with pytest.raises(WeightsNotLoadedError):
             ask(llm)
         llm.wake_up()
     with llm.update_weights(2) as update:
-        update.load(DiskSource(str(model), prefix="mtp."))
-        update.load(NamedTensors({n: t for n, t in quantized_tensors(0).items() if not n.startswith("mtp.")}))
+        update.load(DiskSource(str(model), prefix=KINDS[kind].drafter))
+        update.load(NamedTensors({n: t for n, t in quantized_tensors(0, kind).items() if not n.startswith("mtp.")}))
     assert (llm.state, llm.weight_version, held(llm)) == (Phase.READY, 2, bytes_before)
     assert same(ask(llm), before) and llm.weight_checksums() == checksums and before.usage.accepted_tokens > 0
 
 
-def test_update_of_awake_weights_of_an_engine_that_sleeps(llm: LLM, tmp_path: Path) -> None:
-    new = quantized_tensors(1)
-    with opened(write_quantized(tmp_path, new), **DRAFTING) as other:
+def test_update_of_awake_weights_of_an_engine_that_sleeps(llm: LLM, tmp_path: Path, kind: str) -> None:
+    new = quantized_tensors(1, kind)
+    with opened(write_quantized(tmp_path, new, kind), **DRAFTING) as other:
         wanted = ask(other)
     llm.sleep(1)
     llm.wake_up(["weights"])
@@ -180,12 +187,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, *, after: i
     """Let a function raise as PyTorch does without memory, once it has been called a few times."""
     real, calls = getattr(module, name), 0
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls > after:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(module, name, counted)
 
@@ -193,8 +200,9 @@ def failing(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, *, after: i
 def test_failed_sleep_leaves_the_engine_awake(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     before, bytes_before = ask(llm), held(llm)
     with monkeypatch.context() as patch:
-        failing(patch, resident, "storage_bytes", after=3)
-        with pytest.raises(CapacityError, match="the host has too little memory to keep the weights: Default"):
+        patch.setattr(host_memory, "_PIECE", 1)  # as many pieces as tensors
+        failing(patch, host_memory.mmap, "mmap", after=3)
+        with pytest.raises(CapacityError, match="the host has too little memory for copies of weights: Default"):
             llm.sleep(1)
     resident_: Any = engine_of(llm)._runner._resident  # type: ignore[union-attr]
     assert (llm.state, held(llm), resident_._copies) == (Phase.READY, bytes_before, {})
@@ -290,7 +298,7 @@ def test_engine_that_sleeps_can_be_closed(model: Path) -> None:
 @pytest.mark.gpu
 def test_gpu_gets_its_memory_back_and_steps_are_captured_again(tmp_path: Path) -> None:
     """To within 200 MB of a process that has only its context; results are those of before, with captured steps."""
-    folder = write_quantized(tmp_path, quantized_tensors(0))
+    folder = write_for_kernels(tmp_path, 0)
     settings = {**DRAFTING, "max_model_len": 1024, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 30}
     torch.cuda.init()
     idle, _ = torch.cuda.mem_get_info()
@@ -303,5 +311,5 @@ def test_gpu_gets_its_memory_back_and_steps_are_captured_again(tmp_path: Path) -
             llm.wake_up()
             if level == 2:
                 with llm.update_weights(1) as update:
-                    update.load(NamedTensors({n: t.cuda() for n, t in quantized_tensors(0).items()}))
+                    update.load(NamedTensors({n: t.cuda() for n, t in read(folder).items()}))
             assert same(ask(llm), before)

@@ -25,6 +25,7 @@ from dsv4lite.speculation.speculator import DraftProposer
 from tests import recorded
 from tests.e2e.engines import SMALL, engine_of, opened, prompts_of, same_outputs, write_model
 from tests.e2e.test_engine_determinism import ask_all, asks
+from tests.mla import write_random_model
 
 VOCAB = SMALL["vocab_size"]
 
@@ -48,9 +49,14 @@ class Oracle:
         self.forgotten.append(sequence_id)
 
 
+FAMILIES = pytest.mark.parametrize("model", ["v4", "v3", "v32"], indirect=True)
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"), seed=2)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with an MTP block: of V4, or the variant of the MLA family that a test names."""
+    folder, name = tmp_path_factory.mktemp("model"), getattr(request, "param", "v4")
+    return write_model(folder, seed=2) if name == "v4" else write_random_model(folder, name, num_nextn_predict_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +65,7 @@ def expected(model: Path) -> Sequence[RequestOutput]:
         return ask_all(llm, asks())
 
 
+@FAMILIES
 @pytest.mark.parametrize(("k", "overlap"), [(1, True), (2, False), (4, True)])
 def test_mtp_changes_no_bit_in_deterministic_mode(model: Path, expected: Sequence[RequestOutput], k: int, overlap: bool) -> None:
     with opened(model, deterministic=True, speculative=MTP(k, adaptive=False), overlap=overlap) as llm:
@@ -80,6 +87,7 @@ def test_right_and_wrong_drafts_change_no_bit(model: Path, expected: Sequence[Re
     assert len(oracle.forgotten) == len(set(oracle.forgotten)) == sum(len(output.outputs) for output in expected)
 
 
+@FAMILIES
 @pytest.mark.parametrize("speculative", [NGram(3), NGram(3, min_n=1), (NGram(2, min_n=1, adaptive=False), MTP(2)), "auto"], ids=str)
 def test_other_and_adaptive_drafters_change_no_bit(model: Path, expected: Sequence[RequestOutput], speculative: Any) -> None:
     with opened(model, deterministic=True, speculative=speculative) as llm:
@@ -215,7 +223,7 @@ def drafts_after(model: DeepseekV4, tokens: Sequence[int], k: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(("model", "captured"), [("v4", False), ("v4", True), ("v3", False), ("v32", False)], indirect=["model"])
 def test_mtp_drafts_depend_on_the_text_alone(model: Path, captured: bool, drafted: list[list[int]]) -> None:
     """Chunks, rejected drafts, pages that slid away and what drafting writes into the window make no difference."""
     (prompt,) = prompts_of((50,), VOCAB, seed=3)

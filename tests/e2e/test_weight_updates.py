@@ -23,7 +23,7 @@ from dsv4lite.parallel.shard import pattern_of
 from dsv4lite.request import Phase, SamplingParams
 from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors
 from tests.e2e.engines import MODEST, SMALL, engine_of, opened, write_model, write_tokenizer
-from tests.e2e.updates import GREEDY, LONG, PROMPT, VOCAB, ask, quantized_tensors, read, same, write_quantized
+from tests.e2e.updates import GREEDY, KINDS, LONG, PROMPT, VOCAB, ask, quantized_tensors, read, same, write_for_kernels, write_quantized
 from tests.tiny import trainer_model, trainer_settings
 
 LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -62,8 +62,11 @@ def load(llm: LLM, version: int, *sources: Any, **options: Any) -> None:
 
 # ------------------------------------------------------------------------------------------- every tensor, one at a time
 
-OLD, NEW = quantized_tensors(0), quantized_tensors(1)
-WEIGHTS = [name for name in OLD if not name.endswith(".scale")]
+SETS = {kind: (quantized_tensors(0, kind), quantized_tensors(1, kind)) for kind in KINDS}
+OLD, NEW = SETS["v4"]
+WEIGHTS = {kind: [name for name in old if not name.endswith(".scale")] for kind, (old, _) in SETS.items()}
+EACH = [(kind, name) for kind in ("v4", "v32") for name in WEIGHTS[kind]]
+ONE_OF_EACH = {(kind, pattern_of(name)): (kind, name) for kind, name in EACH}.values()
 
 
 def with_scale(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -72,21 +75,27 @@ def with_scale(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """An engine whose weights are those of ``OLD`` before and after each test."""
-    folder = write_quantized(tmp_path_factory.mktemp("old"), OLD)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Which of ``KINDS`` the lasting engine is of."""
+    return str(getattr(request, "param", "v4"))
+
+
+@pytest.fixture(scope="module")
+def lasting(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """An engine whose weights are the first of the kind's ``SETS`` before and after each test."""
+    folder = write_quantized(tmp_path_factory.mktemp("old"), SETS[kind][0], kind)
     with opened(folder, **DRAFTING) as llm:
         before = llm.weight_checksums()
         yield llm
-        assert llm.weight_checksums() == before and set(before) == set(WEIGHTS)
+        assert llm.weight_checksums() == before and set(before) == set(WEIGHTS[kind])
 
 
-@pytest.mark.parametrize("name", {pattern_of(name): name for name in WEIGHTS}.values())
-def test_engine_with_one_tensor_replaced_is_as_a_fresh_engine(lasting: LLM, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("kind", "name"), ONE_OF_EACH, indirect=["kind"])
+def test_engine_with_one_tensor_replaced_is_as_a_fresh_engine(lasting: LLM, tmp_path: Path, kind: str, name: str) -> None:
     """One of each kind: logits of prompt and completion, and which drafts are accepted, are those of a fresh engine."""
-    new = with_scale(name, NEW)
-    assert not any(tensor.float().equal(OLD[n].float()) for n, tensor in new.items() if n == name)
-    with opened(write_quantized(tmp_path, {**OLD, **new}), **DRAFTING) as llm:
+    old, new = SETS[kind][0], with_scale(name, SETS[kind][1])
+    assert not any(tensor.float().equal(old[n].float()) for n, tensor in new.items() if n == name)
+    with opened(write_quantized(tmp_path, {**old, **new}, kind), **DRAFTING) as llm:
         wanted, checksums = ask(llm), llm.weight_checksums()
     before = lasting.weight_checksums()
     load(lasting, 1, NamedTensors(new), partial=True)
@@ -95,24 +104,25 @@ def test_engine_with_one_tensor_replaced_is_as_a_fresh_engine(lasting: LLM, tmp_
         assert lasting.weight_checksums() == checksums
         assert {n for n in before if before[n] != checksums[n]} == {name}
     finally:
-        load(lasting, 0, NamedTensors(with_scale(name, OLD)), partial=True)
+        load(lasting, 0, NamedTensors(with_scale(name, old)), partial=True)
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_every_tensor_gets_to_its_place_and_nowhere_else(lasting: LLM, name: str) -> None:
+@pytest.mark.parametrize(("kind", "name"), EACH, indirect=["kind"])
+def test_every_tensor_gets_to_its_place_and_nowhere_else(lasting: LLM, kind: str, name: str) -> None:
     """All tensors of the model in memory are compared with what the checkpoint says, before and after one is replaced."""
     slots = engine_of(lasting)._runner.model.slots()  # type: ignore[union-attr]
+    old, new = SETS[kind]
 
     def held(of: Mapping[str, Tensor]) -> None:
-        for each in WEIGHTS if of is NEW else [name]:
-            source = of if each == name else OLD
+        for each in WEIGHTS[kind] if of is new else [name]:
+            source = of if each == name else old
             pair = [*with_scale(each, source).values()]
             assert slots[each].values().equal(dequantize_matrix(pair[0], pair[1] if len(pair) > 1 else None)), each
 
-    load(lasting, 1, NamedTensors(with_scale(name, NEW)), partial=True)
-    held(NEW)
-    load(lasting, 0, NamedTensors(with_scale(name, OLD)), partial=True)
-    held(OLD)
+    load(lasting, 1, NamedTensors(with_scale(name, new)), partial=True)
+    held(new)
+    load(lasting, 0, NamedTensors(with_scale(name, old)), partial=True)
+    held(old)
 
 
 # ------------------------------------------------------------------------------------------------------------- sources
@@ -138,37 +148,41 @@ def in_parts(tensors: Mapping[str, Tensor]) -> list[NamedTensors]:
     return [NamedTensors(dict(pairs[i::7])) for i in range(7)]
 
 
-FORMS: dict[str, Callable[[Path], list[Any]]] = {
-    "mapping": lambda folder: [NamedTensors(read(folder))],
-    "pairs in any order through one buffer": lambda folder: [NamedTensors(through_one_buffer(shuffled(read(folder))))],
-    "buckets that part weights from their scales": lambda folder: in_parts(read(folder)),
-    "disk": lambda folder: [DiskSource(str(folder))],
-    "disk in two parts": lambda folder: [
-        DiskSource(str(folder), prefix="mtp."),
-        DiskSource(str(folder), prefix=("layers.", "embed", "head", "norm", "hc_")),
+FORMS: dict[str, Callable[[Path, str], list[Any]]] = {
+    "mapping": lambda folder, kind: [NamedTensors(read(folder))],
+    "pairs in any order through one buffer": lambda folder, kind: [NamedTensors(through_one_buffer(shuffled(read(folder))))],
+    "buckets that part weights from their scales": lambda folder, kind: in_parts(read(folder)),
+    "disk": lambda folder, kind: [DiskSource(str(folder))],
+    "disk in two parts": lambda folder, kind: [
+        DiskSource(str(folder), prefix=KINDS[kind].drafter),
+        DiskSource(str(folder), prefix=KINDS[kind].others),
     ],
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_whole_update_makes_the_engine_a_fresh_one(lasting: LLM, tmp_path: Path, form: str) -> None:
-    folder = write_quantized(tmp_path, NEW)
+@pytest.mark.parametrize("kind", KINDS, indirect=True)
+def test_whole_update_makes_the_engine_a_fresh_one(lasting: LLM, tmp_path: Path, kind: str, form: str) -> None:
+    old, new = SETS[kind]
+    folder = write_quantized(tmp_path, new, kind)
     with opened(folder, **DRAFTING) as llm:
         wanted, checksums = ask(llm), llm.weight_checksums()
-    load(lasting, 7, *FORMS[form](folder))
+    load(lasting, 7, *FORMS[form](folder, kind))
     assert lasting.weight_version == 7 and lasting.weight_checksums() == checksums
     output = ask(lasting)
     assert same(output, wanted) and output.outputs[0].weight_versions == ((7, 0, 12),)
-    load(lasting, 8, NamedTensors(OLD))
+    load(lasting, 8, NamedTensors(old))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_floats_are_quantized_to_the_formats_of_the_checkpoint(lasting: LLM, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["v4", "v32"], indirect=True)
+def test_floats_are_quantized_to_the_formats_of_the_checkpoint(lasting: LLM, kind: str, dtype: torch.dtype) -> None:
     """Numbers that FP8 and FP4 have are restored exactly; others are rounded by the official recipe."""
-    load(lasting, 1, NamedTensors(NEW))
+    old, new = SETS[kind]
+    load(lasting, 1, NamedTensors(new))
     wanted, checksums = ask(lasting), lasting.weight_checksums()
-    load(lasting, 2, NamedTensors(OLD))
-    pairs = {name: [*with_scale(name, NEW).values()] for name in WEIGHTS}
+    load(lasting, 2, NamedTensors(old))
+    pairs = {name: [*with_scale(name, new).values()] for name in WEIGHTS[kind]}
     wide = {name: dequantize_matrix(*pair).to(dtype) if len(pair) > 1 else pair[0] for name, pair in pairs.items()}
     load(lasting, 3, NamedTensors(shuffled(wide)))
     assert same(ask(lasting), wanted) and lasting.weight_checksums() == checksums
@@ -176,11 +190,17 @@ def test_floats_are_quantized_to_the_formats_of_the_checkpoint(lasting: LLM, dty
     rounded = (wide[name].float() + 0.01).to(dtype)
     load(lasting, 4, NamedTensors({name: rounded}), partial=True)
     (held,) = [slot for n, slot in engine_of(lasting)._runner.model.slots().items() if n == name]  # type: ignore[union-attr]
-    scale = torch.exp2(torch.ceil(torch.log2(rounded.float().unflatten(1, (-1, 32)).abs().amax(-1) / 6)))
-    steps = (held.values().unflatten(1, (-1, 32)) / scale[..., None]).abs()
-    assert torch.isin(steps, torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])).all()
+    if kind == "v4":
+        scale = torch.exp2(torch.ceil(torch.log2(rounded.float().unflatten(1, (-1, 32)).abs().amax(-1) / 6)))
+        steps = (held.values().unflatten(1, (-1, 32)) / scale[..., None]).abs()
+        assert torch.isin(steps, torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])).all()
+    else:  # two blocks of 128 x 128
+        scale = torch.exp2(torch.ceil(torch.log2(rounded.float().unflatten(1, (-1, 128)).abs().amax((0, 2)) / 448)))
+        steps = held.values().unflatten(1, (-1, 128)) / scale[:, None]
+        assert steps.to(torch.float8_e4m3fn).float().equal(steps) and 224 < steps.abs().max() <= 448
+        scale *= 16  # of its largest numbers
     assert (held.values() - rounded.float()).abs().max() <= scale.max() and not held.values().equal(rounded.float())
-    load(lasting, 0, NamedTensors(OLD))
+    load(lasting, 0, NamedTensors(old))
 
 
 def test_module_of_a_trainer_is_a_source(tmp_path: Path) -> None:
@@ -261,6 +281,7 @@ WRONG: dict[str, tuple[Any, str, str]] = {
         "layers.0.mlp.experts.down_proj has shape [3]; stacked experts are",
     ),
     "ids": ({IDS: torch.full((VOCAB, 2), 4)}, "mismatched", f"{IDS}: 192 ids are out of range"),
+    "ids twice": ({IDS: torch.full((VOCAB, 2), 3)}, "mismatched", f"{IDS}: 96 rows have an id twice, the first one row 0: [3, 3]"),
 }
 
 
@@ -517,7 +538,7 @@ def test_closing_the_engine_inside_an_update_is_an_error_of_the_block(models: tu
 @pytest.mark.gpu
 def test_gpu_update_keeps_captured_steps(tmp_path: Path) -> None:
     """Graphs that read freed memory gave wrong numbers elsewhere: here none is captured again, and results are a fresh engine's."""
-    old, new = write_quantized(tmp_path / "old", OLD), write_quantized(tmp_path / "new", NEW)
+    old, new = write_for_kernels(tmp_path / "old", 0), write_for_kernels(tmp_path / "new", 1)
     settings: dict[str, Any] = {**DRAFTING, "max_model_len": 1024, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 30}
     with LLM(str(new), **settings) as llm:
         wanted, checksums = ask(llm), llm.weight_checksums()

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dsv4lite.config import tiny_model
 from dsv4lite.llm import LLM
+from dsv4lite.models.deepseek_mla import config as mla_config
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.weights.dummy import dummy_tensors
 from tests.e2e.engines import SMALL, prompts_of, write_tokenizer
+from tests.mla import BLOCKS, INDEXER, V32, quantized_checkpoint, release_names
 from tests.tiny import TINY_QUANTIZED, write_checkpoint
 
 VOCAB = SMALL["vocab_size"]
@@ -27,11 +32,28 @@ QUANTIZED: Mapping[str, Any] = {
     "torch_dtype": "bfloat16",
     **{k: TINY_QUANTIZED[k] for k in ("expert_dtype", "quantization_config")},
 }
+FOR_KERNELS: Mapping[str, Any] = json.loads((Path(tiny_model()) / "config.json").read_text())
+"""The shipped checkpoint's shapes, which the kernels of a GPU take."""
 
 
-def quantized_tensors(seed: int) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint in FP8 and FP4; none of them is the same with another seed."""
-    tensors = dict(dummy_tensors(parse_config(QUANTIZED), V4_TENSORS, expert_format="fp4", quantized=True, seed=seed))
+class Kind(NamedTuple):
+    """A quantized model with a drafter.
+
+    Attributes:
+        config: Its ``config.json``.
+        tensors: All tensors by their official names, from a seed; none of them is the same with another seed.
+        drafter: How the names of the drafter's tensors begin on disk, after ``model.``.
+        others: How those of all others do.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Callable[[int], dict[str, Tensor]]
+    drafter: str
+    others: tuple[str, ...]
+
+
+def _v4(seed: int, config: Mapping[str, Any] = QUANTIZED) -> dict[str, Tensor]:
+    tensors = dict(dummy_tensors(parse_config(config), V4_TENSORS, expert_format="fp4", quantized=True, seed=seed))
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
         if name.endswith(("norm.weight", "_scale", "gate.bias")):  # which are constant
@@ -39,10 +61,37 @@ def quantized_tensors(seed: int) -> dict[str, Tensor]:
     return tensors
 
 
-def write_quantized(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
-    """Write a quantized checkpoint with a tokenizer."""
-    write_checkpoint(folder, QUANTIZED, tensors.items())
+def _mla(config: Mapping[str, Any], *, powers: bool) -> Kind:
+    parsed = mla_config.parse_config(config)
+    tensors = lambda seed: quantized_checkpoint(parsed, powers=powers, seed=seed)
+    layers = [f"layers.{i}." for i in range(parsed.num_hidden_layers + 1)]
+    return Kind(config, tensors, layers[-1], (*layers[:-1], "embed", "lm_head", "norm"))
+
+
+KINDS: Mapping[str, Kind] = {
+    "v4": Kind(QUANTIZED, _v4, "mtp.", ("layers.", "embed", "head", "norm", "hc_")),
+    "v3": _mla(BLOCKS, powers=False),
+    "v32": _mla({**BLOCKS, **{key: V32[key] for key in ("architectures", "model_type")}, **INDEXER}, powers=True),
+}
+
+
+def quantized_tensors(seed: int, kind: str = "v4") -> dict[str, Tensor]:
+    """Return all tensors of a quantized checkpoint by their official names; none of them is the same with another seed."""
+    return KINDS[kind].tensors(seed)
+
+
+def write_quantized(folder: Path, tensors: Mapping[str, Tensor], kind: str = "v4") -> Path:
+    """Write a quantized checkpoint under the names of its release, with a tokenizer."""
+    config = KINDS[kind].config
+    write_checkpoint(folder, config, tensors.items() if kind == "v4" else release_names(tensors, config))
     return write_tokenizer(folder, VOCAB)
+
+
+def write_for_kernels(folder: Path, seed: int) -> Path:
+    """Write a checkpoint of random weights in the shipped one's shapes, with its tokenizer."""
+    write_checkpoint(folder, FOR_KERNELS, _v4(seed, FOR_KERNELS).items())
+    shutil.copy(Path(tiny_model()) / "tokenizer.json", folder)
+    return folder
 
 
 def read(folder: Path) -> dict[str, Tensor]:

@@ -250,11 +250,15 @@ class Tiny(nn.Module):
         return named
 
 
+def names(raw: Mapping[str, Any]) -> NameTables:
+    return NameTables(top={"lm_head": "head"}, block={"self_attn": "attn"})
+
+
 TINY = Family(
     name="tiny",
     read_config=read_config,
     tensors=TENSORS,
-    names=NameTables(top={"lm_head": "head"}, block={"self_attn": "attn"}),
+    names=names,
     state=state_spec,
     build=Tiny,
     workspace=workspace,

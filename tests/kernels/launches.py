@@ -29,7 +29,7 @@ from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, moe_decode_sm
 from dsv4lite.kernels.gemm import float_linear, fp8_linear, fp8_weight_linear, pair_linear
 from dsv4lite.kernels.indexer import select_paged
 from dsv4lite.kernels.peer_memory import Inbox, TokenRows, all_gather, all_reduce, reduce_scatter
-from dsv4lite.kernels.quantize import quantize_fp8
+from dsv4lite.kernels.quantize import quantize_fp8, quantize_packed_fp4
 from dsv4lite.kernels.routing import Copies, Router
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
 from dsv4lite.kernels.sampling.rows import EVERYTHING, NUM_COLUMNS, RowSpace, SampleInputs, sample_rows
@@ -112,7 +112,7 @@ def _works() -> Iterator[Callable[[], object]]:
     ):
         yield from _steps(config, numerics, FEWER_PREFILLS, FEWER_DECODES)
     yield from _steps(FLASH, fp4, PREFILLS, DECODES)
-    yield from (_sampling, _runs, _ranks, _products, _experts, _selection)
+    yield from (_sampling, _runs, _ranks, _products, _experts, _selection, _updates)
 
 
 def _steps(
@@ -144,6 +144,12 @@ def _selection() -> None:
     paging = step_of([0, 0], [1, 1], device=META)
     for columns in (1024, 2048, 4096, 8192, 8193):
         select_paged(_empty(2, columns, dtype=torch.bfloat16), paging, 4, 0, _empty(2, 512, dtype=torch.int32))
+
+
+def _updates() -> None:
+    """What quantizes new weights."""
+    for dtype in (torch.bfloat16, torch.float32):
+        quantize_packed_fp4(_empty(2048, 4096, dtype=dtype))
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

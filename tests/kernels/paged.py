@@ -9,7 +9,17 @@ from torch import Tensor
 
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import round_fp4, round_fp8
-from dsv4lite.kernels.rows import KEY_GROUP, KV_GROUP, Fp4Key, Fp8Key, RowFormat, RowStore, UnquantizedRow
+from dsv4lite.kernels.rows import (
+    KEY_GROUP,
+    KV_GROUP,
+    LATENT_GROUP,
+    Fp4Key,
+    Fp8Key,
+    Fp8Latent,
+    RowFormat,
+    RowStore,
+    UnquantizedRow,
+)
 
 GROW, WINDOW = 256, 64
 
@@ -69,7 +79,8 @@ def simulate(fmt: RowFormat, rows: Tensor) -> Tensor:
         return round_fp4(rows, KEY_GROUP)
     if isinstance(fmt, Fp8Key):
         return round_fp8(rows, fmt.width)
-    return torch.cat([round_fp8(rows[..., : fmt.nope], KV_GROUP), rows[..., fmt.nope :].to(torch.bfloat16).to(rows.dtype)], -1)
+    split, group = (fmt.latent, LATENT_GROUP) if isinstance(fmt, Fp8Latent) else (fmt.nope, KV_GROUP)
+    return torch.cat([round_fp8(rows[..., :split], group), rows[..., split:].to(torch.bfloat16).to(rows.dtype)], -1)
 
 
 def pages_of(tables: Tensor) -> int:

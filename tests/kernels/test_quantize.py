@@ -18,6 +18,7 @@ from dsv4lite.kernels.quantize import (
     quantize_fp4,
     quantize_fp8,
     quantize_matrix,
+    quantize_packed_fp4,
     round_fp4,
     round_fp8,
     scale_bits,
@@ -268,3 +269,24 @@ def test_nan_stays_one_and_other_groups_do_not_notice() -> None:
 @kernel_test
 def test_rows_may_lie_apart() -> None:
     assert_same(numbers(5, 512).to(DEVICE)[:, 128:384], 128)
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(0, 64), (1, 32), (3, 2, 96), (65, 64)] + ([(4096, 2048), (3, 7168)] if ON_GPU else []), ids=str)
+def test_packed_fp4_equals_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = numbers(*shape).clamp(-60000, 60000).to(DEVICE, dtype)
+    for given in (x, x.clamp(-1, 1).round(decimals=1), x.mT.contiguous().mT, torch.zeros_like(x)):
+        got, wanted = launch(quantize_packed_fp4, given), quantize_packed_fp4.reference(given)
+        assert all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@kernel_test
+def test_every_bfloat16_rounds_to_fp4_as_the_reference_does() -> None:
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    finite = x[x.isfinite()].to(DEVICE)
+    for top in torch.tensor([6.0 * 2.0**e for e in (range(-9, 20) if ON_GPU else (-9, 0, 3))], device=DEVICE).bfloat16():
+        inside = pad(finite[finite.abs() <= top], 31)
+        given = torch.cat([top.expand(len(inside), 1), inside], 1)
+        got, wanted = launch(quantize_packed_fp4, given), quantize_packed_fp4.reference(given)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
+from dsv4lite.kernels.rope import rope, rope_angles, rope_first, rope_frequencies
 from tests.kernels.tensors import assert_independent
 from tests.kernels.tensors import cpu_random as random
 
@@ -98,3 +98,16 @@ def test_angles_at_a_million_are_the_float32_product() -> None:
 def test_rotating_a_token_does_not_depend_on_the_others(dtype: torch.dtype, rope_dim: int) -> None:
     x, freq, positions = random(100, 3, 72).to(dtype), rope_frequencies(rope_dim, 160000.0, **YARN), torch.arange(5, 105)
     assert_independent(lambda part: [rope(x[part], *rope_angles(positions[part], freq))])
+
+
+@pytest.mark.parametrize("heads", [0, 3])
+def test_first_channels_turn_in_neighbours_or_in_halves(heads: int) -> None:
+    """The same turn as that of the last channels, once channels are in its order."""
+    positions, freq = torch.tensor([0, 1, 5, 163839]), rope_frequencies(8, 10000.0)
+    x = random(4, *([heads] if heads else []), 20)
+    angles = rope_angles(positions, freq)
+    for interleaved in (True, False):
+        pairs = torch.arange(8) if interleaved else torch.arange(8).view(2, 4).t().flatten()
+        order = torch.cat([torch.arange(8, 20), pairs])
+        got = rope_first(x, *angles, interleaved=interleaved)
+        assert torch.equal(got[..., order], rope(x[..., order], *angles))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.routing import Copies, Router, own_slots, route, softplus, take_copies
+from dsv4lite.kernels.routing import Copies, Router, in_top_groups, own_slots, route, scores_of, softplus, take_copies
 from tests.kernels.tensors import DEVICE, ON_GPU, assert_independent, cpu_random, kernel_test, launch, random
 
 
@@ -65,6 +65,49 @@ def test_tokens_take_the_copies_of_an_expert_in_turn_and_are_counted() -> None:
     chosen = torch.tensor([[0, 1], [0, 1], [1, 2], [1, 2]])
     assert take_copies(chosen, copies).tolist() == [[3, 0], [3, 2], [0, 9], [2, 9]]
     assert copies.load_E is not None and copies.load_E.tolist() == [2, 4, 7]
+
+
+def choices(scores: torch.Tensor, bias: torch.Tensor | None, groups: int, top_groups: int, top_k: int) -> torch.Tensor:
+    """The experts of each token, found one after the other."""
+    every = scores.shape[1]
+    size, biased = every // groups, scores if bias is None else scores + bias
+    found = []
+    for row in biased.tolist():
+        cut = [row[g * size : (g + 1) * size] for g in range(groups)]
+        rank = [max(part) if bias is None else sum(sorted(part)[-2:]) for part in cut]
+        kept = sorted(range(groups), key=lambda g: -rank[g])[:top_groups]
+        found.append(sorted(sorted((e for e in range(every) if e // size in kept), key=lambda e: -row[e])[:top_k]))
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_experts_come_from_the_best_groups(scoring: str, groups: int, top_groups: int, renormalize: bool) -> None:
+    """Some scores with bias are negative, and still better than experts of other groups."""
+    logits, bias = cpu_random(63, 16, scale=2.0), cpu_random(16, seed=1) - 0.8 if scoring == "sigmoid" else None
+    rules = (scoring, groups, top_groups, renormalize)
+    chosen, weights = route(logits, Router(4, 2.5, bias, None, None, None, *rules))
+    scores = logits.double().softmax(-1) if scoring == "softmax" else logits.double().sigmoid()
+    assert torch.equal(chosen, choices(scores, None if bias is None else bias.double(), groups, top_groups, 4))
+    picked = scores.gather(1, chosen)
+    wanted = picked / picked.sum(-1, keepdim=True) if renormalize else picked
+    torch.testing.assert_close(weights.double(), wanted * 2.5, rtol=1e-5, atol=1e-7)
+
+
+def test_scores_that_all_underflow_give_weights() -> None:
+    router = Router(2, 2.5, None, None, None, None, "sigmoid")
+    _, weights = route(torch.full((1, 5), -200.0), router)
+    assert weights.tolist() == [[0.0, 0.0]]
+    assert not router.has_kernel and Router(2, 2.5).has_kernel
+
+
+def test_names_of_scores_and_groups() -> None:
+    logits = cpu_random(3, 6)
+    assert torch.equal(scores_of(logits, "sqrtsoftplus"), softplus(logits).sqrt())
+    limited = in_top_groups(logits, Router(1, 1.0, None, None, None, None, "softmax", 3, 1))
+    assert limited.isfinite().sum(1).tolist() == [2, 2, 2]
+    assert in_top_groups(logits, Router(1, 1.0)) is logits
 
 
 SHAPES = [(0, 8, 2), (1, 16, 3), (9, 11, 3)] + ([(63, 256, 6), (8192, 256, 6), (257, 384, 6)] if ON_GPU else [])

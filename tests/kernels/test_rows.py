@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dsv4lite.kernels.rows import (
     Fp4Key,
     Fp8Key,
     Fp8Kv,
+    Fp8Latent,
     GradientStore,
     RowFormat,
     RowStore,
@@ -82,6 +84,12 @@ def page_of(rows: Sequence[tuple[bytes, bytes]], size: int) -> bytes:
     return page + bytes(size - len(page))
 
 
+def latent_row(values: Sequence[float], latent: int) -> tuple[bytes, bytes]:
+    groups = [e4m3_group(values[begin : min(begin + 128, latent)]) for begin in range(0, latent, 128)]
+    data = b"".join(codes for codes, _ in groups) + b"".join(struct.pack("<f", 2.0**exponent) for _, exponent in groups)
+    return data + b"".join(struct.pack("<f", value)[2:] for value in values[latent:]), b""
+
+
 # Tests ---------------------------------------------------------------------------------------------
 
 FORMATS: dict[str, RowFormat] = {
@@ -89,6 +97,8 @@ FORMATS: dict[str, RowFormat] = {
     "kv_small": Fp8Kv(24, 8),
     "key_68": Fp4Key(128),
     "key_132": Fp8Key(128),
+    "latent_656": Fp8Latent(512, 64),
+    "latent_small": Fp8Latent(160, 8),
     "float32": UnquantizedRow(32, torch.float32),
     "bfloat16": UnquantizedRow(48, torch.bfloat16),
 }
@@ -112,6 +122,7 @@ def vectors(count: int, width: int, seed: int = 0) -> Tensor:
         (Fp8Kv(448, 64), 2, 584 * 2, 1728),
         (Fp4Key(128), 64, 68 * 64, 4352),
         (Fp8Key(128), 64, 132 * 64, 8448),
+        (Fp8Latent(512, 64), 64, 656 * 64, 41984),
         (UnquantizedRow(512, torch.bfloat16), 64, 1024 * 64, 65536),
     ],
 )
@@ -123,13 +134,15 @@ def test_page_has_the_published_size(fmt: RowFormat, rows: int, used: int, padde
 
 
 @pytest.mark.parametrize("rows", [1, 2, 64])
-@pytest.mark.parametrize("name", ["kv_584", "kv_small", "key_68", "key_132"])
+@pytest.mark.parametrize("name", ["kv_584", "kv_small", "key_68", "key_132", "latent_656", "latent_small"])
 def test_page_equals_the_byte_packer(name: str, rows: int) -> None:
     fmt = FORMATS[name]
     x = vectors(rows, fmt.width, rows)
     store = RowStore(fmt, 2, rows, CPU)
     store.write(torch.arange(rows, 2 * rows), x)
     pack = {"key_68": fp4_key_row, "key_132": fp8_key_row}.get(name)
+    if isinstance(fmt, Fp8Latent):
+        pack = partial(latent_row, latent=fmt.latent)
     packed = [pack(row) if pack else kv_row(row, fmt.nope) for row in x.tolist()]  # type: ignore[union-attr]
     assert bytes(store.memory[1].tolist()) == page_of(packed, page_bytes(fmt, rows))
     assert not store.memory[0].any()
@@ -226,3 +239,12 @@ def test_gradients_flow_through_plain_rows() -> None:
     assert torch.equal(read[:2], rows[[2, 1]]) and not read[2].any()
     (read.sum() + 2 * unpack_rows(fmt, pack_rows(fmt, rows), torch.float32)[3].sum()).backward()
     assert rows.grad is not None and rows.grad[:, 0].tolist() == [0, 1, 1, 2]
+
+
+def test_latent_rows_are_read_with_any_scale() -> None:
+    """Other writers store scales that are no powers of two; the channels with position keep their bits."""
+    fmt, x = Fp8Latent(512, 64), vectors(3, 576).float()
+    data, _ = fmt.pack(x)
+    data.view(torch.float32)[:, 128:132] *= 1.25
+    got = fmt.unpack(data, data[:, :0], torch.float32)
+    assert torch.equal(got[:, 512:], x[:, 512:]) and torch.equal(got[:, :512], 1.25 * simulate(fmt, x)[:, :512])

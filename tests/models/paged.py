@@ -9,6 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from dsv4lite.models.deepseek_mla.batch import Batch as MlaBatch
+from dsv4lite.models.deepseek_mla.model import DeepseekMla
 from dsv4lite.models.deepseek_v4.batch import Batch
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
@@ -20,7 +22,7 @@ from dsv4lite.state.store import StateCache
 POISON = 0xFF  # a NaN as e4m3, bfloat16 and float32, and the NaN scale of e8m0
 
 
-def make_batch(model: DeepseekV4, sequences: Sequence[SequencePlan]) -> Batch:
+def make_batch(model: DeepseekV4 | DeepseekMla, sequences: Sequence[SequencePlan]) -> Batch | MlaBatch:
     token_ids_T, paging, longest = make_paging(sequences, model.numerics.device)
     return model.batch(token_ids_T, paging, max_tokens=longest)
 
@@ -58,7 +60,7 @@ class PagedModel:
     are reset. Results are finite only if nothing of it is read, or what is read is masked.
     """
 
-    def __init__(self, model: DeepseekV4, *, tokens: int, sequences: int = 1, seed: int = 0) -> None:
+    def __init__(self, model: DeepseekV4 | DeepseekMla, *, tokens: int, sequences: int = 1, seed: int = 0) -> None:
         self.model, config = model, model.config
         rng = random.Random(seed)
         grow = sequences * (-(-tokens // PAGE_TOKENS) + 1)
@@ -118,7 +120,7 @@ class PagedModel:
                 store.memory[ids] = POISON
         self._window.give(ids)
 
-    def batch(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> Batch:
+    def batch(self, parts: Sequence[tuple[PagedSequence, Sequence[int]]]) -> Batch | MlaBatch:
         """Prepare the next tokens of some sequences, single ones first."""
         inputs = [self.prepare(*part) for part in parts]
         return make_batch(self.model, inputs)
@@ -143,7 +145,7 @@ class PagedModel:
         return self._window.take()
 
 
-def run_in_cuts(model: DeepseekV4, token_ids: Sequence[int], cuts: Sequence[int], *, seed: int = 0) -> Tensor:
+def run_in_cuts(model: DeepseekV4 | DeepseekMla, token_ids: Sequence[int], cuts: Sequence[int], *, seed: int = 0) -> Tensor:
     """Run one sequence in chunks that end at ``cuts``; return the final streams of all tokens."""
     paged = PagedModel(model, tokens=len(token_ids), seed=seed)
     sequence = paged.open()

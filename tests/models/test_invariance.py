@@ -15,32 +15,42 @@ import torch
 from torch import Tensor
 
 from dsv4lite.errors import UnsupportedError
-from dsv4lite.models.deepseek_v4.config import V4Config
+from dsv4lite.models.config import ModelConfig
+from dsv4lite.models.deepseek_mla.model import DeepseekMla
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from tests.golden import TINY, WIDE, official_ids, tiny_ids, tiny_model
+from tests.mla import random_model
 from tests.models.paged import PagedModel, PagedSequence, make_batch, run_in_cuts
 
 CONFIGS = {"short_groups": TINY, "release_ratios": WIDE}
-LENGTH = {"short_groups": 280, "release_ratios": 400}
+LENGTH = {"short_groups": 280, "release_ratios": 400, "v3": 280, "v32": 280}
+AnyModel = DeepseekV4 | DeepseekMla
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+def model_of(name: str, *, deterministic: bool) -> AnyModel:
+    """Return a model with its MTP block, of V4 or of the MLA family."""
+    if name in CONFIGS:
+        return tiny_model(config=CONFIGS[name], deterministic=deterministic).requires_grad_(False)
+    return random_model(name, deterministic=deterministic).requires_grad_(False)
+
+
+@pytest.fixture(scope="module", params=LENGTH)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def exact(name: str) -> DeepseekV4:
-    return tiny_model(config=CONFIGS[name], deterministic=True).requires_grad_(False)
+def exact(name: str) -> AnyModel:
+    return model_of(name, deterministic=True)
 
 
 @pytest.fixture(scope="module")
-def loose(name: str) -> DeepseekV4:
-    return tiny_model(config=CONFIGS[name]).requires_grad_(False)
+def loose(name: str) -> AnyModel:
+    return model_of(name, deterministic=False)
 
 
 @pytest.fixture(scope="module")
-def whole(exact: DeepseekV4, name: str) -> Tensor:
+def whole(exact: AnyModel, name: str) -> Tensor:
     """Logits of the longest prompt in one pass."""
     return exact.logits(exact.one_pass(tiny_ids(LENGTH[name], exact.config)))
 
@@ -53,7 +63,7 @@ def random_cuts(length: int, seed: int) -> list[int]:
     return sorted(place for place in places if place < length)
 
 
-def random_ids(config: V4Config, length: int, seed: int) -> list[int]:
+def random_ids(config: ModelConfig, length: int, seed: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(config.vocab_size) for _ in range(length)]
 
@@ -62,26 +72,26 @@ def random_ids(config: V4Config, length: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_cutting_a_prompt_changes_no_bit(exact: DeepseekV4, name: str, whole: Tensor, seed: int) -> None:
+def test_cutting_a_prompt_changes_no_bit(exact: AnyModel, name: str, whole: Tensor, seed: int) -> None:
     ids = tiny_ids(LENGTH[name], exact.config)
     cuts = random_cuts(len(ids), seed)
     assert torch.equal(exact.logits(run_in_cuts(exact, ids, cuts, seed=seed)), whole), cuts
 
 
-def test_token_by_token_changes_no_bit(exact: DeepseekV4, name: str, whole: Tensor) -> None:
+def test_token_by_token_changes_no_bit(exact: AnyModel, name: str, whole: Tensor) -> None:
     """From nothing, and across boundaries of groups, windows and pages; in between a chunk saves time."""
     ids = tiny_ids(LENGTH[name], exact.config)[:133]
     cuts = [*range(1, 20), *range(60, 68), *range(122, len(ids))]
     assert torch.equal(exact.logits(run_in_cuts(exact, ids, cuts)), whole[: len(ids)])
 
 
-def test_steps_after_a_long_prompt_change_no_bit(exact: DeepseekV4, name: str, whole: Tensor) -> None:
+def test_steps_after_a_long_prompt_change_no_bit(exact: AnyModel, name: str, whole: Tensor) -> None:
     ids = tiny_ids(LENGTH[name], exact.config)
     first = len(ids) - 20
     assert torch.equal(exact.logits(run_in_cuts(exact, ids, range(first, len(ids)))), whole)
 
 
-def test_shorter_prompt_is_a_prefix_to_the_bit(exact: DeepseekV4, name: str, whole: Tensor) -> None:
+def test_shorter_prompt_is_a_prefix_to_the_bit(exact: AnyModel, name: str, whole: Tensor) -> None:
     ids = tiny_ids(LENGTH[name], exact.config)
     for count in (1, 2, 3, 4, 5, 63, 64, 65, 127, 129):
         assert torch.equal(exact.logits(exact.one_pass(ids[:count])), whole[:count]), count
@@ -96,7 +106,7 @@ def test_sequences_of_one_pass_are_as_each_alone(exact: DeepseekV4) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_cutting_a_prompt_changes_next_to_nothing_otherwise(loose: DeepseekV4, name: str, whole: Tensor, seed: int) -> None:
+def test_cutting_a_prompt_changes_next_to_nothing_otherwise(loose: AnyModel, name: str, whole: Tensor, seed: int) -> None:
     ids = tiny_ids(LENGTH[name], loose.config)
     cuts = sorted({*random_cuts(len(ids), seed), *range(len(ids) - 5, len(ids))})
     assert (loose.logits(run_in_cuts(loose, ids, cuts, seed=seed)) - whole).abs().max() < 1e-5
@@ -105,7 +115,7 @@ def test_cutting_a_prompt_changes_next_to_nothing_otherwise(loose: DeepseekV4, n
 # Others in the batch ------------------------------------------------------------------------------
 
 
-def run_together(model: DeepseekV4, prompts: Sequence[Sequence[int]], seed: int) -> list[Tensor]:
+def run_together(model: AnyModel, prompts: Sequence[Sequence[int]], seed: int) -> list[Tensor]:
     """Run prompts together, each step a random choice of sequences and numbers of tokens; return each one's logits."""
     rng = random.Random(seed)
     paged = PagedModel(model, tokens=max(len(p) for p in prompts), sequences=len(prompts), seed=seed)
@@ -124,7 +134,7 @@ def run_together(model: DeepseekV4, prompts: Sequence[Sequence[int]], seed: int)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_others_in_the_batch_change_no_bit(exact: DeepseekV4, name: str, whole: Tensor, seed: int) -> None:
+def test_others_in_the_batch_change_no_bit(exact: AnyModel, name: str, whole: Tensor, seed: int) -> None:
     prompts = [tiny_ids(LENGTH[name], exact.config), random_ids(exact.config, 133, seed), random_ids(exact.config, 60, seed + 9)]
     together = run_together(exact, prompts, seed)
     assert torch.equal(together[0], whole)
@@ -132,14 +142,14 @@ def test_others_in_the_batch_change_no_bit(exact: DeepseekV4, name: str, whole: 
         assert torch.equal(got, exact.logits(exact.one_pass(prompt)))
 
 
-def test_others_in_the_batch_change_next_to_nothing_otherwise(loose: DeepseekV4, name: str, whole: Tensor) -> None:
+def test_others_in_the_batch_change_next_to_nothing_otherwise(loose: AnyModel, name: str, whole: Tensor) -> None:
     prompts = [tiny_ids(LENGTH[name], loose.config), random_ids(loose.config, 133, 0), random_ids(loose.config, 60, 9)]
     assert (run_together(loose, prompts, 0)[0] - whole).abs().max() < 1e-5
 
 
 def test_sequence_full_of_nan_changes_no_bit_of_others(name: str, whole: Tensor) -> None:
     """Nothing of one sequence reaches another: not through a batch, a page or a slot that both have had."""
-    model = tiny_model(config=CONFIGS[name], deterministic=True).requires_grad_(False)
+    model = model_of(name, deterministic=True)
     ids = tiny_ids(LENGTH[name], model.config)[:140]
     sick_id = next(i for i in range(model.config.vocab_size) if i not in ids)
     with torch.no_grad():
@@ -161,7 +171,7 @@ def test_sequence_full_of_nan_changes_no_bit_of_others(name: str, whole: Tensor)
 # What an engine does to a sequence -----------------------------------------------------------------
 
 
-def test_rejected_drafts_leave_no_trace(exact: DeepseekV4, name: str, whole: Tensor) -> None:
+def test_rejected_drafts_leave_no_trace(exact: AnyModel, name: str, whole: Tensor) -> None:
     """Wrong tokens are run across boundaries of groups and pages, then taken back: only the compressor state is put back."""
     ids = tiny_ids(LENGTH[name], exact.config)[:136]
     paged = PagedModel(exact, tokens=len(ids) + 8)
@@ -179,7 +189,7 @@ def test_rejected_drafts_leave_no_trace(exact: DeepseekV4, name: str, whole: Ten
     assert torch.equal(exact.logits(torch.cat(got)), whole[: len(ids)])
 
 
-def test_prefix_continues_from_a_snapshot_to_the_bit(exact: DeepseekV4, name: str, whole: Tensor) -> None:
+def test_prefix_continues_from_a_snapshot_to_the_bit(exact: AnyModel, name: str, whole: Tensor) -> None:
     """Grow pages, the window and a snapshot at a 256-token boundary are all that a cached prefix needs."""
     ids = tiny_ids(LENGTH[name], exact.config)
     paged = PagedModel(exact, tokens=len(ids), sequences=2)
@@ -203,7 +213,7 @@ def test_prefix_continues_from_a_snapshot_to_the_bit(exact: DeepseekV4, name: st
     assert torch.equal(exact.logits(torch.cat(got)), whole[256:])
 
 
-def test_mtp_block_through_pages_changes_no_bit(exact: DeepseekV4, name: str) -> None:
+def test_mtp_block_through_pages_changes_no_bit(exact: AnyModel, name: str) -> None:
     """The MTP block sees the streams at t and the token at t + 1, in chunks as in one pass."""
     ids = tiny_ids(141, exact.config)
     batch, caches = exact.prepare(ids[1:], drafter=True)
@@ -242,3 +252,13 @@ def test_others_in_the_batch_of_the_quantized_model_change_no_bit(official_deter
     prompts = [official_ids(45), random_ids(model.config, 20, 1), random_ids(model.config, 7, 2)]
     for prompt, got in zip(prompts, run_together(model, prompts, 3), strict=True):
         assert torch.equal(got, model.logits(model.one_pass(prompt)))
+
+
+@pytest.mark.parametrize("variant", ["v3", "v32"])
+def test_cutting_a_prompt_of_fp8_rows_changes_no_bit(variant: str) -> None:
+    model = random_model(variant, deterministic=True, fp8_rows=True).requires_grad_(False)
+    ids = tiny_ids(280, model.config)
+    whole = model.logits(model.one_pass(ids))
+    assert torch.equal(model.logits(run_in_cuts(model, ids, [1, 2, 63, 64, 70, 255, 256, 278, 279])), whole)
+    plain = random_model(variant, deterministic=True).requires_grad_(False)
+    assert not torch.equal(plain.logits(plain.one_pass(ids)), whole)

@@ -14,8 +14,8 @@ from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.names import V4_NAMES
 from dsv4lite.weights.names import translate
-from dsv4lite.weights.quant import Slot, TensorSlot
 from tests.golden import fill, plain, poisoned
+from tests.models.gradients import gradient
 from tests.models.paged import run_in_cuts
 from tests.tiny import trainer_model, trainer_settings
 
@@ -110,15 +110,6 @@ def test_logits_of_chunks_agree(pair: Pair, count: int, cuts: tuple[int, ...]) -
     with torch.no_grad():
         ours = pair.ours.logits(run_in_cuts(pair.ours, ids, cuts))
     assert (ours - their_logits(pair, ids)).abs().max() < 1e-4
-
-
-def gradient(slot: Slot) -> Tensor:
-    """Return the gradient of one tensor of the checkpoint."""
-    if isinstance(slot, TensorSlot):
-        return torch.zeros_like(slot.tensor) if slot.tensor.grad is None else slot.tensor.grad
-    grad = slot.matrix.weight.grad
-    assert grad is not None
-    return grad.flatten(0, -2)[slot.begin : slot.end]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

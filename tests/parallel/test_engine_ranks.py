@@ -24,6 +24,7 @@ from dsv4lite.llm import LLM
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
 from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, same_outputs, write_model
+from tests.mla import write_random_model
 from tests.parallel.dispatchers import Marked, refuses
 from tests.parallel.holdings import held, listening
 from tests.parallel.requests import PROMPTS, TOLERANCE, all_kinds, tight
@@ -63,6 +64,36 @@ def test_rank_in_a_process_gives_what_one_rank_gives_and_its_loss_names_it(model
         (pid,) = processes(llm).values()
         assert_lost(doomed(llm, 0, signal.SIGKILL, busy=False), 1, 0, pid, "was killed by SIGKILL")
     assert not is_alive(pid) and held() <= before
+
+
+@pytest.fixture(scope="module")
+def mla(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[RequestOutput]]:
+    """A model of the MLA family, and what one rank makes of requests of all kinds."""
+    model = write_random_model(tmp_path_factory.mktemp(request.param), request.param)
+    with LLM(str(model), **tight(model)) as llm:
+        outputs = all_kinds(llm)
+        assert llm.stats().preemptions > 0 and llm.stats().cached_tokens > 0
+    return model, outputs
+
+
+@pytest.mark.parametrize(
+    ("mla", "sizes"),
+    [
+        ("v3", {"tensor": 2}),
+        ("v3", {"tensor": 2, "expert": 2}),
+        ("v3", {"data": 2, "expert": 2}),
+        ("v32", {"tensor": 2, "expert": 2}),
+        ("v2_lite", {"pipeline": 2}),
+        ("v3", {"pipeline": 2}),
+    ],
+    indirect=["mla"],
+)
+def test_mla_models_on_two_ranks_give_what_one_gives(mla: tuple[Path, list[RequestOutput]], sizes: dict[str, int]) -> None:
+    model, expected = mla
+    layout = {f"{axis}_parallel_size": size for axis, size in sizes.items()}
+    with LLM(str(model), **tight(model, **layout)) as llm:
+        same_outputs(all_kinds(llm), expected, tolerance=TOLERANCE)
+        engine_of(llm).call(lambda engine: engine._scheduler.check()).result(ENOUGH_S)
 
 
 @pytest.mark.parametrize(

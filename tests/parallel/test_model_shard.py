@@ -20,6 +20,7 @@ from dsv4lite.models.family import FAMILIES
 from dsv4lite.models.shard import check_layout, shards_of, stages
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.weights.checkpoint import ExpertFormat
+from dsv4lite.weights.names import NameTables
 from dsv4lite.weights.quant import MatrixSlot, Numerics, Slot, TileSlot
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.weights.tensors import stored_tensors
@@ -135,6 +136,7 @@ def test_random_weights_of_ranks_are_parts_of_the_same(form: ExpertFormat, layou
         family=FAMILIES["deepseek_v4"],
         folder=Path("."),
         generation_config={},
+        names=NameTables(),
         model=config,
         dtype=torch.bfloat16,
         expert_format=form,

@@ -23,6 +23,7 @@ from dsv4lite.request import Phase
 from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors, ProcessGroupSource, broadcast_weights
 from tests.e2e.engines import MODEST, prompts_of, same_outputs, write_model
 from tests.e2e.updates import GREEDY, ask, read
+from tests.mla import write_random_model
 from tests.parallel.ranks import Ranks
 from tests.parallel.requests import SHARED, VOCAB
 
@@ -36,12 +37,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 SETTINGS: dict[str, Any] = {**MODEST, "speculative": MTP(1, adaptive=False)}
 PROMPTS = prompts_of((5, 40, 61), VOCAB, seed=3)
-W1 = "layers.0.ffn.experts.3.w1.weight"  # of the last rank of ep
+# Of the last rank of ep, by its official name and by the release's.
+W1 = {
+    "v4": ("layers.0.ffn.experts.3.w1.weight", "layers.0.ffn.experts.3.w1.weight"),
+    "v3": ("layers.1.ffn.experts.15.w1.weight", "model.layers.1.mlp.experts.15.gate_proj.weight"),
+}
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def kind(request: pytest.FixtureRequest) -> str:
+    """Which models: V4 or V3."""
+    return str(getattr(request, "param", "v4"))
+
+
+@pytest.fixture(scope="module")
+def models(kind: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("models")
+    if kind == "v3":
+        old, new = (write_random_model(folder / str(seed), kind, seed=seed, num_nextn_predict_layers=1) for seed in (0, 1))
+        return old, new
     return write_model(folder / "a", SHARED, seed=0), write_model(folder / "b", SHARED, seed=1)
 
 
@@ -55,9 +69,12 @@ def fresh(models: tuple[Path, Path]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_change_together(models: tuple[Path, Path], fresh: list[Any], layout: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layout"), [*(("v4", layout) for layout in LAYOUTS), ("v3", "tp and ep"), ("v3", "pp")], indirect=["kind"]
+)
+def test_ranks_change_together(models: tuple[Path, Path], fresh: list[Any], kind: str, layout: str) -> None:
     """Updates from disk and from memory, refused ones, and both levels of sleep."""
+    w1, named = W1[kind]
     (old, old_sums), (new, new_sums) = fresh
     with LLM(str(models[0]), **{**SETTINGS, **LAYOUTS[layout]}) as llm:
 
@@ -68,14 +85,14 @@ def test_ranks_change_together(models: tuple[Path, Path], fresh: list[Any], layo
             assert (llm.state, llm.weight_version, llm.weight_checksums()) == (Phase.READY, version, checksums)
 
         is_of(old, old_sums, 0)
-        wrong = {**read(models[1]), W1: torch.zeros(3, 3)}
-        with pytest.raises(WeightUpdateError, match=rf"{W1}: (shape|dimension 0 of) \[3, 3\]"), llm.update_weights(1) as update:
+        wrong = {**read(models[1]), named: torch.zeros(3, 3)}
+        with pytest.raises(WeightUpdateError, match=rf"{w1}: (shape|dimension 0 of) \[3, 3\]"), llm.update_weights(1) as update:
             update.load(NamedTensors(wrong))
         is_of(old, old_sums, 0)
-        del wrong[W1]
+        del wrong[named]
         with pytest.raises(WeightUpdateError) as caught, llm.update_weights(1) as update:
             update.load(NamedTensors(wrong))
-        assert caught.value.missing == (f"{W1}: missing",)
+        assert caught.value.missing == (f"{w1}: missing",)
         is_of(old, old_sums, 0)
         with llm.update_weights(2) as update:
             update.load(DiskSource(str(models[1])))

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dsv4lite import ConfigError, MemoryPlan, SamplingParams, plan_memory
 from dsv4lite.__main__ import main
+from dsv4lite.config import MTP
 from dsv4lite.device import CHIPS, host_memory
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.planning.memory import merge_plans
 from dsv4lite.weights.dummy import dummy_tensors
 from tests.e2e.engines import SMALL, opened, write_tokenizer
+from tests.mla import V2_LITE, V3, V32
 from tests.tiny import FLASH, write_checkpoint
 
 GIB = 1 << 30
@@ -190,3 +194,53 @@ def test_float16_checkpoint_is_computed_in_float32_and_says_so(tmp_path: Path, c
     assert "rounded" in caplog.messages[-1]
     with opened(write_tokenizer(tmp_path, SMALL["vocab_size"])) as llm:
         assert len(llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)).token_ids) == 2
+
+
+# ------------------------------------------------------------------------------------------------------------- MLA models
+
+
+def config_only(folder: Path, raw: Mapping[str, Any]) -> str:
+    (folder / "config.json").write_text(json.dumps(dict(raw)))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("raw", "rows", "bytes_per_token", "least"),
+    [
+        (V3, "auto", 61 * 1152, 512_000),
+        (V3, "fp8", 61 * 656, 900_000),
+        (V32, "fp8", 61 * (656 + 132), 750_000),
+        (V32, "auto", 61 * (1152 + 256), 440_000),
+    ],
+    ids=["v3", "v3-fp8", "v32-fp8", "v32"],
+)
+def test_v3_on_eight_gpus_holds_more_tokens_than_the_public_figure(
+    tmp_path: Path, raw: Mapping[str, Any], rows: str, bytes_per_token: int, least: int
+) -> None:
+    """512,000 tokens of bfloat16 latents on 8 x 141 GB, where keys and values of all heads left room for 54,560."""
+    folder, settings = config_only(tmp_path, raw), {"tensor_parallel_size": 8, "speculative": None, "kv_cache_dtype": rows}
+    chip = plan_memory(folder, gpu="h200", **settings)
+    powers_of_ten = plan_memory(folder, memory_bytes=141 * 10**9, gpu_memory_utilization=0.95, **settings)
+    for plan in (chip, powers_of_ten):
+        assert plan.fits and plan.bytes_per_token == bytes_per_token and plan.bytes_per_sequence == 0
+        assert plan.max_model_len == 163840 and "FP8 experts" in plan.planned_for
+        assert plan.kv_tokens >= least
+
+
+def test_layouts_of_a_model_with_groups_of_experts_are_found(tmp_path: Path) -> None:
+    """Its groups were those of one expert, which they cannot divide, so no layout would do."""
+    plan = plan_memory(config_only(tmp_path, {**V3, "num_hidden_layers": 8}), gpu="h200", devices=8)
+    assert plan.fits and {(entry.layout.tp, entry.layout.pp) for entry in plan.layouts} >= {(8, 1), (1, 1), (2, 2), (1, 8)}
+
+
+def test_drafting_keeps_one_more_layer_of_rows(tmp_path: Path) -> None:
+    plan = plan_memory(config_only(tmp_path, V3), gpu="h200", tensor_parallel_size=8, speculative=MTP(1))
+    assert plan.fits and plan.bytes_per_token == 62 * 1152
+
+
+def test_v2_lite_fits_on_one_gpu_and_layouts_are_compared(tmp_path: Path) -> None:
+    plan = plan_memory(config_only(tmp_path, V2_LITE), gpu="h200", devices=2)
+    assert plan.fits and {entry.layout.world for entry in plan.layouts} == {2}
+    alone = plan_memory(str(tmp_path), gpu="h200")
+    assert alone.fits and alone.bytes_per_token == 27 * 1152
+    assert 31e9 < alone.per_device[0].weights < 33e9  # 15.71 billion parameters in bfloat16

@@ -15,6 +15,7 @@ from dsv4lite.layout import Layout
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.weights.quant import Numerics
 from examples.benchmark import MODELS, arguments, communication, flash, floor_bytes, plot, pro, run, ticks
+from examples.benchmark_rollouts import main as benchmark_rollouts
 from tests import tiny
 
 RESIDENT = Numerics.choose(
@@ -120,3 +121,13 @@ def test_profile_of_what_cannot_be_watched_is_refused(capsys: pytest.CaptureFixt
         with pytest.raises(SystemExit):
             arguments([*line.split(), "--profile"])
         assert reason in capsys.readouterr().err
+
+
+def test_rollouts_are_measured_phase_by_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    report = benchmark_rollouts(["--model", "shipped", "--layers", "3", "--device", "cpu"])
+    names = [name for name, _ in report]
+    assert names[:4] == ["update, staged", "first request after it", "update, in place", "first request after it"]
+    assert names[4:8] == ["sleep(1)", "wake_up()", "first request after it", "second request"] == names[8:12]
+    assert names[12:15] == ["sleep(2)", "wake_up()", "update after it"]
+    assert all(seconds > 0 for _, seconds in report)
+    assert "update after it" in capsys.readouterr().out

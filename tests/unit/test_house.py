@@ -54,7 +54,8 @@ UNKNOWN_TO = {
 }
 # Importing these must not need torch: policy is plain Python, and the api passes tensors on without making them.
 WITHOUT_TORCH = (
-    "errors", "checks", "files", "request", "config", "layout", "paging", "llm", "models.deepseek_v4.config", "parallel.shard",
+    "errors", "checks", "files", "request", "config", "layout", "paging", "llm", "models.deepseek_v4.config",
+    "models.deepseek_mla.config", "parallel.shard",
     "parallel.eplb", "text.chat", "text.parse", "text.tokenizer", "speculation.speculator", "speculation.ngram", "scheduling",
     "api",
 )  # fmt: skip

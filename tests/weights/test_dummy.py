@@ -12,6 +12,7 @@ from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS, official_shapes
 from dsv4lite.models.family import FAMILIES
 from dsv4lite.weights.checkpoint import ExpertFormat
 from dsv4lite.weights.dummy import dummy_tensors, fill_tiles
+from dsv4lite.weights.names import NameTables
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.weights.tensors import stored_tensors
@@ -144,6 +145,7 @@ def test_dummy_fills_every_parameter(form: ExpertFormat) -> None:
         family=FAMILIES["deepseek_v4"],
         folder=Path("."),
         generation_config={},
+        names=NameTables(),
         model=model,
         dtype=torch.bfloat16,
         expert_format="fp4",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.errors import CheckpointError
+from dsv4lite.models.deepseek_mla.names import mla_names
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.names import V4_NAMES
 from dsv4lite.models.deepseek_v4.tensors import official_shapes
@@ -119,3 +120,40 @@ def test_stacked_experts_are_gate_over_up() -> None:
 def test_stacked_experts_of_a_wrong_shape_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(CheckpointError, match="gate_up_proj has shape"):
         translate("model.layers.1.mlp.experts.gate_up_proj", shape, V4_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("model.embed_tokens.weight", "embed.weight"),
+        ("lm_head.weight", "head.weight"),
+        ("model.layers.60.self_attn.kv_a_proj_with_mqa.weight_scale_inv", "layers.60.attn.wkv_a.scale"),
+        ("model.layers.3.mlp.experts.255.down_proj.weight", "layers.3.ffn.experts.255.w2.weight"),
+        ("model.layers.3.mlp.gate.e_score_correction_bias", "layers.3.ffn.gate.bias"),
+        ("model.layers.0.mlp.up_proj.weight", "layers.0.ffn.w3.weight"),
+        ("model.layers.7.self_attn.indexer.k_norm.bias", "layers.7.attn.indexer.k_norm.bias"),
+        ("model.layers.61.eh_proj.weight", "mtp.0.eh_proj.weight"),
+        ("model.layers.61.shared_head.norm.weight", "mtp.0.norm.weight"),
+        ("model.layers.62.mlp.shared_experts.gate_proj.weight", "mtp.1.ffn.shared_experts.w1.weight"),
+        ("layers.5.attn.wkv_b.weight", "layers.5.attn.wkv_b.weight"),
+        ("layers.5.ffn.experts.3.w1.scale", "layers.5.ffn.experts.3.w1.scale"),
+    ],
+)
+def test_names_of_mla_releases_have_official_ones(name: str, ours: str) -> None:
+    assert translate(name, (4, 4), mla_names({"num_hidden_layers": 61})) == [Piece(name=ours)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.61.embed_tokens.weight",
+        "model.layers.61.shared_head.head.weight",
+        "model.layers.4.self_attn.rotary_emb.inv_freq",
+    ],
+)
+def test_copies_and_frequencies_of_mla_releases_are_skipped(name: str) -> None:
+    assert translate(name, (4, 4), mla_names({"num_hidden_layers": 61})) == []
+
+
+def test_layer_after_the_last_is_no_drafter_where_the_config_does_not_say_how_many_there_are() -> None:
+    assert translate("model.layers.61.enorm.weight", (4,), mla_names({})) == [Piece(name="layers.61.enorm.weight")]

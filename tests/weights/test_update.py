@@ -19,12 +19,14 @@ from dsv4lite.parallel.shard import Shards
 from dsv4lite.weights.checkpoint import ExpertFormat, HeldTensor
 from dsv4lite.weights.delta import Blocks, DeltaSource
 from dsv4lite.weights.dummy import dummy_tensors
+from dsv4lite.weights.host_memory import HostMemory
 from dsv4lite.weights.loader import own_formats
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.update import NamedTensors, Transaction, buckets, checksum
 from tests.golden import OFFICIAL, fill, poisoned, rounded
 from tests.tiny import TINY_REFRESHED
 
+CPU = torch.device("cpu")
 CONFIG = replace(OFFICIAL, vocab_size=64, num_hidden_layers=3, ratios=(0, 4, 128, 0), num_hash_layers=1)
 ODD = replace(CONFIG, hidden_size=160, q_lora_rank=96, o_lora_rank=40)  # boundaries inside blocks of scales
 FORMS: dict[str, tuple[V4Config, ExpertFormat, Numerics]] = {
@@ -49,7 +51,7 @@ def widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def transaction(model: DeepseekV4, tensors: Mapping[str, Tensor], *, staged: bool) -> Transaction:
     headers = {name: HeldTensor(name=name, tensor=tensor) for name, tensor in tensors.items()}
     shards = Shards(table=V4_SHARDING, axes={}, num_experts=model.config.num_experts)
-    return Transaction(model.slots(), V4_NAMES, own_formats(headers), shards, torch.device("cpu"), staged=staged)
+    return Transaction(model.slots(), V4_NAMES, own_formats(headers), shards, CPU, staging=HostMemory(CPU) if staged else None)
 
 
 @torch.no_grad()
@@ -170,7 +172,7 @@ def test_delta_of_stacked_experts_and_of_a_rank_s_part() -> None:
         after[1, 3, 2:9] += 1
         after[-1, -1, -1] += 1
         model = fill(DeepseekV4(config, numerics, with_mtp=False), old)
-        update = Transaction(model.slots(), V4_NAMES, {}, whole_shards(config), torch.device("cpu"), staged=True)
+        update = Transaction(model.slots(), V4_NAMES, {}, whole_shards(config), CPU, staging=HostMemory(CPU))
         name = f"model.layers.1.mlp.experts.{stack}"
         update.take(list(DeltaSource(NamedTensors({name: after}), {name: before}, block=(7, 5)).tensors()))
         update.check(partial=True)

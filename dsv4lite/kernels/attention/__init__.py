@@ -33,20 +33,28 @@ _LEAST_SHARING = 8  # tokens of a sequence that share rows under a mask, if the 
 
 
 def sparse_attention(
-    q_THC: Tensor, rows: Tensor, valid_TR: Tensor, sink_H: Tensor, scale: float, *, block: int | None = BLOCK
+    q_THC: Tensor,
+    rows: Tensor,
+    valid_TR: Tensor,
+    sink_H: Tensor | None,
+    scale: float,
+    *,
+    block: int | None = BLOCK,
+    width: int | None = None,
 ) -> Tensor:
     """Attend each token's heads to that token's rows.
 
     Args:
         q_THC: Queries, float32 or bfloat16.
         rows: [T, R, C], each token's own, or [R, C], shared by all tokens; invalid ones of the former may hold anything.
-        valid_TR: Which rows count; every token needs at least one.
-        sink_H: float32 logit that only joins the denominator.
+        valid_TR: Which rows count; every token needs at least one, among the rows of its first block.
+        sink_H: float32 logit that only joins the denominator; ``None`` if there is none.
         scale: Multiplies the logits.
         block: Rows taken at a time, the last ones padded to so many; ``None`` takes all at once (same result up to rounding).
+        width: First channels of a row that are its value; ``None`` for all.
 
     Returns:
-        [T, H, C] in the dtype of q.
+        [T, H, C] in the dtype of q, or [T, H, width].
     """
     query = q_THC.float()
     count = rows.shape[-2]
@@ -67,7 +75,7 @@ def sparse_attention(
         block_peak = logits.amax(-1, keepdim=True)
         new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
         p = torch.exp(logits - new_peak)
-        weighted = torch.matmul(p.to(q_THC.dtype).float(), keys)
+        weighted = torch.matmul(p.to(q_THC.dtype).float(), keys[..., :width])
         if peak is None or total is None or out is None:
             total, out = p.sum(-1, keepdim=True), weighted
         else:
@@ -75,7 +83,9 @@ def sparse_attention(
             total, out = total * shrink + p.sum(-1, keepdim=True), out * shrink + weighted
         peak = new_peak
     assert peak is not None and total is not None and out is not None
-    return (out / (total + torch.exp(sink_H[:, None] - peak))).to(q_THC.dtype)
+    if sink_H is not None:
+        total = total + torch.exp(sink_H[:, None] - peak)
+    return (out / total).to(q_THC.dtype)
 
 
 class AttentionInputs(NamedTuple):
@@ -244,20 +254,27 @@ class _RecentRows:
 
 def _entry_rows(block: Block, given: AttentionInputs, entries: RowStore) -> tuple[Tensor, Tensor]:
     """Return the entries of a block, [N, K, C] or, if its tokens are of one sequence, [K, C]; and which each token sees, bool."""
-    paging, selected_TK, rows = given.paging, given.selected_TK, entries.rows_per_page
-    count = (block.newest + 1) // given.ratio
+    paging, ratio, selected_TK, rows = given.paging, given.ratio, given.selected_TK, entries.rows_per_page
+    count = (block.newest + 1) // ratio
     if selected_TK is None or count <= selected_TK.shape[1]:  # the same in every layer of this ratio
-        addresses, seen = paging.once(("entries", given.ratio, block), lambda: _entry_addresses(block, given, rows, None))
+        addresses, seen = paging.once(("entries", ratio, block), lambda: entry_addresses(block, paging, ratio, rows, None))
     else:
-        addresses, seen = _entry_addresses(block, given, rows, selected_TK[block.begin : block.end])
+        addresses, seen = entry_addresses(block, paging, ratio, rows, selected_TK[block.begin : block.end])
     return entries.read(addresses, given.q_THC.dtype), seen
 
 
-def _entry_addresses(block: Block, given: AttentionInputs, rows: int, selected_NK: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return where the entries of a block are, int64, and which each token sees; ``selected_NK`` only if one token sees more."""
-    paging = given.paging
-    visible_N1 = (paging.positions_T[block.begin : block.end].long()[:, None] + 1) // given.ratio
-    count = (block.newest + 1) // given.ratio if selected_NK is None else selected_NK.shape[1]
+def entry_addresses(block: Block, paging: Paging, ratio: int, rows: int, selected_NK: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return where the entries of a block are, int64 [N, K] or, if its tokens are of one sequence, [K]; and which each token sees.
+
+    Args:
+        block: Consecutive tokens.
+        paging: Their positions and pages.
+        ratio: Tokens of an entry.
+        rows: Entries of a page.
+        selected_NK: Their entries, only if one token sees more than K; see ``AttentionInputs``.
+    """
+    visible_N1 = (paging.positions_T[block.begin : block.end].long()[:, None] + 1) // ratio
+    count = (block.newest + 1) // ratio if selected_NK is None else selected_NK.shape[1]
     entry = torch.arange(count, device=visible_N1.device)
     seen = entry < visible_N1
     if selected_NK is not None:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.gemm import ROW_TILE, matmul_rows
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.rows import RowStore
+from dsv4lite.kernels.rows import Fp4Key, RowStore, UnquantizedRow
 
 KEY_BLOCK = 64
 PAGE_TOKENS = 256
@@ -78,7 +78,8 @@ class IndexInputs(NamedTuple):
     """What chooses the entries of a step's tokens.
 
     Attributes:
-        iq_THC: bfloat16 index queries, already rounded to FP4; for unquantized keys as they are, in the keys' dtype.
+        iq_THC: bfloat16 index queries, already rounded to FP4; for unquantized keys as they are, in the keys' dtype. The reference
+            takes any dtype, in which it scores, and any keys.
         weights_TH: Head weights, any stride; rounded to the dtype of ``iq``, multiplied by ``weight_scale``, and rounded again.
         keys: Packed FP4 or unquantized index keys.
         paging: Positions and pages of the tokens.
@@ -96,6 +97,12 @@ class IndexInputs(NamedTuple):
     entries_max: int
     weight_scale: float = 1.0
     any_order: bool = False
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the kernel takes these queries with these keys."""
+        form = self.keys.format
+        return isinstance(form, Fp4Key) or (isinstance(form, UnquantizedRow) and form.dtype == self.iq_THC.dtype)
 
     @property
     def ratio(self) -> int:
@@ -118,7 +125,7 @@ def choose_paged(given: IndexInputs) -> Tensor:
     return selected_TK
 
 
-@op("indexer.triton:index_scores_paged_triton")
+@op("indexer.triton:index_scores_paged_triton", suits=lambda given, begin, end: given.has_kernel)
 def index_scores_paged(given: IndexInputs, begin: int, end: int) -> Tensor:
     """Score the visible entries of the tokens ``begin`` to ``end`` of a step; tokens of a sequence share its keys.
 

@@ -119,6 +119,20 @@ def quantize_fp4(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
     return e2m1_codes(scaled).flatten(-2)[..., : x.shape[-1]], (bits >> 23).to(torch.uint8)
 
 
+@op("quantize.triton:quantize_packed_fp4_triton")
+def quantize_packed_fp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize groups of 32 of the last dimension to e2m1, as a checkpoint stores it.
+
+    Args:
+        x: Finite floats [..., N]; N is a multiple of 32.
+
+    Returns:
+        Two codes per byte, uint8 [..., N / 2], and scale bytes uint8 [..., N / 32].
+    """
+    codes, scales = quantize_fp4(x)
+    return pack_fp4(codes), scales
+
+
 def dequantize_fp4(codes: Tensor, scales: Tensor, group: int = 32) -> Tensor:
     """Return float32 [..., N] from unpacked codes and scale bytes."""
     return (_groups(e2m1_values(codes), group) * e8m0_to_float(scales)[..., None]).flatten(-2)[..., : codes.shape[-1]]
@@ -153,8 +167,8 @@ def quantize_matrix(weight: Tensor, *, fp4: bool) -> tuple[Tensor, Tensor]:
         int8 [out, in / 2] or float8_e4m3fn [out, in], and float8_e8m0fnu scales.
     """
     if fp4:
-        codes, scales = quantize_fp4(weight)
-        return pack_fp4(codes).view(torch.int8), scales.view(torch.float8_e8m0fnu)
+        packed, scales = quantize_packed_fp4(weight)
+        return packed.view(torch.int8), scales.view(torch.float8_e8m0fnu)
     rows, cols = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -cols % FP8_GROUP, 0, -rows % FP8_GROUP))
     blocks = padded.unflatten(0, (-1, FP8_GROUP)).unflatten(2, (-1, FP8_GROUP)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Kernel of ``quantize_fp8``: the reference's codes and scale bytes, bit for bit; beside a NaN a group keeps its scale."""
+"""Kernels that quantize: the reference's codes and scale bytes, bit for bit; in FP8 a group keeps its scale beside a NaN."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3
+from dsv4lite.kernels.rows.triton import store_fp4
 
 _TILE = 2048  # channels per program
+_FP4_GROUP = 32
 
 
 @triton.jit
@@ -57,3 +59,28 @@ def quantize_fp8_triton(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
             enable_fp_fusion=False,
         )
     return codes.view(torch.float8_e4m3fn), scales
+
+
+@triton.jit
+def quantize_packed_fp4_kernel(x, codes, scales, groups, GROUPS: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * GROUPS
+    group = tl.arange(0, GROUPS)[:, None]
+    # Reference: quantize_fp4(x), pack_fp4(codes)
+    at = x + first * 32 + group * 32 + tl.arange(0, 32)[None, :]
+    y = tl.load(at, mask=group < groups - first, other=0.0).to(tl.float32)
+    store_fp4(y, codes + first * 16, scales + first, groups - first, GROUPS)
+
+
+def quantize_packed_fp4_triton(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``quantize.quantize_packed_fp4``."""
+    numbers = (x if x.dtype in (torch.bfloat16, torch.float32) else x.float()).contiguous()
+    groups = numbers.numel() // _FP4_GROUP
+    assert x.shape[-1] % _FP4_GROUP == 0, x.shape
+    codes = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(*x.shape[:-1], x.shape[-1] // _FP4_GROUP, dtype=torch.uint8, device=x.device)
+    if groups:
+        tile = _TILE // _FP4_GROUP
+        quantize_packed_fp4_kernel[(triton.cdiv(groups, tile),)](
+            numbers, codes, scales, groups, GROUPS=tile, num_warps=4, enable_fp_fusion=False
+        )
+    return codes, scales

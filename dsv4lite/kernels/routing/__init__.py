@@ -1,11 +1,15 @@
 """The router of a mixture of experts.
 
-    score = sqrt(softplus(x gate^T))          experts: the k best of score + bias, or a table by token id
-    w     = score[idx] / sum(score[idx]) * route_scale
+    score = sqrt(softplus(z)), softmax(z) or sigmoid(z)      z = x gate^T
+    experts: the k best of score + bias, or a table by token id
+    w     = score[idx] / (sum(score[idx]) + 1e-20) * route_scale, or without the division
 
-Source: DeepSeek-V4 specification 3.8.  Numerics: float32; experts are in the order of their ids, in which their outputs are summed,
-so the result does not depend on what shares the batch. The kernel's weights agree to 1e-6 of their size, and so do the scores that
-its selection compares.
+With groups of experts, the k best are chosen from the groups of highest rank: with a bias by the sum of their two best, without by
+their best.
+
+Source: DeepSeek-V4 specification 3.8, MLA specification 3.8.  Numerics: float32; experts are in the order of their ids, in which
+their outputs are summed, so the result does not depend on what shares the batch. The kernel's weights agree to 1e-6 of their size,
+and so do the scores that its selection compares; it knows the first score, without groups.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import op
+
+_LEAST_SUM = 1e-20  # of scores that all underflow: changes no other sum
 
 
 class Router(NamedTuple):
@@ -28,6 +34,10 @@ class Router(NamedTuple):
         table_VK: Experts of every token id, int64, instead of a selection (hash layers); scores still give the weights.
         token_ids_T: The tokens' ids; needed for the table only.
         positions_T: Position of each token; a negative one is padding: its experts are E, which is none, and its weights 0.
+        scoring: ``sqrtsoftplus``, ``softmax`` or ``sigmoid``.
+        groups: Equally large groups of consecutive experts.
+        top_groups: Groups that a token chooses from.
+        renormalize: Divide weights by their sum.
     """
 
     top_k: int
@@ -36,6 +46,15 @@ class Router(NamedTuple):
     table_VK: Tensor | None = None
     token_ids_T: Tensor | None = None
     positions_T: Tensor | None = None
+    scoring: str = "sqrtsoftplus"
+    groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = True
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the kernel knows these rules."""
+        return (self.scoring, self.groups, self.renormalize) == ("sqrtsoftplus", 1, True)
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -43,22 +62,42 @@ def softplus(x: Tensor) -> Tensor:
     return x.clamp_min(0.0) + torch.log1p(torch.exp(-x.abs()))
 
 
-@op("routing.triton:route_triton")
+def scores_of(logits_TE: Tensor, scoring: str) -> Tensor:
+    """Return the scores [T, E] of float32 logits, by operations whose bits do not depend on an element's place."""
+    if scoring == "softmax":
+        exponentials = torch.exp(logits_TE - logits_TE.amax(-1, keepdim=True))
+        return exponentials / exponentials.sum(-1, keepdim=True)
+    if scoring == "sigmoid":
+        return 1.0 / (1.0 + torch.exp(-logits_TE))
+    return softplus(logits_TE).sqrt()
+
+
+def in_top_groups(selection_TE: Tensor, router: Router) -> Tensor:
+    """Return what the selection compares, with minus infinity for experts outside of a token's groups."""
+    if router.groups == router.top_groups:
+        return selection_TE
+    grouped_TGE: Tensor = torch.unflatten(selection_TE, -1, (router.groups, -1))
+    ranks_TG = grouped_TGE.topk(1 if router.bias_E is None else 2).values.sum(-1)
+    kept_TG = torch.zeros_like(ranks_TG, dtype=torch.bool).scatter_(1, ranks_TG.topk(router.top_groups).indices, True)
+    return grouped_TGE.masked_fill(~kept_TG[..., None], float("-inf")).flatten(-2)
+
+
+@op("routing.triton:route_triton", suits=lambda logits_TE, router: router.has_kernel)
 def route(logits_TE: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """Choose experts and their weights by float32 gate outputs.
 
     Returns:
         Expert ids int64 [T, K], ascending, and weights float32 [T, K]. Of equal scores the kernel takes the lowest id.
     """
-    scores = softplus(logits_TE).sqrt()
+    scores = scores_of(logits_TE, router.scoring)
     if router.table_VK is None:
         selection = scores if router.bias_E is None else scores + router.bias_E
-        chosen_TK = selection.topk(router.top_k).indices
+        chosen_TK = in_top_groups(selection, router).topk(router.top_k).indices
     else:
         chosen_TK = router.table_VK[router.token_ids_T]
     chosen_TK = chosen_TK.sort(-1).values
     picked = scores.gather(1, chosen_TK)
-    weights_TK = picked / picked.sum(-1, keepdim=True) * router.scale
+    weights_TK = (picked / (picked.sum(-1, keepdim=True) + _LEAST_SUM) if router.renormalize else picked) * router.scale
     if router.positions_T is not None:
         padding = (router.positions_T < 0)[:, None]
         chosen_TK, weights_TK = chosen_TK.masked_fill(padding, logits_TE.shape[1]), weights_TK.masked_fill(padding, 0.0)

@@ -125,7 +125,7 @@ def route_kernel(
 
 def _router_constants(logits_TE: Tensor, router: Router) -> dict[str, int]:
     """Check a router's tensors, and return what is compiled in of it."""
-    experts, (top_k, _, bias_E, table_VK, token_ids_T, positions_T) = logits_TE.shape[1], router
+    experts, (top_k, _, bias_E, table_VK, token_ids_T, positions_T, *_) = logits_TE.shape[1], router
     assert logits_TE.dtype == torch.float32 and logits_TE.stride(1) == 1 and top_k <= experts, (logits_TE.shape, top_k)
     assert bias_E is None or (bias_E.dtype == torch.float32 and bias_E.is_contiguous())
     assert positions_T is None or positions_T.is_contiguous()
@@ -146,7 +146,7 @@ def _router_constants(logits_TE: Tensor, router: Router) -> dict[str, int]:
 
 def route_triton(logits_TE: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """See ``routing.route``."""
-    tokens, (top_k, scale, bias_E, table_VK, token_ids_T, positions_T) = len(logits_TE), router
+    tokens, (top_k, scale, bias_E, table_VK, token_ids_T, positions_T, *_) = len(logits_TE), router
     constants = _router_constants(logits_TE, router)
     chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits_TE.device)

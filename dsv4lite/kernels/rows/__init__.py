@@ -6,6 +6,7 @@ row's data (for 584-byte rows: row i at 576 i, its scales at 576 B + 8 i, page p
     584-byte kv row   448 e4m3 | 64 bf16 || 7 e8m0 + 1 pad           specification 5.2, any split of nope and rope channels
     68-byte key row   128 e2m1 in 64 bytes || 4 e8m0                  5.3, after the Hadamard transform
     132-byte key row  128 e4m3 || 1 float32 scale                     5.3
+    656-byte latent   512 e4m3 | 4 float32 scales | 64 bf16           MLA specification 5.2, any split
     unquantized       the vector itself in float32 or bfloat16
 
 Rows are addressed by ``page * B + place``; -1 means no row: it is not written, and what is read there is row 0 (mask it).
@@ -25,6 +26,7 @@ from dsv4lite.kernels.quantize import (
     FP8_MAX,
     dequantize_fp4,
     dequantize_fp8,
+    e8m0_to_float,
     pack_fp4,
     quantize_fp4,
     quantize_fp8,
@@ -34,6 +36,7 @@ from dsv4lite.kernels.quantize import (
 
 KV_GROUP = 64
 KEY_GROUP = 32
+LATENT_GROUP = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,45 @@ class Fp8Key:
         return (data.view(torch.float8_e4m3fn).float() * scales.contiguous().view(torch.float32)).to(dtype)
 
 
-RowFormat = UnquantizedRow | Fp8Kv | Fp4Key | Fp8Key
+@dataclass(frozen=True, slots=True)
+class Fp8Latent:
+    """Latent row of MLA: ``latent`` channels as e4m3 in groups of 128, ``rope`` channels as bfloat16, in one piece.
+
+    Scales are written as powers of two; any float32 scale is read.
+    """
+
+    latent: int
+    rope: int
+
+    @property
+    def width(self) -> int:
+        return self.latent + self.rope
+
+    @property
+    def groups(self) -> int:
+        return -(-self.latent // LATENT_GROUP)
+
+    @property
+    def data_bytes(self) -> int:
+        return self.latent + 4 * self.groups + 2 * self.rope
+
+    @property
+    def scale_bytes(self) -> int:
+        return 0
+
+    def pack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = quantize_fp8(rows[..., : self.latent], LATENT_GROUP)
+        tail = rows[..., self.latent :].to(torch.bfloat16).contiguous()
+        parts = (codes, e8m0_to_float(scales).contiguous(), tail)
+        return torch.cat([part.view(torch.uint8) for part in parts], -1), codes.new_empty(len(rows), 0, dtype=torch.uint8)
+
+    def unpack(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        codes, scale_bytes, tail = data.split([self.latent, 4 * self.groups, 2 * self.rope], -1)
+        latent = dequantize_fp8(codes.view(torch.float8_e4m3fn), scale_bytes.contiguous().view(torch.float32), LATENT_GROUP)
+        return torch.cat([latent.to(dtype), tail.contiguous().view(torch.bfloat16).to(dtype)], -1)
+
+
+RowFormat = UnquantizedRow | Fp8Kv | Fp4Key | Fp8Key | Fp8Latent
 
 
 def pack_rows(fmt: RowFormat, rows_NC: Tensor) -> Tensor:

@@ -186,14 +186,13 @@ def store_kv(x, data, scales, page, ROWS: tl.constexpr, NOPE: tl.constexpr, ROPE
 
 
 @triton.jit
-def store_fp4_key(x, data, scales, WIDTH: tl.constexpr):
-    """Fp4Key.pack, of a vector in rows of 32."""
-    GROUPS: tl.constexpr = WIDTH // 32
+def store_fp4(x, data, scales, groups, GROUPS: tl.constexpr):
+    """quantize_packed_fp4, of numbers in rows of 32, of which the first ``groups`` are stored."""
     group = tl.arange(0, GROUPS)
     byte, inverse = fp4_scale(x, 1)
     low, high = tl.split(tl.reshape(e2m1_codes(x * inverse[:, None]), (GROUPS, 16, 2)))
-    tl.store(data + group[:, None] * 16 + tl.arange(0, 16)[None, :], low | (high << 4))
-    tl.store(scales + group, byte.to(tl.uint8))
+    tl.store(data + group[:, None] * 16 + tl.arange(0, 16)[None, :], low | (high << 4), mask=group[:, None] < groups)
+    tl.store(scales + group, byte.to(tl.uint8), mask=group < groups)
 
 
 @triton.jit
@@ -216,7 +215,7 @@ def store_row(
         store_kv(y, memory + place * DATA, memory + PLACES * DATA + place * SCALES, page, ROWS, WIDTH - ROPE, ROPE)
     elif KIND == FP4_KEY:
         scales = memory + PLACES * (WIDTH // 2) + place * (WIDTH // 32)
-        store_fp4_key(tl.reshape(y, (WIDTH // 32, 32)), memory + place * (WIDTH // 2), scales, WIDTH)
+        store_fp4(tl.reshape(y, (WIDTH // 32, 32)), memory + place * (WIDTH // 2), scales, WIDTH // 32, WIDTH // 32)
     elif KIND == FP8_KEY:
         store_fp8_key(tl.reshape(y, (1, WIDTH)), memory + place * WIDTH, memory + PLACES * WIDTH + place * 4, WIDTH)
     else:

@@ -297,8 +297,9 @@ def scored_values(logits: Tensor, top: Tensor, lines: Tensor, positions: Tensor,
     scaled = sampling.scale(x, top, torch.where(drawn, temperature, 1.0))
     scaled = sampling.drop_below(scaled, lines[:, Column.LOG_MIN_P, None].float())
     truncated = (lines[:, Column.TOP_K] > 0) | (lines[:, Column.TOP_P] < 1)
-    after = _rank_numbers(scaled, torch.arange(x.shape[1], device=x.device)) > state[:, State.CUT, None]
-    scaled = scaled.masked_fill(truncated[:, None] & after, float("-inf"))
+    if x.device.type != "cpu" or bool(truncated.any()):  # a GPU would have to be waited for
+        after = _rank_numbers(scaled, torch.arange(x.shape[1], device=x.device)) > state[:, State.CUT, None]
+        scaled = scaled.masked_fill(truncated[:, None] & after, float("-inf"))
     return torch.where(drawn, scaled, x)
 
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from dsv4lite.errors import ConfigError, UnsupportedError, shown
 from dsv4lite.models.config import DrafterKind, ModelConfig
+from dsv4lite.models.keys import MOST_EXPERTS, MOST_MATRICES, MOST_TOKENS, Keys, check_fixed, list_of, mapping, token_id
 from dsv4lite.paging import PAGE_TOKENS
 
 LayerKind = Literal["sliding", "csa", "hca"]
 
 ARCHITECTURE, MODEL_TYPE = "DeepseekV4ForCausalLM", "deepseek_v4"
 
-MOST_TOKENS = 1 << 23  # of a vocabulary, and what sampling can number
-MOST_EXPERTS = 4096  # of a layer
 # Each key of config.json that is one number: the field that it sets, and the largest integer that is accepted, several times that
 # of the largest release (V4-Pro, in brackets): larger ones mean a broken config.
 _NUMBERS: Mapping[str, tuple[str, int | None]] = {
@@ -49,17 +47,12 @@ _NUMBERS: Mapping[str, tuple[str, int | None]] = {
     "num_nextn_predict_layers": ("num_mtp_layers", 64),  # (1)
 }
 _MOST: Mapping[str, int] = {
-    **{key: most for key, (_, most) in _NUMBERS.items() if most is not None},
     "num_local_experts": MOST_EXPERTS,
     "original_max_position_embeddings": 1 << 24,
     "n_mtp_layers": 64,  # (3)
     "num_hash_layers": 256,  # (3)
     "dspark_markov_rank": 1 << 17,  # (512)
 }
-_MOST_OTHERS = 1 << 31
-_MOST_MATRICES = 1 << 17  # routed experts of all layers together (23,808)
-_LEAST_REAL, _MOST_REAL = 1e-30, 1e30
-_MOST_KEYS = 1000
 _ABOVE_ONE = ("rope_theta", "compress_rope_theta")  # YaRN divides by their logarithm
 _MAY_BE_ZERO = ("num_nextn_predict_layers", "num_hash_layers", "dspark_noise_token_id")
 _DSPARK = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
@@ -92,6 +85,14 @@ _FIXED_QUANTIZATION: Mapping[str, object] = {
 _IGNORED = (
     *("intermediate_size", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "kv_lora_rank", "attention_dropout", "expert_dtype"),
     *("pad_token_id", "sep_token_id", "is_encoder_decoder"),
+)
+_KEYS = Keys(
+    numbers=_NUMBERS,
+    most=_MOST,
+    may_be_zero=_MAY_BE_ZERO,
+    above_one=_ABOVE_ONE,
+    others=(*_STRUCTURED, *_FIXED, *_DSPARK, _DSPARK_STAGES),
+    ignored=_IGNORED,
 )
 _KIND_OF = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 
@@ -150,7 +151,6 @@ class V4Config(ModelConfig):
     index_dim: int
     index_topk: int
     num_hash_layers: int = 3
-    num_shared_experts: int = 1
     num_mtp_layers: int = 1
     route_scale: float = 1.5
     window: int = 128
@@ -176,9 +176,9 @@ class V4Config(ModelConfig):
         if any(self.ratios[self.num_hidden_layers :]):
             last = self.ratios[self.num_hidden_layers :]
             raise UnsupportedError(f"MTP blocks and drafters are sliding-window only; compress_ratios ends in {shown(last)}")
-        if len(self.ratios) * self.num_experts > _MOST_MATRICES:
+        if len(self.ratios) * self.num_experts > MOST_MATRICES:
             raise ConfigError(
-                f"{len(self.ratios)} layers with n_routed_experts={self.num_experts} have more than {_MOST_MATRICES} experts in all"
+                f"{len(self.ratios)} layers with n_routed_experts={self.num_experts} have more than {MOST_MATRICES} experts in all"
             )
         if self.num_attention_heads % self.o_groups:
             raise ConfigError(f"num_attention_heads={self.num_attention_heads} is not a multiple of o_groups={self.o_groups}")
@@ -242,28 +242,16 @@ def parse_config(raw: Mapping[str, Any]) -> V4Config:
         UnsupportedError: The config describes another model, or something that V4 is not.
     """
     _check_architecture(raw)
-    _check_spelling(raw)
-    _check_fixed("", _FIXED, raw)
-    quantization = _mapping(raw, "quantization_config")
-    _check_fixed("quantization_config.", _FIXED_QUANTIZATION, quantization)
-
-    settings: dict[str, Any] = {}
-    problems: list[str] = []
-    for theirs, (ours, most) in _NUMBERS.items():
-        if raw.get(theirs) is not None:
-            try:
-                settings[ours] = _real(raw, theirs) if most is None else _integer(raw, theirs)
-            except ConfigError as error:
-                problems.append(str(error))
-    if problems:
-        raise ConfigError("; ".join(problems))
+    _KEYS.check_spelling(raw)
+    check_fixed("", _FIXED, raw, "V4")
+    quantization = mapping(raw, "quantization_config")
+    check_fixed("quantization_config.", _FIXED_QUANTIZATION, quantization, "V4")
+    settings = _KEYS.settings(raw)
     if raw.get("qk_rope_head_dim") is None and raw.get("partial_rotary_factor") is not None:
-        settings["rope_dim"] = round(settings.get("head_dim", 0) * _real(raw, "partial_rotary_factor"))
+        settings["rope_dim"] = round(settings.get("head_dim", 0) * _KEYS.real(raw, "partial_rotary_factor"))
     if raw.get("n_routed_experts") is None and raw.get("num_local_experts") is not None:
-        settings["num_experts"] = _integer(raw, "num_local_experts")
-    missing = [theirs for theirs, (ours, _) in _NUMBERS.items() if ours in _REQUIRED and ours not in settings]
-    if missing:
-        raise ConfigError(f"config.json lacks {', '.join(missing)}")
+        settings["num_experts"] = _KEYS.integer(raw, "num_local_experts")
+    _KEYS.require(settings, _REQUIRED)
     settings.update(_rope(raw))
     settings.update(_hash_layers(raw))
 
@@ -281,8 +269,8 @@ def parse_config(raw: Mapping[str, Any]) -> V4Config:
         **settings,
         ratios=tuple(ratios[: layers + drafting]),
         quantized=bool(quantization),
-        bos_token_id=_token_id(raw, "bos_token_id", vocab_size, default=0),
-        eos_token_id=_token_id(raw, "eos_token_id", vocab_size, default=1),
+        bos_token_id=token_id(raw, "bos_token_id", vocab_size, default=0),
+        eos_token_id=token_id(raw, "eos_token_id", vocab_size, default=1),
         dspark=dspark,
     )
 
@@ -291,81 +279,25 @@ _REQUIRED = frozenset(field.name for field in fields(V4Config) if field.default 
 
 
 def _check_architecture(raw: Mapping[str, Any]) -> None:
-    architectures = _list(raw, "architectures", str) or [ARCHITECTURE]
+    architectures = list_of(raw, "architectures", str) or [ARCHITECTURE]
     if ARCHITECTURE not in architectures or raw.get("model_type", MODEL_TYPE) != MODEL_TYPE:
         given = f"architectures={shown(architectures)}, model_type={shown(raw.get('model_type'))}"
         raise UnsupportedError(f"{given}: only {ARCHITECTURE} ({MODEL_TYPE!r}) is supported")
 
 
-def _check_spelling(raw: Mapping[str, Any]) -> None:
-    if len(raw) > _MOST_KEYS:
-        raise ConfigError(f"config.json has {len(raw)} keys; at most {_MOST_KEYS} are read")
-    meant = {*_NUMBERS, *_STRUCTURED, *_FIXED, *_DSPARK, _DSPARK_STAGES}
-    for key in raw:
-        if not isinstance(key, str):
-            raise ConfigError(f"key {shown(key)} of the model's config must be a string")
-        if key not in meant and len(key) <= 100:  # comparing takes the square of the length
-            close = get_close_matches(key, [*meant, *_IGNORED], n=1, cutoff=0.8)
-            if close and close[0] in meant and key not in _IGNORED:
-                raise ConfigError(f"unknown key {key!r} in config.json; did you mean {close[0]!r}?")
-
-
-def _check_fixed(prefix: str, fixed: Mapping[str, object], raw: Mapping[str, Any]) -> None:
-    for key, value in fixed.items():
-        if raw.get(key) is not None and raw[key] != value:
-            raise UnsupportedError(f"{prefix}{key}={shown(raw[key])} is not supported; V4 has {value!r}")
-
-
-def _integer(raw: Mapping[str, Any], key: str) -> int:
-    value, least, most = raw[key], 0 if key in _MAY_BE_ZERO else 1, _MOST.get(key, _MOST_OTHERS)
-    if type(value) is not int or not least <= value <= most:
-        raise ConfigError(f"{key}={shown(value)} must be an integer from {least} to {most}")
-    return value
-
-
-def _real(raw: Mapping[str, Any], key: str) -> float:
-    value, above = raw[key], 1 if key in _ABOVE_ONE else _LEAST_REAL
-    if type(value) not in (int, float) or not above < value <= _MOST_REAL:
-        raise ConfigError(f"{key}={shown(value)} must be a number above {above} and at most {_MOST_REAL:g}")
-    return float(value)
-
-
-def _token_id(raw: Mapping[str, Any], key: str, vocab_size: int, *, default: int) -> int | None:
-    """Return an id, the first one of a list; an explicit null means none."""
-    value = raw.get(key, default)
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
-        raise ConfigError(f"{key}={shown(value)} must be a token id below vocab_size={vocab_size}, a list of them, or null")
-    return ids[0] if ids else None
-
-
-def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = {} if raw.get(key) is None else raw[key]
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}={shown(value)} must be an object")
-    return value
-
-
-def _list(raw: Mapping[str, Any], key: str, kind: type) -> list[Any] | None:
-    value = raw.get(key)
-    if value is not None and not (isinstance(value, list | tuple) and all(type(item) is kind for item in value)):
-        raise ConfigError(f"{key}={shown(value)} must be a list of {kind.__name__}")
-    return None if value is None else list(value)
-
-
 def _ratios(raw: Mapping[str, Any], layers: int) -> list[int]:
-    given = _list(raw, "compress_ratios", int)
+    given = list_of(raw, "compress_ratios", int)
     if given is not None:
         if any(ratio < 0 for ratio in given):
             raise ConfigError(f"compress_ratios={shown(given)} must not be negative")
         return given
-    kinds = _list(raw, "layer_types", str)
+    kinds = list_of(raw, "layer_types", str)
     if kinds is None:
         raise ConfigError("config.json has neither compress_ratios nor layer_types; the layer pattern cannot be guessed")
     if len(kinds) < layers:
         raise ConfigError(f"layer_types has {len(kinds)} entries for num_hidden_layers={layers}")
-    given_rates = _mapping(raw, "compress_rates")
-    rates = {**_KIND_OF, **{kind: _integer(given_rates, kind) for kind in given_rates if _KIND_OF.get(kind)}}
+    given_rates = mapping(raw, "compress_rates")
+    rates = {**_KIND_OF, **{kind: _KEYS.integer(given_rates, kind) for kind in given_rates if _KIND_OF.get(kind)}}
     for kind in kinds:
         if kind not in _KIND_OF:
             raise UnsupportedError(f"layer type {shown(kind)} is not supported; known are {', '.join(_KIND_OF)}")
@@ -381,11 +313,11 @@ def _dspark(raw: Mapping[str, Any], layers: int) -> DSparkConfig | None:
         return None
     if missing:
         raise ConfigError(f"config.json describes a DSpark drafter, but lacks {', '.join(missing)}")
-    targets = _list(raw, "dspark_target_layer_ids", int) or []
+    targets = list_of(raw, "dspark_target_layer_ids", int) or []
     if not targets or targets != sorted(set(targets)) or targets[0] < 0 or targets[-1] >= layers:
         raise ConfigError(f"dspark_target_layer_ids={shown(targets)} must be ascending layers of {layers}")
-    block, vocab_size = _integer(raw, "dspark_block_size"), _integer(raw, "vocab_size")
-    noise = _integer(raw, "dspark_noise_token_id")
+    block, vocab_size = _KEYS.integer(raw, "dspark_block_size"), _KEYS.integer(raw, "vocab_size")
+    noise = _KEYS.integer(raw, "dspark_noise_token_id")
     if noise >= vocab_size:
         raise ConfigError(f"dspark_noise_token_id={noise} must be below vocab_size={vocab_size}")
     if block > _MOST_DSPARK_ROWS:
@@ -394,15 +326,15 @@ def _dspark(raw: Mapping[str, Any], layers: int) -> DSparkConfig | None:
         block=block,
         noise_token_id=noise,
         targets=tuple(targets),
-        markov_rank=_integer(raw, "dspark_markov_rank"),
-        stages=len(targets) if raw.get(_DSPARK_STAGES) is None else _integer(raw, _DSPARK_STAGES),
+        markov_rank=_KEYS.integer(raw, "dspark_markov_rank"),
+        stages=len(targets) if raw.get(_DSPARK_STAGES) is None else _KEYS.integer(raw, _DSPARK_STAGES),
     )
 
 
 def _hash_layers(raw: Mapping[str, Any]) -> dict[str, int]:
     if raw.get("num_hash_layers") is not None:
-        return {"num_hash_layers": _integer(raw, "num_hash_layers")}
-    kinds = _list(raw, "mlp_layer_types", str)
+        return {"num_hash_layers": _KEYS.integer(raw, "num_hash_layers")}
+    kinds = list_of(raw, "mlp_layer_types", str)
     if kinds is None:
         return {}
     count = sum(kind == "hash_moe" for kind in kinds)
@@ -413,13 +345,13 @@ def _hash_layers(raw: Mapping[str, Any]) -> dict[str, int]:
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the nested rotary settings say; the keys of the release form take precedence."""
-    nested = _mapping(raw, "rope_parameters")
-    main, compress = _mapping(nested, "main"), _mapping(nested, "compress")
+    nested = mapping(raw, "rope_parameters")
+    main, compress = mapping(nested, "main"), mapping(nested, "compress")
     out: dict[str, Any] = {}
     for key, part in (("rope_theta", main), ("compress_rope_theta", compress)):
         if raw.get(key) is None and part.get("rope_theta") is not None:
-            out[key] = _real(part, "rope_theta")
-    scaling = _mapping(raw, "rope_scaling") or compress
+            out[key] = _KEYS.real(part, "rope_theta")
+    scaling = mapping(raw, "rope_scaling") or compress
     kind = scaling.get("type") or scaling.get("rope_type") or "default"
     if kind == "default":
         return {**out, "yarn": Yarn(factor=1.0)}
@@ -428,6 +360,6 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("factor", "original_max_position_embeddings"):
         if scaling.get(key) is None:
             raise ConfigError(f"rope scaling 'yarn' lacks {key}")
-    betas = {key: _real(scaling, key) for key in ("beta_fast", "beta_slow") if scaling.get(key) is not None}
-    original = _integer(scaling, "original_max_position_embeddings")
-    return {**out, "yarn": Yarn(factor=_real(scaling, "factor"), original_positions=original, **betas)}
+    betas = {key: _KEYS.real(scaling, key) for key in ("beta_fast", "beta_slow") if scaling.get(key) is not None}
+    original = _KEYS.integer(scaling, "original_max_position_embeddings")
+    return {**out, "yarn": Yarn(factor=_KEYS.real(scaling, "factor"), original_positions=original, **betas)}

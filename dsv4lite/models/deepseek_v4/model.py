@@ -29,10 +29,9 @@ from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.state import state_spec
 from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
-from dsv4lite.models.moe import MoE, Tokens
+from dsv4lite.models.moe import MoE, Tokens, rebalance_experts
 from dsv4lite.models.partial_sums import embedding, side_by_side, total
 from dsv4lite.models.shard import ModelShard, stages
-from dsv4lite.parallel.eplb import balance
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.state.paging import make_paging, whole_sequences
@@ -487,28 +486,10 @@ class DeepseekV4(nn.Module):
         return streams
 
     def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
-        """Choose the ranks of experts anew, by how often each was chosen since the last time, and restart the counts.
-
-        Every rank of the stage calls this at the same time, between steps.
-
-        Returns:
-            The places on this rank that get another expert, by the official names of their new tensors: no step may run until all
-            are filled. And for every layer the busiest rank's load over the average, before and after.
-        """
-        waiting: dict[str, Slot] = {}
-        imbalances: list[tuple[float, float]] = []
-        ep = self.shard.mesh.ep
+        """Choose the ranks of experts anew; see ``models.moe.rebalance_experts``."""
         drafting = tuple(mtp.block for mtp in self.mtps) if self.dspark is None else self.dspark.blocks
-        for group, name, first in ((self.blocks, "layers", self.shard.layers.start), (drafting, "mtp", 0)):
-            for i, block in enumerate(group, first):
-                ffn = block.ffn
-                assert ffn.map is not None
-                loads = ep.all_reduce(ffn.map.load_E.clone())[:-1].tolist()
-                ffn.map.load_E.zero_()
-                wanted = balance(loads, slots=len(ffn.placement.experts), ranks=ep.size)
-                imbalances.append((ffn.placement.imbalance(loads), wanted.imbalance(loads)))
-                waiting.update(ffn.place(wanted, f"{name}.{i}.ffn."))
-        return waiting, imbalances
+        named = {f"layers.{i}.ffn.": block.ffn for i, block in enumerate(self.blocks, self.shard.layers.start)}
+        return rebalance_experts(self.shard.mesh.ep, named | {f"mtp.{i}.ffn.": block.ffn for i, block in enumerate(drafting)})
 
     def slots(self) -> dict[str, Slot]:
         """Return the place of every tensor of the checkpoint, by its official name (matrices without their scales)."""

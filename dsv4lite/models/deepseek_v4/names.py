@@ -6,7 +6,7 @@ with a few of transformers' own. The namings never contradict each other, so one
 
 from __future__ import annotations
 
-from dsv4lite.models.deepseek_v4.config import MOST_EXPERTS
+from dsv4lite.models.keys import MOST_EXPERTS
 from dsv4lite.weights.names import NameTables
 
 _TOP = {

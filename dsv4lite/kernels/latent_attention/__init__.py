@@ -1,0 +1,190 @@
+"""Multi-head latent attention over paged latent rows, in two forms that compute the same.
+
+    row t = (c_t [L], r_t [R])                  one for all heads; a query has q [P] without position and p [R] with
+    absorbed       s_ht = scale (q_h UK_h . c_t + p_h . r_t)       o_h = UV_h (sum_t w_ht c_t)        w_h = softmax_t(s_h)
+    up-projected   s_ht = scale (q_h . UK_h c_t + p_h . r_t)       o_h = sum_t w_ht (UV_h c_t)
+
+The absorbed form reads rows as they are and projects queries and results; the up-projected one makes keys and values of every row,
+a chunk of rows at a time, and merges the chunks by their log-sum-exp:
+
+    m = max(S1, S2),  w_i = exp(S_i - m),  O = (w1 O1 + w2 O2) / (w1 + w2),  S = m + ln(w1 + w2)
+
+``absorbs`` chooses for each sequence by operations and bytes. Deterministic models and tokens with a selection are always absorbed.
+
+Source: MLA specification 3.4 to 3.7 and 3.11.  Numerics: float32 from queries and rows to the results, one rounding to the dtype of
+the queries. The two forms agree to 1e-5 of the largest result in float32. There is no kernel yet.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4lite.kernels.attention import BLOCK, entry_addresses, sparse_attention
+from dsv4lite.kernels.gemm import ROW_TILE, matmul_rows
+from dsv4lite.kernels.paging import Block, Paging
+from dsv4lite.kernels.rows import RowStore
+
+CHUNK_ROWS = 1024  # that are up-projected at a time
+_FLOPS_PER_BYTE = 206  # of the chip for which the forms are weighed: H200, bfloat16
+_ITEM = 2  # bytes of a number there
+_TOKENS = 64  # that attend together
+_GATHERED_ROWS = 1 << 15  # that are read for them, of all tokens together
+_LEAST_SHARING = 2  # tokens of a sequence that share rows under a mask, if the order of summation is free
+
+
+class LatentAttentionInputs(NamedTuple):
+    """What ``latent_attention`` takes.
+
+    Attributes:
+        q_THC: Queries [T, H, P + R], whose last R channels are rotated.
+        rows: Rows [L + R] in grow pages, one for each token, those of this step included.
+        paging: Positions and pages of the tokens.
+        up_HCL: Up-projections of keys, then of values, [H, P + V, L].
+        rope: R.
+        scale: Of the logits.
+        selected_TK: int32 ascending positions for every token that sees more than K; others, and all tokens if it is ``None``,
+            attend to every position they see.
+        any_order: Sums may be in an order that depends on the rest of the step, and each sequence takes the form that suits it.
+        chunk_rows: Rows that are up-projected at a time.
+    """
+
+    q_THC: Tensor
+    rows: RowStore
+    paging: Paging
+    up_HCL: Tensor
+    rope: int
+    scale: float
+    selected_TK: Tensor | None = None
+    any_order: bool = False
+    chunk_rows: int = CHUNK_ROWS
+
+    @property
+    def nope(self) -> int:
+        """P."""
+        return self.q_THC.shape[2] - self.rope
+
+
+def absorbs(new: int, context: int, heads: int, nope: int, rope: int, value: int, latent: int) -> bool:
+    """Return whether the absorbed form costs no more for ``new`` tokens of a sequence after ``context`` ones.
+
+    The cost of a form is the larger of its operations and of its bytes, weighed by the operations that a chip does in the time of
+    one. Without context the up-projected form is never the dearer one; with a long one it costs less from 171 new tokens on at the
+    sizes of V2 and V3, whatever the number of heads.
+    """
+    rows, pairs = context + new, new * context + new * (new + 1) // 2
+    projection = 2 * heads * latent * (nope + value)  # of one row, or of one query and its result
+    read = _ITEM * (latent + rope)
+    absorbed = pairs * 2 * heads * (2 * latent + rope) + new * projection, rows * read
+    projected = (
+        pairs * 2 * heads * (nope + rope + value) + rows * projection,
+        rows
+        * (
+            read + 2 * _ITEM * heads * (nope + value)  # keys and values are written and read again
+        ),
+    )
+    costs = [max(flops, _FLOPS_PER_BYTE * moved) for flops, moved in (absorbed, projected)]
+    return costs[0] <= costs[1]
+
+
+def latent_attention(given: LatentAttentionInputs) -> Tensor:
+    """Attend each token's heads to its sequence; return [T, H, V] in the dtype of the queries, zeros for padding."""
+    q_THC, paging, (heads, width, latent) = given.q_THC, given.paging, given.up_HCL.shape
+    sizes = (heads, given.nope, given.rope, width - given.nope, latent)
+    out_THC = q_THC.new_zeros(len(q_THC), heads, width - given.nope)
+    free = given.any_order and given.selected_TK is None
+    projected = {
+        sequence
+        for sequence, (_, new, first) in enumerate(paging.spans())
+        if free and new >= _LEAST_SHARING and first >= 0 and not absorbs(new, first, *sizes)
+    }
+    for sequence in projected:
+        begin, new, first = paging.spans()[sequence]
+        out_THC[begin : begin + new] = up_projected(given, sequence, begin, new, first).to(q_THC.dtype)
+    longest = max((first + new for _, new, first in paging.spans()), default=1)
+    most = max(1, min(_TOKENS, _GATHERED_ROWS // max(1, longest)))
+    for block in paging.blocks(most, _LEAST_SHARING if given.any_order else None):
+        if block.newest >= 0 and block.sequence not in projected:
+            out_THC[block.begin : block.end] = absorbed(given, block).to(q_THC.dtype)
+    return out_THC if paging.padding_T is None else out_THC.masked_fill(paging.padding_T[:, None, None], 0.0)
+
+
+def absorbed(given: LatentAttentionInputs, block: Block) -> Tensor:
+    """Return the results of a block, float32 [N, H, V], in the absorbed form."""
+    part, padding_T, row_tile = slice(block.begin, block.end), given.paging.padding_T, None if given.any_order else ROW_TILE
+    q_NHC, nope, up_HCL, latent = given.q_THC[part].float(), given.nope, given.up_HCL.float(), given.up_HCL.shape[2]
+    addresses, seen = _seen_rows(given, block)
+    if padding_T is not None:
+        seen = seen.clone()
+        seen[:, 0] |= padding_T[part]
+    q_latent = by_head(q_NHC[..., :nope], up_HCL[:, :nope].transpose(1, 2), row_tile)
+    query = torch.cat([q_latent, q_NHC[..., nope:]], -1)
+    size = None if given.any_order else BLOCK
+    mixed = sparse_attention(query, given.rows.read(addresses, torch.float32), seen, None, given.scale, block=size, width=latent)
+    return by_head(mixed, up_HCL[:, nope:], row_tile)
+
+
+def _seen_rows(given: LatentAttentionInputs, block: Block) -> tuple[Tensor, Tensor]:
+    """Return where the rows of a block are, and which each token sees; see ``attention.entry_addresses``."""
+    paging, per_page, selected_TK = given.paging, given.rows.rows_per_page, given.selected_TK
+    if selected_TK is not None and block.newest >= selected_TK.shape[1]:
+        return entry_addresses(block, paging, 1, per_page, selected_TK[block.begin : block.end])
+    if block.sequence is None and not paging.singles:  # addresses for each token of a prompt would take more than its rows
+        return entry_addresses(block, paging, 1, per_page, None)
+    return paging.once(("latent rows", block), lambda: entry_addresses(block, paging, 1, per_page, None))
+
+
+def by_head(x_NHK: Tensor, w_HCK: Tensor, row_tile: int | None) -> Tensor:
+    """Return each head's ``x @ W.T``, [N, H, C]; ``row_tile`` is that of ``gemm.matmul_rows``."""
+    if row_tile is None:
+        return torch.einsum("nhk,hck->nhc", x_NHK, w_HCK)
+    return torch.stack([matmul_rows(x_NHK[:, head], w_CK, row_tile) for head, w_CK in enumerate(w_HCK)], 1)
+
+
+def up_projected(given: LatentAttentionInputs, sequence: int, begin: int, new: int, first: int) -> Tensor:
+    """Return the results of one sequence's ``new`` tokens from row ``begin`` on, float32 [N, H, V], in the up-projected form."""
+    q_NHC, nope, up_HCL, latent = given.q_THC[begin : begin + new].float(), given.nope, given.up_HCL.float(), given.up_HCL.shape[2]
+    per_page, device = given.rows.rows_per_page, q_NHC.device
+    parts = [empty_part(q_NHC[start : start + _TOKENS], up_HCL.shape[1] - nope) for start in range(0, new, _TOKENS)]
+    for start in range(0, first + new, given.chunk_rows):
+        at_R = torch.arange(start, min(start + given.chunk_rows, first + new), device=device)
+        pages = given.paging.grow_SP[sequence].long()
+        rows = given.rows.read(pages[at_R // per_page] * per_page + at_R % per_page, torch.float32)
+        projected_RHC = torch.einsum("rl,hcl->rhc", rows[:, :latent], up_HCL)
+        shared = rows[:, None, latent:].expand(-1, projected_RHC.shape[1], -1)
+        keys, values = torch.cat([projected_RHC[..., :nope], shared], -1), projected_RHC[..., nope:]
+        for number, part in enumerate(parts):
+            q = q_NHC[number * _TOKENS : (number + 1) * _TOKENS]
+            position_N = first + number * _TOKENS + torch.arange(len(q), device=device)
+            if start <= first + number * _TOKENS + len(q) - 1:
+                parts[number] = merged(part, attend(q, keys, values, at_R <= position_N[:, None], given.scale))
+    return torch.cat([out for out, _ in parts])
+
+
+Part = tuple[Tensor, Tensor]
+"""Results over some rows, float32 [N, H, V], and the logarithms of their sums of exponentials [N, H]: zeros and -inf over none."""
+
+
+def empty_part(q_NHC: Tensor, value: int) -> Part:
+    """Return the results over no rows."""
+    return q_NHC.new_zeros(*q_NHC.shape[:2], value), q_NHC.new_full(q_NHC.shape[:2], float("-inf"))
+
+
+def attend(q_NHC: Tensor, keys_RHC: Tensor, values_RHV: Tensor, seen_NR: Tensor, scale: float) -> Part:
+    """Return the results over the rows that each token sees."""
+    logits = torch.einsum("nhc,rhc->nhr", q_NHC, keys_RHC) * scale
+    logits = logits.masked_fill(~seen_NR[:, None], float("-inf"))
+    sums_NH = logits.logsumexp(-1)
+    p = torch.exp(logits - sums_NH[..., None].nan_to_num(neginf=0.0))
+    return torch.einsum("nhr,rhv->nhv", p, values_RHV), sums_NH
+
+
+def merged(one: Part, other: Part) -> Part:
+    """Return the results over the rows of both; of two empty ones zeros."""
+    peak = torch.maximum(one[1], other[1])
+    weights = [torch.exp(sums - peak.nan_to_num(neginf=0.0)) for _, sums in (one, other)]
+    total = weights[0] + weights[1]
+    share = [(weight / total.clamp_min(torch.finfo(total.dtype).tiny))[..., None] for weight in weights]
+    return share[0] * one[0] + share[1] * other[0], peak + total.log().nan_to_num(neginf=0.0)

@@ -1,0 +1,26 @@
+"""What one forward pass works on, as tensors. Shapes: T tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dsv4lite.kernels.paging import Paging
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """One step's tokens; see ``models.family.Batch``.
+
+    Attributes:
+        rope_T: cos and sin, float32 [T, rope / 2].
+    """
+
+    token_ids_T: Tensor
+    paging: Paging
+    max_tokens: int
+    rope_T: tuple[Tensor, Tensor]
+    routed_TLK: Tensor | None = None
+    most_tokens: int | None = None
+    taps_TK: Tensor | None = None

@@ -1,0 +1,309 @@
+"""The shape of an MLA model, from ``config.json`` as released or as transformers writes it (MLA specification 1).
+
+One architecture under several names: V2-Lite, V2 and Coder-V2; V3, R1 and V3.1; Kimi K2's text model; V3.2 and GLM-5, which
+select tokens (DSA).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal
+
+from dsv4lite.errors import ConfigError, UnsupportedError, shown
+from dsv4lite.models.config import DrafterKind, ModelConfig
+from dsv4lite.models.keys import MOST_EXPERTS, MOST_MATRICES, MOST_TOKENS, Keys, check_fixed, list_of, mapping, token_id
+
+MODEL_TYPES: Mapping[str, str] = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+}
+"""By ``model_type``, the architecture that its configs name."""
+_SELECTING = ("deepseek_v32", "glm_moe_dsa")
+
+_NUMBERS: Mapping[str, tuple[str, int | None]] = {
+    "vocab_size": ("vocab_size", MOST_TOKENS),  # in brackets the largest release's: (163,840)
+    "hidden_size": ("hidden_size", 1 << 17),  # (7,168)
+    "num_hidden_layers": ("num_hidden_layers", 256),  # (78)
+    "num_attention_heads": ("num_attention_heads", 4096),  # (128)
+    "q_lora_rank": ("q_lora_rank", 1 << 17),  # (2,048)
+    "kv_lora_rank": ("kv_lora_rank", 1 << 17),  # (512)
+    "qk_nope_head_dim": ("nope_dim", 8192),  # (192)
+    "qk_rope_head_dim": ("rope_dim", 8192),  # (64)
+    "v_head_dim": ("value_dim", 8192),  # (256)
+    "intermediate_size": ("dense_width", 1 << 20),  # (18,432)
+    "moe_intermediate_size": ("expert_width", 1 << 20),  # (2,048)
+    "n_routed_experts": ("num_experts", MOST_EXPERTS),  # (384)
+    "num_experts_per_tok": ("experts_per_token", 64),  # (8)
+    "n_shared_experts": ("num_shared_experts", 64),  # (2)
+    "n_group": ("expert_groups", MOST_EXPERTS),  # (8)
+    "topk_group": ("top_groups", MOST_EXPERTS),  # (4)
+    "routed_scaling_factor": ("route_scale", None),
+    "rms_norm_eps": ("norm_eps", None),
+    "rope_theta": ("rope_theta", None),
+    "max_position_embeddings": ("max_positions", 1 << 24),  # whose angles differ in float32 (262,144)
+    "num_nextn_predict_layers": ("num_mtp_layers", 64),  # (1)
+    "index_n_heads": ("index_heads", 4096),  # (64)
+    "index_head_dim": ("index_dim", 8192),  # (128)
+    "index_topk": ("index_topk", 1 << 16),  # (2,048)
+}
+# What these models always have; a config may say it or not.
+_FIXED: Mapping[str, object] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "rope_interleave": True,
+}
+_FIXED_QUANTIZATION: Mapping[str, object] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+_SCALE_FORMATS = (None, "ue8m0")
+# How experts are scored and chosen; the first of a family stands for a config that does not say it.
+_SOFTMAX = (("softmax", "greedy"), ("softmax", "group_limited_greedy"))
+_SIGMOID = (("sigmoid", "noaux_tc"),)
+_KEYS = Keys(
+    numbers=_NUMBERS,
+    most={"original_max_position_embeddings": 1 << 24, "first_k_dense_replace": 256, "moe_layer_freq": 256},
+    may_be_zero=("first_k_dense_replace", "num_nextn_predict_layers"),
+    above_one=("rope_theta",),
+    others=(
+        *("first_k_dense_replace", "moe_layer_freq", "mlp_layer_types", "layer_types", "indexer_types", "indexer_rope_interleave"),
+        *("scoring_func", "topk_method", "norm_topk_prob", "num_key_value_heads", "rope_scaling", "rope_parameters"),
+        *("quantization_config", "architectures", "model_type", "bos_token_id", "eos_token_id", *_FIXED),
+    ),
+    ignored=("qk_head_dim", "head_dim", "attention_dropout", "pad_token_id", "num_local_experts", "num_experts", "ep_size"),
+)
+_LAYER_KINDS = ("dense", "sparse")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yarn:
+    """Frequency blend for long context, and its magnitude rule (MLA specification 1.3).
+
+    Attributes:
+        mscale, mscale_all_dim: Cosines and sines are multiplied by the quotient of the magnitudes of these two, and the softmax
+            scale by the square of the latter's.
+    """
+
+    factor: float
+    original_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    def magnitude(self, weight: float) -> float:
+        """Return ``0.1 weight ln(factor) + 1``."""
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaConfig(ModelConfig):
+    """Sizes of an MLA model.
+
+    Attributes:
+        q_lora_rank: Of the query latent; 0 if queries are projected directly.
+        kv_lora_rank: Of the latent that keys and values of all heads shard.
+        nope_dim, rope_dim: Channels of a query and key without position, and with.
+        value_dim: Channels of a value.
+        dense_width: Hidden channels of a layer without experts.
+        routed: Which layers have experts.
+        num_mtp_layers: MTP blocks, which have experts.
+        index_heads, index_dim, index_topk: The indexer's, in models that select tokens; else 0.
+        index_interleaved: The indexer rotates neighbouring channels; else those half of ``rope_dim`` apart.
+    """
+
+    num_attention_heads: int
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    dense_width: int
+    num_experts: int
+    experts_per_token: int
+    expert_width: int
+    norm_eps: float
+    routed: tuple[bool, ...]
+    q_lora_rank: int = 0
+    rope_theta: float = 10000.0
+    yarn: Yarn | None = None
+    num_mtp_layers: int = 0
+    index_heads: int = 0
+    index_dim: int = 0
+    index_topk: int = 0
+    index_interleaved: bool = False
+    swiglu_limit: float = math.inf
+    expert_format: Literal["fp4", "fp8"] = "fp8"
+    byte_scales: bool = False
+
+    def __post_init__(self) -> None:
+        groups, experts = self.expert_groups, self.num_experts
+        if self.experts_per_token > experts:
+            raise ConfigError(f"num_experts_per_tok={self.experts_per_token} exceeds n_routed_experts={experts}")
+        if experts % groups or self.top_groups > groups:
+            raise ConfigError(
+                f"n_group={groups} must divide n_routed_experts={experts}, and topk_group={self.top_groups} not exceed it"
+            )
+        if groups > self.top_groups and (experts // groups < 2 or self.top_groups * experts // groups < self.experts_per_token):
+            raise ConfigError(
+                f"n_group={groups}, topk_group={self.top_groups}: groups of {experts // groups} experts are too small "
+                f"for num_experts_per_tok={self.experts_per_token}"
+            )
+        if (self.num_hidden_layers + self.num_mtp_layers) * experts > MOST_MATRICES:
+            raise ConfigError(f"n_routed_experts={experts} in {self.num_hidden_layers} layers: more than {MOST_MATRICES} in all")
+        if self.rope_dim % 2:
+            raise ConfigError(f"qk_rope_head_dim={self.rope_dim} must be even")
+        if self.selects and (self.rope_dim > self.index_dim or self.index_dim & (self.index_dim - 1)):
+            raise UnsupportedError(
+                f"index_head_dim={self.index_dim} must be a power of two for the Hadamard transform, "
+                f"and at least qk_rope_head_dim={self.rope_dim}"
+            )
+
+    @property
+    def selects(self) -> bool:
+        """Whether an indexer selects the tokens that a token attends to."""
+        return self.index_topk > 0
+
+    @property
+    def row_width(self) -> int:
+        """Channels of a latent row: the latent, then the key's channels with position."""
+        return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of attention's logits."""
+        scale = float((self.nope_dim + self.rope_dim) ** -0.5)
+        return scale if self.yarn is None else scale * self.yarn.magnitude(self.yarn.mscale_all_dim) ** 2
+
+    @property
+    def rotary_scale(self) -> float:
+        """Factor of cosines and sines."""
+        yarn = self.yarn
+        return 1.0 if yarn is None else yarn.magnitude(yarn.mscale) / yarn.magnitude(yarn.mscale_all_dim)
+
+    @property
+    def drafter(self) -> DrafterKind | None:
+        """The kind of drafter that the config describes."""
+        return "mtp" if self.num_mtp_layers else None
+
+
+def parse_config(raw: Mapping[str, Any]) -> MlaConfig:
+    """Read the ``config.json`` of an MLA model.
+
+    Keys that this library does not know are passed over, except those that look like a misspelling of one that it needs.
+
+    Raises:
+        ConfigError: A key is missing, misspelled, of the wrong type or contradictory.
+        UnsupportedError: The config describes another model, or a variant that none of the releases has.
+    """
+    kind = _model_type(raw)
+    _KEYS.check_spelling(raw)
+    check_fixed("", _FIXED, raw, "MLA")
+    quantization = mapping(raw, "quantization_config")
+    check_fixed("quantization_config.", _FIXED_QUANTIZATION, quantization, "MLA")
+    if quantization.get("scale_fmt") not in _SCALE_FORMATS:
+        raise UnsupportedError(f"quantization_config.scale_fmt={shown(quantization['scale_fmt'])}: known is only 'ue8m0'")
+    settings = _KEYS.settings(raw)
+    settings.update(_rope(raw))
+    if kind not in _SELECTING:
+        settings = {name: value for name, value in settings.items() if not name.startswith("index_")}
+    _KEYS.require(settings, _REQUIRED | (_REQUIRED_TO_SELECT if kind in _SELECTING else frozenset()))
+    heads = settings["num_attention_heads"]
+    if raw.get("num_key_value_heads") not in (None, heads):
+        raise UnsupportedError(f"num_key_value_heads={shown(raw['num_key_value_heads'])}: it must be num_attention_heads={heads}")
+    settings.update(_routing(raw, kind))
+    if kind in _SELECTING:
+        settings["index_interleaved"] = _interleaved(raw, kind)
+    vocab_size = settings["vocab_size"]
+    return MlaConfig(
+        **settings,
+        routed=_routed(raw, settings["num_hidden_layers"]),
+        quantized=bool(quantization),
+        bos_token_id=token_id(raw, "bos_token_id", vocab_size, default=0),
+        eos_token_id=token_id(raw, "eos_token_id", vocab_size, default=1),
+    )
+
+
+_REQUIRED = frozenset(field.name for field in fields(MlaConfig) if field.default is MISSING)
+_REQUIRED_TO_SELECT = frozenset(("q_lora_rank", "index_heads", "index_dim", "index_topk"))
+
+
+def _model_type(raw: Mapping[str, Any]) -> str:
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
+        raise UnsupportedError(f"model_type={shown(kind)} is not supported; known are {', '.join(MODEL_TYPES)}")
+    architectures = list_of(raw, "architectures", str) or [MODEL_TYPES[kind]]
+    if MODEL_TYPES[kind] not in architectures:
+        raise UnsupportedError(f"architectures={shown(architectures)}: model_type={kind!r} is supported as {MODEL_TYPES[kind]}")
+    return kind
+
+
+def _routing(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return how experts are scored and chosen; transformers does not write what its classes imply."""
+    rules = _SOFTMAX if kind == "deepseek_v2" else _SIGMOID
+    scoring, method = raw.get("scoring_func") or rules[0][0], raw.get("topk_method") or rules[0][1]
+    if (scoring, method) not in rules:
+        raise UnsupportedError(
+            f"scoring_func={shown(scoring)} with topk_method={shown(method)}: {kind} has {' or '.join(map(str, rules))}"
+        )
+    normed = raw.get("norm_topk_prob")
+    if normed not in (None, True, False):
+        raise ConfigError(f"norm_topk_prob={shown(normed)} must be true or false")
+    if scoring == "softmax" and normed:
+        raise UnsupportedError("norm_topk_prob=True with softmax scores: implementations disagree about the scale of the weights")
+    sigmoid = scoring == "sigmoid"
+    rule = {"scoring": scoring, "biased": sigmoid, "renormalize": sigmoid and normed is not False}
+    return rule | ({"expert_groups": 1, "top_groups": 1} if method == "greedy" else {})
+
+
+def _routed(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    """Return which layers have experts."""
+    kinds = list_of(raw, "mlp_layer_types", str)
+    if kinds is not None:
+        if len(kinds) != layers or any(kind not in _LAYER_KINDS for kind in kinds):
+            raise ConfigError(f"mlp_layer_types={shown(kinds)} must have {layers} entries, each one of {', '.join(_LAYER_KINDS)}")
+        return tuple(kind == "sparse" for kind in kinds)
+    first = 0 if raw.get("first_k_dense_replace") is None else _KEYS.integer(raw, "first_k_dense_replace")
+    every = 1 if raw.get("moe_layer_freq") is None else _KEYS.integer(raw, "moe_layer_freq")
+    return tuple(layer >= first and layer % every == 0 for layer in range(layers))
+
+
+def _interleaved(raw: Mapping[str, Any], kind: str) -> bool:
+    """Return which channels the indexer rotates together; raise if some layers take over the selection of others."""
+    shared = {kind for kind in list_of(raw, "indexer_types", str) or () if kind != "full"}
+    if shared:
+        raise UnsupportedError(
+            f"indexer_types has {shown(min(shared))}: layers that reuse another layer's selection are not supported"
+        )
+    given = raw.get("indexer_rope_interleave")
+    if given not in (None, True, False):
+        raise ConfigError(f"indexer_rope_interleave={shown(given)} must be true or false")
+    return kind == "glm_moe_dsa" if given is None else bool(given)
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``rope_scaling`` or ``rope_parameters`` say; the base of the release form takes precedence."""
+    nested = mapping(raw, "rope_parameters")
+    out: dict[str, Any] = {}
+    if raw.get("rope_theta") is None and nested.get("rope_theta") is not None:
+        out["rope_theta"] = _KEYS.real(nested, "rope_theta")
+    scaling = mapping(raw, "rope_scaling") or nested
+    kind = scaling.get("type") or scaling.get("rope_type") or "default"
+    if kind == "default":
+        return out
+    if kind != "yarn":
+        raise UnsupportedError(f"rope scaling {shown(kind)} is not supported; MLA uses 'yarn'")
+    for key in ("factor", "original_max_position_embeddings"):
+        if scaling.get(key) is None:
+            raise ConfigError(f"rope scaling 'yarn' lacks {key}")
+    reals = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    given = {key: _KEYS.real(scaling, key) for key in reals if scaling.get(key)}
+    return {**out, "yarn": Yarn(original_positions=_KEYS.integer(scaling, "original_max_position_embeddings"), **given)}

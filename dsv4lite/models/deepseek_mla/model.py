@@ -1,0 +1,369 @@
+"""DeepSeek's MLA models in the reports' order: latent attention, token selection, mixture of experts, multi-token prediction.
+
+V2-Lite, V2, V3, R1, V3.1, Kimi K2, V3.2 and GLM-5 (``config.py``). Reads beside ``deepseek_v4/model.py``.
+
+Shape suffixes: T tokens, D model, H heads, C head channels, R low rank, L latent, E experts, K experts per token or selected
+tokens, I expert width, V vocabulary.  Names are those of the official code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from dsv4lite.kernels.experts import sum_experts
+from dsv4lite.kernels.index_keys import IndexKeyInputs, index_queries, store_index_keys
+from dsv4lite.kernels.indexer import IndexInputs, choose_paged
+from dsv4lite.kernels.latent_attention import LatentAttentionInputs, latent_attention
+from dsv4lite.kernels.latent_rows import LatentRowInputs, store_latent_rows
+from dsv4lite.kernels.norm import rms_norm
+from dsv4lite.kernels.paging import Paging
+from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
+from dsv4lite.kernels.rows import store_for_pass
+from dsv4lite.models.deepseek_mla.batch import Batch
+from dsv4lite.models.deepseek_mla.config import MlaConfig, Yarn
+from dsv4lite.models.deepseek_mla.state import state_spec
+from dsv4lite.models.deepseek_mla.tensors import MLA_TENSORS
+from dsv4lite.models.moe import MoE, SharedExpert, Tokens, rebalance_experts
+from dsv4lite.models.partial_sums import embedding, side_by_side, total
+from dsv4lite.models.shard import ModelShard
+from dsv4lite.parallel.experts import DispatcherFactory
+from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.state.paging import make_paging, whole_sequence
+from dsv4lite.state.spec import StateSizes, StateSpec
+from dsv4lite.state.store import LayerCache, StateCache
+from dsv4lite.weights.quant import Matrix, NamedSlots, Numerics, Slot, TensorSlot, linear, parameter
+
+_LATENT_EPS = 1e-6  # of the latents' norms, whatever ``rms_norm_eps`` says: official code and transformers
+
+
+class Indexer(nn.Module):
+    """Selects the tokens that a token attends to (DSA; MLA specification 3.10); every rank has all of it."""
+
+    def __init__(self, config: MlaConfig, numerics: Numerics) -> None:
+        super().__init__()
+        c = self.config = config
+        self.any_order = not numerics.deterministic
+        dense = partial(Matrix, numerics=numerics, rounds_input=True, fp8=True)
+        self.wq_b = dense(c.index_heads * c.index_dim, c.q_lora_rank)
+        self.wk = dense(c.index_dim, c.hidden_size)
+        self.k_norm, self.k_norm_bias = parameter(c.index_dim, numerics=numerics), parameter(c.index_dim, numerics=numerics)
+        self.weights_proj = Matrix(c.index_heads, c.hidden_size, numerics=numerics)
+        self._scale = float((c.index_dim * c.index_heads) ** -0.5)
+
+    def forward(self, x_TD: Tensor, qr_TR: Tensor, batch: Batch, cache: LayerCache) -> Tensor | None:
+        """Return the selected positions of a step's tokens, int32 [T, K]; ``None`` if every token sees no more than so many."""
+        c, keys = self.config, cache.stores["keys"]
+        if batch.max_tokens <= c.index_topk:
+            return None
+        query_THC = linear(qr_TR, self.wq_b).unflatten(1, (c.index_heads, c.index_dim))
+        iq_THC = index_queries(query_THC, *batch.rope_T, keys, interleaved=c.index_interleaved)
+        weights_TH = linear(x_TD, self.weights_proj, torch.float32)
+        limits = (c.index_topk, batch.max_tokens, self._scale, self.any_order)
+        return choose_paged(IndexInputs(iq_THC, weights_TH, keys, batch.paging, *limits))
+
+    def feed(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> None:
+        """Store the keys of a step's tokens."""
+        norm, where = (self.k_norm, self.k_norm_bias, *batch.rope_T), (cache.stores["keys"], batch.paging)
+        store_index_keys(IndexKeyInputs(linear(x_TD, self.wk), *norm, self.config.index_interleaved, *where))
+
+    def slots(self, prefix: str) -> NamedSlots:
+        for name in ("wq_b", "wk", "weights_proj"):
+            yield f"{prefix}{name}.weight", getattr(self, name).whole()
+        yield prefix + "k_norm.weight", TensorSlot(self.k_norm)
+        yield prefix + "k_norm.bias", TensorSlot(self.k_norm_bias)
+
+
+class Attention(nn.Module):
+    """Multi-head latent attention to all tokens before, or to those that the indexer selects (MLA specification 3.3 to 3.7)."""
+
+    def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard) -> None:
+        super().__init__()
+        c = self.config = config
+        self.numerics, self.shard = numerics, shard
+        heads = self.heads = shard.part(c.num_attention_heads)
+        dense, rank = partial(Matrix, numerics=numerics, rounds_input=True, fp8=True), c.q_lora_rank
+        queries = heads * (c.nope_dim + c.rope_dim)
+        # Queries, or the latent that they come from, above the latent of keys and values.
+        self.first = rank or queries
+        self.wq_wkv_a = dense(self.first + c.row_width, c.hidden_size, boundaries=[self.first])
+        self.q_norm = parameter(rank, numerics=numerics) if rank else None
+        self.wq_b = dense(queries, rank) if rank else None
+        self.kv_norm = parameter(c.kv_lora_rank, numerics=numerics)
+        # Both forms of attention read W_UK and W_UV as they are here, widened once, whatever the checkpoint's format.
+        self.wkv_b = Matrix(heads, c.nope_dim + c.value_dim, c.kv_lora_rank, numerics=numerics)
+        self.wo = dense(c.hidden_size, heads * c.value_dim)
+        self.indexer = Indexer(c, numerics) if c.selects else None
+
+    def forward(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        """Return the sub-layer's output [T, D]."""
+        c = self.config
+        query_TK, qr_TR = self.feed(x_TD, batch, cache)
+        if qr_TR is not None and self.wq_b is not None:
+            query_TK = linear(qr_TR, self.wq_b)
+        selected_TK = None if self.indexer is None or qr_TR is None else self.indexer(x_TD, qr_TR, batch, cache)
+        q_THC = rope(query_TK.unflatten(1, (self.heads, -1)), *batch.rope_T)
+        rows = (cache.stores["latent"], batch.paging, self.wkv_b.weight, c.rope_dim, c.attention_scale)
+        o_THC = latent_attention(LatentAttentionInputs(q_THC, *rows, selected_TK, not self.numerics.deterministic))
+        output = linear(o_THC.flatten(1), self.wo, self.shard.partial_dtype(x_TD.dtype))
+        return total(self.shard.mesh.tp, output, x_TD.dtype)
+
+    def feed(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> tuple[Tensor, Tensor | None]:
+        """Store what later tokens read.
+
+        Returns:
+            Queries before their rotation, [T, H C], and ``None``; or a query latent [T, R], and the same normalised.
+        """
+        if self.indexer is not None:
+            self.indexer.feed(x_TD, batch, cache)
+        projected_TK = linear(x_TD, self.wq_wkv_a)
+        latent_TK = projected_TK[:, self.first :] if self.wq_b is None else projected_TK
+        norms = (self.q_norm, self.kv_norm, *batch.rope_T, _LATENT_EPS)
+        where = (cache.stores["latent"], batch.paging)
+        return projected_TK[:, : self.first], store_latent_rows(LatentRowInputs(latent_TK, *norms, *where))
+
+    def slots(self, prefix: str) -> NamedSlots:
+        yield prefix + ("wq" if self.wq_b is None else "wq_a") + ".weight", self.wq_wkv_a.rows(0, self.first)
+        if self.q_norm is not None and self.wq_b is not None:
+            yield prefix + "q_norm.weight", TensorSlot(self.q_norm)
+            yield prefix + "wq_b.weight", self.wq_b.whole()
+        yield prefix + "wkv_a.weight", self.wq_wkv_a.rows(self.first, self.first + self.config.row_width)
+        yield prefix + "kv_norm.weight", TensorSlot(self.kv_norm)
+        yield prefix + "wkv_b.weight", self.wkv_b.whole()
+        yield prefix + "wo.weight", self.wo.whole()
+        if self.indexer is not None:
+            yield from self.indexer.slots(prefix + "indexer.")
+
+
+class Dense(nn.Module):
+    """The SwiGLU of a layer without experts."""
+
+    def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard) -> None:
+        super().__init__()
+        self.shard = shard
+        self.mlp = SharedExpert(config, numerics, shard.part(config.dense_width))
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        """Return [T, D]; its tokens went to no experts."""
+        if tokens.routed_TK is not None:
+            tokens.routed_TK.fill_(-1)
+        dtype = tokens.x_TD.dtype
+        return total(self.shard.mesh.tp, self.mlp(linear(tokens.x_TD, self.mlp.w13), self.shard.partial_dtype(dtype)), dtype)
+
+    def slots(self, prefix: str) -> NamedSlots:
+        yield from self.mlp.slots(prefix)
+
+
+class Block(nn.Module):
+    """Attention and experts, each added to the residual (MLA specification 3.1)."""
+
+    def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard, *, routed: bool) -> None:
+        super().__init__()
+        self.eps = config.norm_eps
+        self.attn_norm = parameter(config.hidden_size, numerics=numerics)
+        self.ffn_norm = parameter(config.hidden_size, numerics=numerics)
+        self.attn = Attention(config, numerics, shard)
+        self.ffn = MoE(config, numerics, shard, hashed=False) if routed else Dense(config, numerics, shard)
+
+    def forward(self, x_TD: Tensor, batch: Batch, cache: LayerCache, routed_TK: Tensor | None = None) -> Tensor:
+        x_TD = x_TD + self.attn(rms_norm(x_TD, self.attn_norm, self.eps), batch, cache)
+        h_TD = rms_norm(x_TD, self.ffn_norm, self.eps)
+        tokens = Tokens(h_TD, batch.token_ids_T, routed_TK, None, batch.paging.positions_T, batch.most_tokens)
+        output = self.ffn(tokens)
+        return x_TD + (output if isinstance(output, Tensor) else sum_experts(output))
+
+    def take_part(self, most_tokens: int | None) -> None:
+        """Run this rank's experts, if the layer has any, on other ranks' tokens."""
+        if isinstance(self.ffn, MoE):
+            self.ffn.take_part(most_tokens)
+
+    def slots(self, prefix: str) -> NamedSlots:
+        yield prefix + "attn_norm.weight", TensorSlot(self.attn_norm)
+        yield prefix + "ffn_norm.weight", TensorSlot(self.ffn_norm)
+        yield from self.attn.slots(prefix + "attn.")
+        yield from self.ffn.slots(prefix + "ffn.")
+
+
+class Mtp(nn.Module):
+    """Multi-token prediction: one more block that sees the normalised final hidden state and the next token (3.9)."""
+
+    def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard) -> None:
+        super().__init__()
+        d = config.hidden_size
+        self.eps = config.norm_eps
+        self.enorm, self.hnorm, self.norm = (parameter(d, numerics=numerics) for _ in range(3))
+        self.eh_proj = Matrix(d, 2 * d, numerics=numerics)
+        self.block = Block(config, numerics, shard, routed=True)
+
+    def mix(self, hidden_TD: Tensor, embedded_TD: Tensor) -> Tensor:
+        """Return the block's input [T, D] from the normalised hidden state and the embedding of the token that follows."""
+        parts = [rms_norm(embedded_TD, self.enorm, self.eps), rms_norm(hidden_TD, self.hnorm, self.eps)]
+        return linear(torch.cat(parts, 1), self.eh_proj)
+
+    def slots(self, prefix: str) -> NamedSlots:
+        yield from self.block.slots(prefix)
+        for name in ("enorm", "hnorm", "norm"):
+            yield f"{prefix}{name}.weight", TensorSlot(getattr(self, name))
+        yield prefix + "eh_proj.weight", self.eh_proj.whole()
+
+
+class DeepseekMla(nn.Module):
+    """The whole model, or one rank's part of it; see ``models.family.Model``, and ``ModelSource.build`` for the arguments.
+
+    Parameters are allocated, not initialised: fill them through ``slots()``.
+
+    Raises:
+        ConfigError: The model cannot be shared so.
+    """
+
+    passes_taps = False
+    capturable = False  # attention and routing have no kernel yet, and their references ask the device for positions
+
+    def __init__(
+        self,
+        config: MlaConfig,
+        numerics: Numerics,
+        mesh: Mesh | None = None,
+        *,
+        dispatcher: str | DispatcherFactory = "auto",
+        redundant_experts: int | None = None,
+        with_mtp: bool = False,
+    ) -> None:
+        super().__init__()
+        c = self.config = config
+        self.numerics = numerics
+        shard = self.shard = ModelShard.of(config, MLA_TENSORS, mesh or Mesh(), dispatcher, redundant_experts)
+        drafts = with_mtp and shard.last and c.num_mtp_layers > 0
+        if shard.first or drafts:
+            self.embed = parameter(len(shard.vocab), c.hidden_size, numerics=numerics, dtype=numerics.dtype)
+        if shard.last:
+            self.head = Matrix(len(shard.vocab), c.hidden_size, numerics=numerics)
+            self.norm = parameter(c.hidden_size, numerics=numerics)
+        self.blocks = tuple(Block(c, numerics, shard, routed=c.routed[i]) for i in shard.layers)
+        self.layers = nn.ModuleList(self.blocks)
+        self.mtps = tuple(Mtp(c, numerics, shard) for _ in range(c.num_mtp_layers if drafts else 0))
+        self.mtp = nn.ModuleList(self.mtps)
+        yarn = c.yarn or Yarn(factor=1.0, original_positions=c.max_positions)
+        self.frequencies = rope_frequencies(
+            c.rope_dim,
+            c.rope_theta,
+            factor=yarn.factor,
+            original=yarn.original_positions,
+            beta_fast=yarn.beta_fast,
+            beta_slow=yarn.beta_slow,
+        ).to(numerics.device)
+
+    @property
+    def state_spec(self) -> StateSpec:
+        return state_spec(self.config, self.numerics, self.shard, drafter=len(self.mtps) > 0)
+
+    @property
+    def hidden_shape(self) -> tuple[int, ...]:
+        """Shape of one token's residual, [D]."""
+        return (self.config.hidden_size,)
+
+    @property
+    def short_lengths(self) -> tuple[int, ...]:
+        """The length up to which the indexer has nothing to choose."""
+        return (self.config.index_topk,) if self.config.selects else ()
+
+    def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
+        cos, sin = rope_angles(paging.positions_T, self.frequencies)
+        scale = self.config.rotary_scale
+        return Batch(token_ids_T=token_ids_T, paging=paging, max_tokens=max_tokens, rope_T=(cos * scale, sin * scale))
+
+    def forward(self, batch: Batch, caches: Sequence[LayerCache], hidden_TD: Tensor | None = None) -> Tensor:
+        """Run a step's tokens through the layers; return the residual [T, D], on the last stage normalised for the head.
+
+        Args:
+            batch: The tokens.
+            caches: State of these layers; those of the drafter may follow.
+            hidden_TD: What the previous stage returned; the first stage has none.
+        """
+        x_TD = self.embedded(batch.token_ids_T) if hidden_TD is None else hidden_TD
+        for i, block in enumerate(self.blocks):
+            x_TD = block(x_TD, batch, caches[i], None if batch.routed_TLK is None else batch.routed_TLK[:, i])
+        return rms_norm(x_TD, self.norm, self.config.norm_eps) if self.shard.last else x_TD
+
+    @contextmanager
+    def brief(self) -> Iterator[None]:
+        """Skip nothing."""
+        yield
+
+    def take_part(self, most_tokens: int | None = None) -> None:
+        """Run this rank's experts on other ranks' tokens, with none of its own; ``most_tokens`` is that of the others' batches."""
+        for block in self.blocks:
+            block.take_part(most_tokens)
+
+    def embedded(self, token_ids_T: Tensor) -> Tensor:
+        """Return embeddings [T, D]."""
+        return embedding(self.shard.mesh.tp, self.embed, self.shard.vocab, token_ids_T)
+
+    def logits(self, hidden_TD: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return float32 logits [T, V] of the next token, in ``out`` if given."""
+        return side_by_side(self.shard.mesh.tp, lambda place: linear(hidden_TD, self.head, torch.float32, out=place), out)
+
+    @property
+    def _mtp(self) -> Mtp:
+        return self.mtps[0]
+
+    def mtp_forward(self, hidden_TD: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        """Run the MTP block; return its hidden state [T, D], normalised for the head.
+
+        Args:
+            hidden_TD: What ``forward`` returned, or this block when it drafts further tokens.
+            batch: The same positions, with the *next* token at each.
+            cache: The block's own rows.
+        """
+        mixed_TD = self._mtp.mix(hidden_TD, self.embedded(batch.token_ids_T))
+        return rms_norm(self._mtp.block(mixed_TD, batch, cache), self._mtp.norm, self.config.norm_eps)
+
+    def mtp_take_part(self, most_tokens: int) -> None:
+        """Do of ``mtp_forward`` what ``take_part`` does of ``forward``."""
+        self._mtp.block.take_part(most_tokens)
+
+    def mtp_feed(self, hidden_TD: Tensor, batch: Batch, cache: LayerCache) -> None:
+        """Store the MTP block's rows of a step's tokens; arguments are those of ``mtp_forward``."""
+        block, mixed_TD = self._mtp.block, self._mtp.mix(hidden_TD, self.embedded(batch.token_ids_T))
+        block.attn.feed(rms_norm(mixed_TD, block.attn_norm, block.eps), batch, cache)
+
+    def mtp_logits(self, hidden_TD: Tensor) -> Tensor:
+        """Return float32 logits [T, V] of the token after the next, from what ``mtp_forward`` returned."""
+        return self.logits(hidden_TD)
+
+    def prepare(self, token_ids: Sequence[int], *, drafter: bool = False) -> tuple[Batch, list[LayerCache]]:
+        """Return one whole sequence as a step, and state for it alone: that of unquantized models lets gradients through."""
+        whole = whole_sequence(token_ids)
+        sizes = StateSizes(grow_pages=len(whole.pages), window_pages=0, slots=1, snapshots=0)
+        spec = state_spec(self.config, self.numerics, self.shard, drafter=drafter)
+        cache = StateCache.allocate(spec, sizes, self.numerics.device, rows=store_for_pass)
+        ids_T, paging, longest = make_paging([whole], self.numerics.device)
+        return self.batch(ids_T, paging, max_tokens=longest), cache.layers
+
+    def one_pass(self, token_ids: Sequence[int]) -> Tensor:
+        """Run one whole sequence without a lasting cache, differentiably; return the normalised final hidden state [T, D]."""
+        hidden_TD: Tensor = self(*self.prepare(token_ids))
+        return hidden_TD
+
+    def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
+        """Choose the ranks of experts anew; see ``models.moe.rebalance_experts``."""
+        named = {f"layers.{i}.ffn.": block.ffn for i, block in enumerate(self.blocks, self.shard.layers.start)}
+        named |= {f"mtp.{i}.ffn.": mtp.block.ffn for i, mtp in enumerate(self.mtps)}
+        return rebalance_experts(self.shard.mesh.ep, {name: ffn for name, ffn in named.items() if isinstance(ffn, MoE)})
+
+    def slots(self) -> dict[str, Slot]:
+        """Return the place of every tensor of the checkpoint, by its official name (matrices without their scales)."""
+        named: dict[str, Slot] = {}
+        if self.shard.first or self.mtps:
+            named["embed.weight"] = TensorSlot(self.embed)
+        if self.shard.last:
+            named |= {"head.weight": self.head.whole(), "norm.weight": TensorSlot(self.norm)}
+        for i, block in enumerate(self.blocks, self.shard.layers.start):
+            named.update(block.slots(f"layers.{i}."))
+        for i, mtp in enumerate(self.mtps):
+            named.update(mtp.slots(f"mtp.{i}."))
+        return named

@@ -1,0 +1,124 @@
+"""MLA models against transformers' independent implementations: logits of random models in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4lite.models.deepseek_mla.config import parse_config
+from dsv4lite.models.deepseek_mla.model import DeepseekMla
+from tests.golden import plain
+from tests.mla import VARIANTS, filled, official, our_model, their_config, trainer_model
+from tests.models.gradients import gradient
+from tests.models.paged import run_in_cuts
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same weights in both implementations."""
+
+    variant: str
+    theirs: Any
+    ours: DeepseekMla
+
+    def ids(self, count: int) -> list[int]:
+        generator = torch.Generator().manual_seed(count)
+        return torch.randint(self.ours.config.vocab_size, (count,), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request: pytest.FixtureRequest) -> Pair:
+    theirs = trainer_model(request.param)
+    return Pair(request.param, theirs, our_model(theirs, request.param, plain()))
+
+
+def their_logits(pair: Pair, ids: list[int]) -> Tensor:
+    with torch.no_grad():
+        return pair.theirs(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 6, 7, 40, 130, 300])
+def test_logits_of_one_pass_agree(pair: Pair, count: int) -> None:
+    """A selection among 300 tokens has boundaries within the rounding of scores: there most tokens agree, and those before it."""
+    ids = pair.ids(count)
+    with torch.no_grad():
+        ours = pair.ours.logits(pair.ours.one_pass(ids))
+    theirs = their_logits(pair, ids)
+    assert theirs.abs().max() > 1  # a model that says nothing would agree as well
+    apart_T = (ours - theirs).abs().amax(1) >= 1e-4
+    assert not apart_T.any() or (pair.ours.config.selects and count == 300 and apart_T.sum() <= 15 and not apart_T[:100].any())
+
+
+@pytest.mark.parametrize(("count", "cuts"), [(67, (1, 2, 9, 14, 30, 31)), (130, (60, 61, 128))])
+def test_logits_of_chunks_agree(pair: Pair, count: int, cuts: tuple[int, ...]) -> None:
+    """Chunks are up-projected or absorbed, whichever costs less."""
+    ids = pair.ids(count)
+    with torch.no_grad():
+        ours = pair.ours.logits(run_in_cuts(pair.ours, ids, cuts))
+    assert (ours - their_logits(pair, ids)).abs().max() < 1e-4
+
+
+def test_absorbed_and_up_projected_models_agree(pair: Pair) -> None:
+    """Deterministic models are always absorbed."""
+    ids = pair.ids(130)
+    absorbed = our_model(pair.theirs, pair.variant, plain(True))
+    with torch.no_grad():
+        first, other = (model.logits(model.one_pass(ids)) for model in (pair.ours, absorbed))
+    assert 0 < (first - other).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("variant", ["v2_lite", "v3", "v32"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_all_weights_agree(variant: str, deterministic: bool) -> None:
+    theirs = trainer_model(variant)
+    ours, raw = our_model(theirs, variant, plain(deterministic)), their_config(theirs, variant)
+    ids = torch.randint(96, (41,), generator=torch.Generator().manual_seed(1))
+    loss = torch.nn.functional.cross_entropy(theirs(ids[None], use_cache=False).logits[0, :-1], ids[1:])
+    loss.backward()  # selection has no gradient, so the indexer learns nothing
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in theirs.named_parameters()}
+    wanted = official(found, raw)
+    mine = torch.nn.functional.cross_entropy(ours.logits(ours.one_pass(ids.tolist()))[:-1], ids[1:])
+    assert (mine - loss).abs() < 1e-5
+    mine.backward()
+    slots = ours.slots()
+    assert slots.keys() - wanted.keys() == {name for name in slots if name.endswith("gate.bias")}
+    for name, expected in wanted.items():
+        if ".indexer." in name:
+            assert not expected.any()
+            continue
+        got = gradient(slots[name])
+        assert got.shape == expected.shape and (got - expected).norm() <= 1e-3 * expected.norm() + 1e-9, name
+        assert expected.norm() > 0 or ".experts." in name, name  # no token chose the expert
+
+
+def test_mtp_block_agrees() -> None:
+    """Their positions are one further, which changes no angle between two tokens."""
+    from transformers.modeling_layers import MtpModel
+
+    theirs = trainer_model("v3", num_nextn_predict_layers=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        block = MtpModel(theirs, 1).float().eval()
+        with torch.no_grad():
+            for name, tensor in (*block.layers.named_parameters(), *block.layers.named_buffers()):
+                tensor.normal_(1.0, 0.3) if "norm" in name else tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
+    raw = their_config(theirs, "v3")
+    renamed = {"post_norm": "shared_head.norm"}
+    own = {
+        f"layers.3.{'.'.join(renamed.get(part, part) for part in name.split('.')[1:] if part != 'mtp_block')}": tensor
+        for name, tensor in block.layers.state_dict().items()
+    }
+    ours = filled(parse_config(raw), plain(), official({**theirs.state_dict(), **own}, raw), with_mtp=True)
+    ids = torch.randint(96, (41,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        hidden = theirs.model(ids[None, :-1], use_cache=False).last_hidden_state
+        out = block.forward_layer(0, hidden, torch.arange(1, 41)[None], None, input_ids=ids[None, 1:])
+        wanted = theirs.lm_head(out)[0]
+        batch, caches = ours.prepare(ids[1:].tolist(), drafter=True)
+        mine = ours.mtp_forward(ours.one_pass(ids[:-1].tolist()), batch, caches[-1])
+    assert wanted.abs().max() > 1 and (ours.mtp_logits(mine) - wanted).abs().max() < 1e-4
+    assert (mine - out[0]).abs().max() < 1e-4  # what a further draft begins with
