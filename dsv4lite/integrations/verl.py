@@ -92,12 +92,12 @@ class Server:
         if output.usage.drafted_tokens:
             extra["spec_num_draft_tokens"] = output.usage.drafted_tokens
             extra["spec_num_accepted_tokens"] = output.usage.accepted_tokens
-        reasons = {"abort": "aborted", "stop": "completed", "length": "completed"}
+        reasons: dict[str | None, str] = {"abort": "aborted", "stop": "completed", "length": "completed"}
         return TokenOutput(
             token_ids=list(completion.token_ids),
             log_probs=None if completion.logprobs is None else completion.logprobs.sampled.tolist(),
             routed_experts=completion.routed_experts,
-            stop_reason=reasons.get(completion.finish_reason or "", completion.finish_reason),
+            stop_reason=reasons.get(completion.finish_reason, completion.finish_reason),
             extra_fields=extra,
         )
 
