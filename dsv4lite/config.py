@@ -193,8 +193,17 @@ def default_cache_dir() -> str:
 
 def local_rank() -> int | None:
     """Return which of a machine's ranks this process is, if a launcher such as torchrun says so."""
-    rank = os.environ.get("LOCAL_RANK", "")
-    return int(rank) if rank.isdecimal() else None
+    return _number("LOCAL_RANK")
+
+
+def global_rank() -> int | None:
+    """Return which of all ranks this process is, if a launcher says so."""
+    return _number("RANK")
+
+
+def _number(variable: str) -> int | None:
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() else None
 
 
 def _text(rule: str, *kinds: type) -> Rule:

@@ -92,7 +92,7 @@ def completion_logprobs(
         given = given_to([(0, len(token_ids), replay)], model.config, len(token_ids), numerics.device)
     on_one = numerics.deterministic and numerics.device.type == "cpu"
     with single_threaded() if on_one else nullcontext():
-        logits = model.logits(model.one_pass(token_ids, given)[len(prompt) - 1 :])
+        logits = model.logits(model.one_pass(token_ids, given=given)[len(prompt) - 1 :])
         if params is not None and params.logprobs_mode == "processed":
             logits = _processed(logits, params, replay)
         targets = torch.tensor(completion, dtype=torch.int64, device=logits.device)

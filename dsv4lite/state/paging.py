@@ -13,10 +13,16 @@ from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.step_plan import SequencePlan
 
 
-def whole_sequence(token_ids: Sequence[int]) -> SequencePlan:
-    """Return the plan of one whole sequence, in a state that has nothing else."""
-    pages, windows = (tuple(range(-(-len(token_ids) // size))) for size in (PAGE_TOKENS, WINDOW_PAGE_TOKENS))
-    return SequencePlan(0, 0, 0, tuple(token_ids), pages, 0, windows, sample=False)
+def whole_sequences(sequences: Sequence[Sequence[int]]) -> list[SequencePlan]:
+    """Return the plans of whole sequences, in a state that has nothing else."""
+    plans: list[SequencePlan] = []
+    first_page = first_window = 0
+    for index, token_ids in enumerate(sequences):
+        pages = range(first_page, first_page + -(-len(token_ids) // PAGE_TOKENS))
+        windows = range(first_window, first_window + -(-len(token_ids) // WINDOW_PAGE_TOKENS))
+        plans.append(SequencePlan(index, index, 0, tuple(token_ids), tuple(pages), 0, tuple(windows), sample=False))
+        first_page, first_window = pages.stop, windows.stop
+    return plans
 
 
 def make_paging(sequences: Sequence[SequencePlan], device: torch.device) -> tuple[Tensor, Paging, int]:

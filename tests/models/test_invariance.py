@@ -97,6 +97,14 @@ def test_shorter_prompt_is_a_prefix_to_the_bit(exact: AnyModel, name: str, whole
         assert torch.equal(exact.logits(exact.one_pass(ids[:count])), whole[:count]), count
 
 
+def test_sequences_of_one_pass_are_as_each_alone(exact: DeepseekV4) -> None:
+    """Also across boundaries of groups, windows and pages, and of one token."""
+    prompts = [random_ids(exact.config, length, length) for length in (133, 1, 260, 64)]
+    together = exact.logits(exact.one_pass(*prompts)).split([len(prompt) for prompt in prompts])
+    for prompt, found in zip(prompts, together, strict=True):
+        assert torch.equal(found, exact.logits(exact.one_pass(prompt)))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_cutting_a_prompt_changes_next_to_nothing_otherwise(loose: AnyModel, name: str, whole: Tensor, seed: int) -> None:
     ids = tiny_ids(LENGTH[name], loose.config)

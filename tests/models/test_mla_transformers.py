@@ -62,6 +62,14 @@ def test_logits_of_chunks_agree(pair: Pair, count: int, cuts: tuple[int, ...]) -
     assert (ours - their_logits(pair, ids)).abs().max() < 1e-4
 
 
+def test_sequences_of_one_pass_are_as_each_alone(pair: Pair) -> None:
+    prompts = [pair.ids(count) for count in (70, 1, 9)]
+    with torch.no_grad():
+        together = pair.ours.logits(pair.ours.one_pass(*prompts)).split([len(prompt) for prompt in prompts])
+        for prompt, found in zip(prompts, together, strict=True):
+            torch.testing.assert_close(found, pair.ours.logits(pair.ours.one_pass(prompt)), rtol=1e-4, atol=1e-4)
+
+
 def test_absorbed_and_up_projected_models_agree(pair: Pair) -> None:
     """Deterministic models are always absorbed."""
     ids = pair.ids(130)

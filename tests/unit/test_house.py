@@ -83,6 +83,8 @@ OWN_PROCESSES = {
 }
 # Public functions whose ``**keywords`` are no TypedDict, and why.
 OPEN_KEYWORDS = {
+    "integrations.verl.Rollout.update_weights": "options of verl's other engines",
+    "integrations.verl.Server.start_profile": "those of verl's profiler",
     "kernels.dispatch.Op.__call__": "those of the op's reference",
     "kernels.dispatch.Op.launches": "those of the op's reference",
     "planning.memory.plan_memory": "fields of EngineConfig, which names unknown ones",

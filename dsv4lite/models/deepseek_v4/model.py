@@ -35,7 +35,7 @@ from dsv4lite.models.partial_sums import embedding, side_by_side, total
 from dsv4lite.models.shard import ModelShard, stages
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.state.paging import make_paging, whole_sequence
+from dsv4lite.state.paging import make_paging, whole_sequences
 from dsv4lite.state.spec import StateSizes, StateSpec
 from dsv4lite.state.store import LayerCache, StateCache
 from dsv4lite.weights.quant import (
@@ -484,23 +484,24 @@ class DeepseekV4(nn.Module):
         """Return float32 logits [T, V], in ``out`` if given."""
         return side_by_side(self.shard.mesh.tp, lambda place: linear(normed_TD, self.head, torch.float32, out=place), out)
 
-    def prepare(self, token_ids: Sequence[int], *, drafter: bool = False) -> tuple[Batch, list[LayerCache]]:
-        """Return one whole sequence as a step, and state for it alone: that of unquantized models lets gradients through."""
-        whole = whole_sequence(token_ids)
-        sizes = StateSizes(grow_pages=len(whole.pages), window_pages=len(whole.window_pages), slots=1, snapshots=0)
+    def prepare(self, *sequences: Sequence[int], drafter: bool = False) -> tuple[Batch, list[LayerCache]]:
+        """Return whole sequences as a step, and state for them alone: that of unquantized models lets gradients through."""
+        whole = whole_sequences(sequences)
+        pages, windows = sum(len(plan.pages) for plan in whole), sum(len(plan.window_pages) for plan in whole)
+        sizes = StateSizes(grow_pages=pages, window_pages=windows, slots=len(whole), snapshots=0)
         spec = state_spec(self.config, self.numerics, self.shard, drafter=drafter)
         cache = StateCache.allocate(spec, sizes, self.numerics.device, rows=store_for_pass)
-        ids_T, paging, longest = make_paging([whole], self.numerics.device)
+        ids_T, paging, longest = make_paging(whole, self.numerics.device)
         return self.batch(ids_T, paging, max_tokens=longest), cache.layers
 
-    def one_pass(self, token_ids: Sequence[int], given: Choices | None = None) -> Tensor:
-        """Run one whole sequence without a lasting cache, differentiably; return the final streams [T, N, D].
+    def one_pass(self, *sequences: Sequence[int], given: Choices | None = None) -> Tensor:
+        """Run whole sequences without a lasting cache, differentiably; return the final streams [T, N, D] of all, in order.
 
         Args:
-            token_ids: T tokens.
+            sequences: T tokens in all.
             given: What the model has to choose; see ``models.family.Batch``.
         """
-        batch, caches = self.prepare(token_ids)
+        batch, caches = self.prepare(*sequences)
         batch.given = given
         streams: Tensor = self(batch, caches)
         return streams

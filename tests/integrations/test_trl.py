@@ -1,0 +1,134 @@
+"""TRL's colocated generation, with the real package where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4lite.errors import UnsupportedError
+from dsv4lite.request import SamplingParams
+from tests.e2e.engines import MODEST, prompts_of, write_tokenizer
+from tests.tiny import trainer_model, trainer_settings
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+VOCAB = 96
+PROMPTS = prompts_of((5, 9), VOCAB, seed=1)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """transformers' own model, saved."""
+    pytest.importorskip("trl")
+    folder = tmp_path_factory.mktemp("policy")
+    model = trainer_model(trainer_settings(ratios=(0, 4, 8), vocab_size=VOCAB), seed=0)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, VOCAB)
+    model.name_or_path = str(folder)
+    return model
+
+
+@pytest.fixture
+def make(policy: Any) -> Iterator[Any]:
+    from accelerate import Accelerator
+
+    from dsv4lite.integrations.trl import Generation
+
+    class Mine(Generation):
+        SETTINGS = {**MODEST, "deterministic": True}
+
+    made: list[Generation] = []
+
+    def _make(**settings: Any) -> Generation:
+        made.append(Mine(policy, Accelerator(cpu=True), None, max_completion_length=6, **settings))
+        return made[-1]
+
+    yield _make
+    for one in made:
+        one.llm.close()
+
+
+def test_policy_s_weights_reach_the_engine_in_sleep_and_awake(make: Any, policy: Any) -> None:
+    """All of them, router biases and tables of ids included, which are no parameters; log-probabilities are the policy's."""
+    generation = make(enable_sleep_mode=True, temperature=0.8)
+    before = [parameter.detach().clone() for parameter in policy.parameters()]
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.01)
+    prompt_ids, completion_ids, logprobs, token_ids = generation.generate(PROMPTS, None, 1)
+    assert prompt_ids == PROMPTS and [len(ids) for ids in completion_ids] == [len(values) for values in logprobs]
+    assert [[one for (one,) in ids] for ids in token_ids] == completion_ids
+    for prompt, completion, values in zip(prompt_ids, completion_ids, logprobs, strict=True):
+        with torch.no_grad():
+            logits = policy(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.8
+        wanted = logits.log_softmax(-1)[range(len(completion)), completion]
+        assert torch.allclose(torch.tensor(values)[:, 0], wanted, atol=1e-4)
+    assert generation.llm.state == "asleep"
+    assert generation.llm.weight_version == 1
+    with torch.no_grad():
+        for parameter, old in zip(policy.parameters(), before, strict=True):
+            parameter.copy_(old)
+    generation.sync_weights()
+    assert generation.llm.weight_version == 2
+
+
+def test_lists_of_log_probabilities_are_sorted_and_have_the_sampled_token(make: Any) -> None:
+    generation = make(logprobs=2, generation_kwargs={"seed": 3})
+    generation.sync_weights()
+    _, completion_ids, logprobs, token_ids = generation.generate(PROMPTS, None, 1)
+    direct = generation.llm.generate_batch(PROMPTS, SamplingParams(max_tokens=6, logprobs=2, seed=3, logprobs_mode="processed"))
+    assert [list(output.token_ids) for output in direct] == completion_ids
+    for ids, values, made in zip(token_ids, logprobs, completion_ids, strict=True):
+        for row, numbers, token in zip(ids, values, made, strict=True):
+            assert token in row and len(row) == len(set(row)) == len(numbers) <= 3 and numbers == sorted(numbers, reverse=True)
+
+
+def test_what_it_does_not_do_is_said_at_once(make: Any) -> None:
+    with pytest.raises(UnsupportedError, match="vllm_mode='server'"):
+        make(mode="server")
+    generation = make()
+    with pytest.raises(UnsupportedError, match="images"):
+        generation.generate(PROMPTS, [["picture"], None], 1)
+
+
+def test_trainer_of_trl_learns_with_it(policy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A step of GRPOTrainer, whose importance ratios are those of one and the same policy."""
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer import grpo_trainer
+
+    from dsv4lite.integrations.trl import Generation
+
+    class Mine(Generation):
+        SETTINGS = {**MODEST, "deterministic": True}
+
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Mine)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{policy.name_or_path}/tokenizer.json", eos_token="<｜end▁of▁sentence｜>")
+    tokenizer.pad_token = tokenizer.eos_token
+    settings = GRPOConfig(
+        output_dir=str(tmp_path), use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=True, max_steps=2, num_generations=4,
+        per_device_train_batch_size=4, max_completion_length=6, report_to=[], logging_steps=1, use_cpu=True, bf16=False,
+        router_aux_loss_coef=0.0, gradient_checkpointing=False,
+        save_strategy="no",
+    )  # fmt: skip
+    rows = Dataset.from_dict({"prompt": ["ab", "cd"] * 4})
+    trainer = GRPOTrainer(
+        policy, reward_funcs=lambda completions, **_: [float(len(set(c))) for c in completions], args=settings, train_dataset=rows,
+        processing_class=tokenizer,
+    )  # fmt: skip
+    try:
+        trainer.train()
+        found = trainer.state.log_history
+        ratios = [
+            entry["sampling/importance_sampling_ratio/mean"]
+            for entry in found
+            if "sampling/importance_sampling_ratio/mean" in entry
+        ]
+        assert ratios and all(abs(ratio - 1) < 1e-3 for ratio in ratios)
+        assert trainer.vllm_generation.llm.weight_version >= 2
+    finally:
+        trainer.vllm_generation.llm.close()

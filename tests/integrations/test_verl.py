@@ -1,0 +1,184 @@
+"""verl's rollouts, with the real package (and Ray's actors) where it is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from dsv4lite.errors import UnsupportedError
+from dsv4lite.llm import LLM
+from dsv4lite.request import SamplingParams
+from tests.e2e.engines import MODEST, prompts_of, write_model
+from tests.e2e.updates import read
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+PROMPT = prompts_of((9,), 96, seed=1)[0]
+ENGINE = {**MODEST, "max_model_len": 128}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    pytest.importorskip("verl")
+    folder = tmp_path_factory.mktemp("models")
+    return write_model(folder / "a", seed=0), write_model(folder / "b", seed=1)
+
+
+def test_verl_finds_it_by_a_variable_of_the_environment(models: Any) -> None:
+    """Both registries, without a patch, and before anything else of verl was imported."""
+    program = """
+from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.replica import get_rollout_replica_class
+from verl.workers.config import RolloutConfig
+print(get_rollout_class("dsv4lite").__qualname__, get_rollout_replica_class("dsv4lite").__qualname__)
+RolloutConfig(name="dsv4lite", tensor_model_parallel_size=1)
+"""
+    environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "dsv4lite.integrations.verl"}
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, env=environment, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["Rollout", "Replica"]
+
+
+def rollout_config(**settings: Any) -> Any:
+    from verl.workers.config import RolloutConfig
+
+    sizes: dict[str, Any] = {"tensor_model_parallel_size": 1, "prompt_length": 64, "response_length": 64, "max_num_seqs": 8}
+    return RolloutConfig(
+        name="dsv4lite", engine_kwargs={"dsv4lite": ENGINE}, full_determinism=True, load_format="auto", **sizes, **settings
+    )
+
+
+async def started(models: tuple[Path, Path], mode: str = "HYBRID", **settings: Any) -> Any:
+    from verl.workers.rollout.replica import RolloutMode
+
+    from dsv4lite.integrations.verl import Server
+
+    server = Server(rollout_config(**settings), str(models[0]), RolloutMode[mode], 0)
+    await server.launch()
+    return server
+
+
+def direct(model: Path, count: int) -> Any:
+    with LLM(str(model), **ENGINE, deterministic=True) as llm:
+        params = SamplingParams(max_tokens=count, seed=42, logprobs=0, logprobs_mode="processed", temperature=0.9)
+        return llm.generate(PROMPT, params).outputs[0]
+
+
+async def test_server_generates_what_an_engine_does(models: tuple[Path, Path]) -> None:
+    server = await started(models)
+    try:
+        await server.set_global_steps(7)
+        params = {"max_tokens": 10, "logprobs": True, "temperature": 0.9, "top_k": -1}
+        output = await server.generate(PROMPT, params, "a")
+        wanted = direct(models[0], 10)
+        assert output.token_ids == list(wanted.token_ids) and output.log_probs == wanted.logprobs.sampled.tolist()
+        assert output.stop_reason == "completed" and output.extra_fields["global_steps"] == 7
+        plain = await server.generate(PROMPT, {"max_new_tokens": 500, "ignore_eos": True}, "b")
+        assert plain.log_probs is None and len(plain.token_ids) == 128 - len(PROMPT)
+        with pytest.raises(UnsupportedError, match="images"):
+            await server.generate(PROMPT, {}, "c", image_data=["picture"])
+    finally:
+        await server._llm.aclose()
+
+
+async def test_aborted_requests_go_on_from_their_tokens(models: tuple[Path, Path]) -> None:
+    """verl's partial rollout: it sends prompt and tokens again. Requests behind a closed gate wait, or end empty."""
+    server = await started(models)
+    try:
+        task = asyncio.create_task(server.generate(PROMPT, {"max_tokens": 100, "ignore_eos": True, "logprobs": True}, "a"))
+        while not server._llm.stats().generated_tokens:
+            await asyncio.sleep(0.01)
+        found = await server.abort_all_requests(reject_request=True)
+        output = await task
+        assert output.stop_reason == "aborted" and 0 < len(output.token_ids) == len(output.log_probs) < 100
+        assert found["aborted_count"] == 1
+        assert (await server.generate(PROMPT, {"max_tokens": 3}, "b")).stop_reason == "aborted"
+        await server.abort_all_requests()
+        waiting = asyncio.create_task(server.generate([*PROMPT, *output.token_ids], {"max_tokens": 3, "ignore_eos": True}, "c"))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        await server.resume_generation()
+        assert len((await waiting).token_ids) == 3
+        await server.wait_for_requests_to_drain()
+        assert (await server.abort_request("nothing"))["request_id"] == "nothing"
+        await server.clear_kv_cache()
+    finally:
+        await server._llm.aclose()
+
+
+@pytest.mark.parametrize(
+    ("mode", "asleep", "valid"), [("HYBRID", True, False), ("COLOCATED", True, True), ("STANDALONE", False, True)]
+)
+async def test_sleep_is_as_the_mode_says(models: tuple[Path, Path], mode: str, asleep: bool, valid: bool) -> None:
+    """Weights are dropped where the trainer brings them again, and kept where it does not; nothing sleeps on GPUs of its own."""
+    server = await started(models, mode)
+    try:
+        await server.sleep()
+        assert (server._llm.state == "asleep") is asleep
+        await server.wake_up(["weights"])
+        await server.wake_up(["kv_cache"])
+        assert server._llm.state == ("ready" if valid else "weights_invalid")
+    finally:
+        await server._llm.aclose()
+
+
+@pytest.fixture(scope="module")
+def cluster(models: Any) -> Iterator[Any]:
+    import ray
+
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": environment}, logging_level="ERROR")
+    yield ray
+    ray.shutdown()
+
+
+async def test_trainer_s_weights_reach_the_server_in_its_actor(models: tuple[Path, Path], cluster: Any, monkeypatch: Any) -> None:
+    """Replica, server and rollout together: sleep at level 2, an update in buckets through shared memory, and generation."""
+    from verl.workers.config import CheckpointEngineConfig, HFModelConfig
+    from verl.workers.rollout.replica import RolloutMode
+
+    from dsv4lite.integrations.verl import Replica, Rollout
+
+    class Worker:
+        def __init__(self) -> None:
+            pass
+
+    config = rollout_config(checkpoint_engine=CheckpointEngineConfig(update_weights_bucket_megabytes=1))
+    replica = Replica(0, config, SimpleNamespace(local_path=str(models[0])), gpus_per_node=1)  # type: ignore[arg-type]
+    replica.rollout_mode, replica.workers = RolloutMode.HYBRID, [cluster.remote(Worker).remote()]
+    await replica.launch_servers()
+    monkeypatch.setenv("RANK", "0")
+    rollout = Rollout.__new__(Rollout)
+    monkeypatch.setattr("verl.workers.rollout.base.omega_conf_to_dataclass", lambda value: value)
+    rollout.__init__(config, HFModelConfig.__new__(HFModelConfig), None)  # type: ignore[misc]
+    new = read(models[1])
+
+    async def weights() -> AsyncIterator[tuple[str, Tensor]]:
+        for name, tensor in new.items():
+            yield name, tensor
+
+    await rollout.release()
+    await rollout.resume(["weights"])
+    await rollout.update_weights(weights(), global_steps=3)
+    await rollout.resume(["kv_cache"])
+    params = {"max_tokens": 10, "logprobs": True, "temperature": 0.9}
+    output = await replica.server_handle.generate.remote(PROMPT, params, "a")
+    wanted = direct(models[1], 10)
+    assert output.token_ids == list(wanted.token_ids) and output.log_probs == wanted.logprobs.sampled.tolist()
+    assert output.extra_fields["global_steps"] == 3 and output.extra_fields["weight_versions"] == ((3, 0, len(output.token_ids)),)
+    await rollout.update_weights(iter(new.items()), global_steps=4)  # awake, and from a plain iterator
+    assert (await replica.server_handle.generate.remote(PROMPT, params, "b")).token_ids == output.token_ids
+    with pytest.raises(UnsupportedError, match="delta_flush"):
+        await rollout.update_weights(iter(()), wire_format="delta_flush")
+    await replica.sleep()
+    await replica.wake_up()
