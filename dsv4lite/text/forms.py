@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -117,9 +118,11 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
         problem = "" if reasoning is None else one_of(*EFFORTS)(reasoning)
         require(not problem, "reasoning", reasoning, problem)
         roles_of(messages, tools, ("system", "developer", "user", "assistant", "tool"))
-        said, thinking = json_content([messages, tools], "the conversation"), reasoning != "none"
-        # What messages say is cut inside of control tokens, so that they stay text; see ``Tokenizer.encode_parts``.
-        mark = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in said) if escape_results else ""
+        json_content([messages, tools], "the conversation")  # else it is malformed
+        thinking = reasoning != "none"
+        # What messages say is cut inside of control tokens, so that they stay text; see ``Tokenizer.encode_parts``. No message can
+        # contain the mark of a cut, which is another one each time.
+        mark = f"\ue000{secrets.token_hex(8)}\ue001" if escape_results else ""
         try:
             text = template.render(
                 messages=_cut(tokenizer, mark, messages),
