@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dsv4lite.api.blocking import Completions as Completions
     from dsv4lite.api.blocking import Stream as Stream
     from dsv4lite.api.blocking import WeightUpdate as WeightUpdate
+    from dsv4lite.api.jsonl import FileReport as FileReport
     from dsv4lite.api.streams import AsyncCompletions as AsyncCompletions
     from dsv4lite.api.streams import AsyncStream as AsyncStream
     from dsv4lite.api.update import AsyncWeightUpdate as AsyncWeightUpdate
@@ -72,6 +73,7 @@ _HOME = {
         "api.streams": "AsyncStream AsyncCompletions",
         "api.blocking": "Stream Completions WeightUpdate",
         "api.update": "AsyncWeightUpdate",
+        "api.jsonl": "FileReport",
         "config": "EngineConfig LoadProgress tiny_model MTP DSpark NGram Speculator",
         "request": "SamplingParams RequestOutput CompletionOutput Delta Logprobs Replay Usage Timing Phase WeightSource",
         "text.structured": "StructuredOutputs",
@@ -94,6 +96,8 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("dsv4lite")
     if name not in _HOME:
         raise AttributeError(f"module 'dsv4lite' has no attribute {name!r}")
     value: object = getattr(import_module(_HOME[name]), name)

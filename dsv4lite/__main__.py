@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
+import signal
 import sys
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 
 from dsv4lite.config import tiny_model
 from dsv4lite.errors import DSV4LiteError
@@ -30,6 +33,7 @@ def _bytes(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dsv4lite", description="Embeddable inference for DeepSeek models.")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what the engine does")
+    parser.add_argument("--version", action="version", version=f"dsv4lite {version('dsv4lite')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     generate = commands.add_parser(
@@ -50,6 +54,24 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: auto)")
     generate.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     generate.set_defaults(run=_generate)
+
+    batch = commands.add_parser(
+        "batch",
+        help="run the requests of a file",
+        description="Run the requests in the lines of a file, prompts or OpenAI's batch format, and write a line for each as it "
+        "ends. The same command goes on where a run was ended. The exit status is 1 if rows have failed.",
+    )
+    batch.add_argument("source", help="file of requests, JSON lines")
+    batch.add_argument("target", help="file of outputs; is made, or continued")
+    batch.add_argument("--model", default=tiny_model(), help="folder or hub id of a checkpoint (default: the one that ships)")
+    batch.add_argument("--revision", help="hub revision")
+    batch.add_argument("--max-tokens", type=int, help="most tokens of a row that sets no limit")
+    batch.add_argument("--temperature", type=float, help="of rows that set none")
+    batch.add_argument("--max-num-seqs", type=int, default=64, help="sequences at once (default: 64)")
+    batch.add_argument("--max-model-len", type=int, help="longest sequence in tokens")
+    batch.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: auto)")
+    batch.add_argument("--json", action="store_true", help="print the summary as JSON")
+    batch.set_defaults(run=_batch)
 
     plan = commands.add_parser(
         "plan",
@@ -126,6 +148,36 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _batch(args: argparse.Namespace) -> int:
+    from dsv4lite import LLM, FileReport
+    from dsv4lite.api.jsonl import RowFiles
+
+    shown_s = 0.0
+
+    def progress(report: FileReport) -> None:
+        nonlocal shown_s
+        if report.seconds >= shown_s + 1:
+            shown_s = report.seconds
+            print(report, end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+
+    with RowFiles(args.source, args.target, None):
+        pass  # what is wrong with the files shows before the model is loaded
+    given = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    changes = {name: value for name, value in given.items() if value is not None}
+    with LLM(
+        args.model,
+        revision=args.revision,
+        device=args.device,
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=args.max_model_len,
+        progress=args.verbose,
+    ) as llm:
+        params = llm.default_params.replace(**changes) if changes else None
+        report = llm.generate_file(args.source, args.target, params, progress=progress)
+    print(json.dumps(asdict(report)) if args.json else report)
+    return 0 if report.failed == 0 else 1
+
+
 def _plan(args: argparse.Namespace) -> int:
     from dsv4lite import plan_memory
 
@@ -180,8 +232,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DSV4LiteError as error:
         print(f"dsv4lite: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # of standard output, whose reader has left; Python would report it once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"dsv4lite: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
     return status
 
 

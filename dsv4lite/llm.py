@@ -21,6 +21,7 @@ from dsv4lite.api.batch import OnError
 from dsv4lite.api.blocking import Block, Completions, Stream, WeightUpdate, blocking, finish
 from dsv4lite.api.bridge import ThreadBridge, current_loop
 from dsv4lite.api.common import BaseLLM, BatchParams, Model
+from dsv4lite.api.jsonl import FileProgress, FileReport, RowFiles
 from dsv4lite.api.prepare import Message, Options, Reasoning, Tool, chat_job, completion_job, pair_job, row_job, score_job
 from dsv4lite.api.session import NOT_UPDATING, STARTED, PauseMode, Update, UpdateMode
 from dsv4lite.api.streams import AsyncCompletions, AsyncStream
@@ -183,6 +184,44 @@ class AsyncLLM(BaseLLM):
         """
         job = row_job(Options(priority=priority, deadline=deadline, cache_salt=cache_salt))
         return self._completions("as_completed", prompts, params, job, on_error, max_in_flight)
+
+    async def generate_file(
+        self,
+        source: str | os.PathLike[str],
+        target: str | os.PathLike[str],
+        params: SamplingParams | None = None,
+        *,
+        max_in_flight: int | None = None,
+        progress: FileProgress | None = None,
+    ) -> FileReport:
+        """Run the requests in the lines of a file, and write a line for each as it ends; continue what an earlier run has begun.
+
+        A line is a prompt (a JSON string), an object with ``prompt``, ``prompt_token_ids`` or ``messages`` beside fields of
+        ``SamplingParams``, or a line of OpenAI's batch format; ``custom_id`` comes back. Outputs are in OpenAI's batch format, in
+        the order in which they end, each with ``"id": "row-N"`` for line N of ``source``, counted from 0. Rows that have a line in
+        ``target`` are passed over, so that a run that was ended, even by a kill, goes on with the same call.
+
+        Args:
+            source: The file of requests; read line by line.
+            target: The file of outputs.
+            params: What rows do not set themselves; ``None`` means the checkpoint's ``generation_config.json``.
+            max_in_flight: Most rows that are held at a time; default ``2 * max_num_seqs``.
+            progress: Called after each row.
+
+        Returns:
+            How many rows were done. A row that is malformed or fails has its ``error`` in the file and is counted in ``failed``.
+
+        Raises:
+            ConfigError: ``target`` holds something else than outputs of these requests.
+            OSError: A file cannot be read or written. What is in ``target`` stays.
+        """
+        with RowFiles(source, target, params) as files:
+            async with self._completions("generate_file", files.rows, None, files.job, "return", max_in_flight) as outputs:
+                async for output in outputs:
+                    files.write(output)
+                    if progress is not None:
+                        progress(files.report())
+            return files.report()
 
     def stream(
         self,
@@ -517,6 +556,7 @@ class LLM(BaseLLM):
 
     generate = blocking(AsyncLLM.generate, finish)
     generate_batch = blocking(AsyncLLM.generate_batch, finish)
+    generate_file = blocking(AsyncLLM.generate_file, finish)
     as_completed = blocking(AsyncLLM.as_completed, Completions)
     stream = blocking(AsyncLLM.stream, Stream)
     chat = blocking(AsyncLLM.chat, finish)

@@ -207,19 +207,7 @@ class SamplingParams:
         Raises:
             InvalidRequestError: For a value that is malformed or out of range.
         """
-        require(isinstance(body, Mapping), "body", body, "must be a mapping")
-        names = {f.name for f in fields(cls)}
-        settings: dict[str, Any] = {k: v for k, v in body.items() if k in names and v is not None}
-        if body.get("max_completion_tokens") is not None:
-            settings["max_tokens"] = body["max_completion_tokens"]
-        if isinstance(settings.get("logprobs"), bool):
-            settings["logprobs"] = (body.get("top_logprobs") or 0) if settings["logprobs"] else None
-        if settings.get("logit_bias") is not None:
-            settings["logit_bias"] = _openai_bias(settings["logit_bias"])
-        schema = _openai_schema(body.get("response_format"))
-        if schema is not None:
-            settings["structured_outputs"] = {"json": schema}
-        return cls(**settings)
+        return cls(**openai_settings(body))
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> SamplingParams:
@@ -272,6 +260,27 @@ _RULES: Mapping[str, Rule] = {
         boolean,
     ),
 }
+
+
+def openai_settings(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``SamplingParams`` that an OpenAI-style request body sets.
+
+    Raises:
+        InvalidRequestError: A value is malformed.
+    """
+    require(isinstance(body, Mapping), "body", body, "must be a mapping")
+    names = {f.name for f in fields(SamplingParams)}
+    settings: dict[str, Any] = {k: v for k, v in body.items() if k in names and v is not None}
+    if body.get("max_completion_tokens") is not None:
+        settings["max_tokens"] = body["max_completion_tokens"]
+    if isinstance(settings.get("logprobs"), bool):
+        settings["logprobs"] = (body.get("top_logprobs") or 0) if settings["logprobs"] else None
+    if settings.get("logit_bias") is not None:
+        settings["logit_bias"] = _openai_bias(settings["logit_bias"])
+    schema = _openai_schema(body.get("response_format"))
+    if schema is not None:
+        settings["structured_outputs"] = {"json": schema}
+    return settings
 
 
 def _openai_bias(given: object) -> dict[int, Any]:

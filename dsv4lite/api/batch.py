@@ -14,7 +14,7 @@ import anyio
 from dsv4lite.api.bridge import Bridge, LoopBridge
 from dsv4lite.api.session import Session, Ticket
 from dsv4lite.checks import require
-from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError
+from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, shown
 from dsv4lite.request import Prompt, RequestOutput
 
 OnError = Literal["raise", "return"]
@@ -158,11 +158,12 @@ class Batch:
         except (EngineStateError, EngineDeadError) as error:
             self._fail(error)
         except DSV4LiteError as error:
+            _name(error, index, prompt)
             self._ready.append(RequestOutput(request_id="", prompt_token_ids=(), outputs=(), index=index, error=error))
             self._signal()
         else:
             self._open.add(ticket)
-            ticket.future.add_done_callback(partial(self._complete, ticket))
+            ticket.future.add_done_callback(partial(self._complete, ticket, index, prompt))
             if self._closed:  # while the row was being prepared
                 self._session.abort_ticket(ticket)
 
@@ -177,8 +178,16 @@ class Batch:
             self._failure = error
         self._exhaust()
 
-    def _complete(self, ticket: Ticket, future: Future[RequestOutput]) -> None:
+    def _complete(self, ticket: Ticket, index: int, prompt: Prompt, future: Future[RequestOutput]) -> None:
         if not self._closed:
-            self._ready.append(future.result())  # before it leaves the open ones, so that it is always in one of the two
+            output = future.result()
+            if output.error is not None:
+                _name(output.error, index, prompt)
+            self._ready.append(output)  # before it leaves the open ones, so that it is always in one of the two
         self._open.discard(ticket)
         self._signal()
+
+
+def _name(error: BaseException, index: int, prompt: Prompt) -> None:
+    """Let a traceback say which row has failed."""
+    error.add_note(f"row {index} of the batch: {shown(prompt)}")

@@ -70,6 +70,11 @@ class BaseLLM:
         return self._session.engine("tokenizer", *STARTED).info.tokenizer
 
     @property
+    def default_params(self) -> SamplingParams:
+        """What requests without ``params`` use: the checkpoint's ``generation_config.json``; only once the engine has started."""
+        return self._session.engine("default_params", *STARTED).info.default_params
+
+    @property
     def weight_version(self) -> int:
         """The version of the last weight update that was committed; 0 for the weights of the start."""
         return self._session.weight_version

@@ -1,0 +1,238 @@
+"""Requests in the lines of a file, outputs in the lines of another: OpenAI's batch format, and plain prompts.
+
+An output line names its request by the number of the line, ``"id": "row-7"``, and is written whole, in one piece, as soon as the
+request ends. So a run that was ended at any moment is continued by reading what is there: a line that was cut is cut off, and the
+rows that have one are passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
+
+from dsv4lite.api.prepare import Job, Options, chat_job, completion_job
+from dsv4lite.checks import require
+from dsv4lite.errors import ConfigError, InvalidRequestError, shown
+from dsv4lite.request import RequestOutput, SamplingParams, openai_settings
+
+if TYPE_CHECKING:
+    from dsv4lite.engine.engine import EngineInfo
+
+_CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
+_PROMPTS = ("messages", "prompt", "prompt_token_ids")
+_CHAT_KEYS = ("tools", "reasoning_effort")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileReport:
+    """How far ``generate_file`` has come.
+
+    Attributes:
+        rows: In the file of requests.
+        earlier: Of them, those that an earlier run has done.
+        done: Those that this run has done, with an error or without.
+        failed: Those of this run that have an error.
+        prompt_tokens, completion_tokens: Of this run.
+        seconds: Since this run began.
+    """
+
+    rows: int
+    earlier: int
+    done: int
+    failed: int
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds that the other rows will take at the speed so far; ``None`` before the first one is done."""
+        return self.seconds / self.done * (self.rows - self.earlier - self.done) if self.done else None
+
+    def __str__(self) -> str:
+        speed = self.completion_tokens / self.seconds if self.seconds else 0.0
+        text = f"{self.earlier + self.done:,} of {self.rows:,} rows, {self.failed:,} failed, {speed:,.1f} tokens/s"
+        left = self.remaining_s
+        return text if not left else f"{text}, about {left:,.0f} s left"
+
+
+FileProgress = Callable[[FileReport], None]
+
+
+class _Row(NamedTuple):
+    number: int
+    custom_id: str | None
+    body: Mapping[str, Any]
+    problem: InvalidRequestError | None
+
+    @property
+    def chat(self) -> bool:
+        return "messages" in self.body
+
+    @property
+    def mark(self) -> int:
+        return zlib.crc32((self.custom_id or "").encode())
+
+
+class RowFiles:
+    """A file of requests and one of outputs while they are open; mutable.
+
+    Args:
+        source: JSON lines.
+        target: Is made, or continued.
+        params: For what a row does not set; ``None`` means the checkpoint's ``generation_config.json``.
+
+    Raises:
+        ConfigError: ``target`` holds something else than outputs of these requests.
+        OSError: A file cannot be read or written.
+    """
+
+    def __init__(self, source: str | os.PathLike[str], target: str | os.PathLike[str], params: SamplingParams | None) -> None:
+        self._source, self._target, self._params = Path(source), Path(target), params
+        if self._target.exists() and self._source.samefile(self._target):
+            raise ConfigError(f"source and target are the same file, {self._source}")
+        with self._source.open("rb") as lines:
+            self._rows = sum(1 for line in lines if line.strip())
+        self._earlier = self._read_target()
+        self._pulled: dict[int, _Row] = {}  # by the index that the batch gives
+        self._done = self._failed = self._prompt_tokens = self._completion_tokens = 0
+        self._begun = time.monotonic()
+        self._out: BinaryIO = self._target.open("ab", buffering=0)
+        self.rows = self._read_rows()
+        """The rows that have no output yet; a malformed one comes with its problem."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.rows.close()
+        self._out.close()
+
+    def _read_target(self) -> dict[int, int]:
+        """Return the numbers of the rows that have an output, with the marks of their ids; cut off a line that was not finished."""
+        found: dict[int, int] = {}
+        if not self._target.is_file():  # not there yet, or a device
+            return found
+        whole = 0
+        with self._target.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                whole += len(line)
+                try:
+                    output = json.loads(line)
+                    number, custom_id = int(output["id"].removeprefix("row-")), output["custom_id"]
+                except (ValueError, TypeError, KeyError, AttributeError) as error:
+                    raise ConfigError(
+                        f"{self._target} holds something else than outputs of generate_file: {shown(line)}"
+                    ) from error
+                found[number] = _Row(number, custom_id, {}, None).mark
+        os.truncate(self._target, whole)
+        return found
+
+    def _read_rows(self) -> Generator[_Row, None, None]:
+        count = 0
+        with self._source.open("rb") as lines:
+            for number, line in enumerate(lines):
+                if not line.strip():
+                    continue
+                row = _read(number, line)
+                if number not in self._earlier:
+                    self._pulled[count] = row
+                    count += 1
+                    yield row
+                elif self._earlier[number] != row.mark:
+                    here = f"row {number} of {self._source} is {shown(row.custom_id)}"
+                    raise ConfigError(f"{self._target} holds outputs of other requests: {here}")
+
+    def job(self, info: EngineInfo, row: _Row, params: object, index: int) -> Job:
+        """Make the job of a row.
+
+        Raises:
+            InvalidRequestError: The row is malformed.
+        """
+        if row.problem is not None:
+            raise row.problem
+        body, options = row.body, Options(index=index)
+        base = info.default_params if self._params is None else self._params
+        wanted = base.replace(**openai_settings(body))
+        if row.chat:
+            effort: Any = body.get("reasoning_effort") or "none"
+            return chat_job(info, body["messages"], wanted, options, body.get("tools"), effort, False)
+        prompt = body["prompt"] if "prompt" in body else {"prompt_token_ids": body["prompt_token_ids"]}
+        return completion_job(info, prompt, wanted, options)
+
+    def write(self, output: RequestOutput) -> None:
+        """Write the line of a request that has ended."""
+        row, error = self._pulled.pop(output.index), output.error
+        line: dict[str, Any] = {
+            "id": f"row-{row.number}",
+            "custom_id": row.custom_id,
+            "response": None,
+            "error": None if error is None else {"code": type(error).__name__, "message": str(error)},
+        }
+        if error is None:
+            body = output.to_openai(chat=row.chat, created=int(time.time()))
+            line["response"] = {"status_code": 200, "request_id": output.request_id, "body": body}
+        data = (json.dumps(line, ensure_ascii=False) + "\n").encode()
+        while data:
+            data = data[self._out.write(data) :]
+        self._done, self._failed = self._done + 1, self._failed + (error is not None)
+        self._prompt_tokens += output.usage.prompt_tokens
+        self._completion_tokens += output.usage.completion_tokens
+
+    def report(self) -> FileReport:
+        """Return how far it has come."""
+        return FileReport(
+            rows=self._rows,
+            earlier=len(self._earlier),
+            done=self._done,
+            failed=self._failed,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            seconds=time.monotonic() - self._begun,
+        )
+
+
+def _read(number: int, line: bytes) -> _Row:
+    custom_id = None
+    try:
+        try:
+            given = json.loads(line)
+        except ValueError as error:
+            raise InvalidRequestError(f"the line is not JSON: {error}", parameter="line", value=line) from error
+        row = {"prompt": given} if isinstance(given, str) else given
+        require(isinstance(row, dict), "line", given, "must be an object, or a prompt as a string")
+        custom_id = row.pop("custom_id", None)
+        if custom_id is not None and not isinstance(custom_id, str):
+            custom_id, wrong = None, custom_id
+            require(False, "custom_id", wrong, "must be a string")
+        return _Row(number, custom_id, _openai_body(row) if "body" in row else _plain_body(row), None)
+    except InvalidRequestError as error:
+        return _Row(number, custom_id, {}, error)
+
+
+def _openai_body(row: dict[str, Any]) -> Mapping[str, Any]:
+    """Return the body of a line of OpenAI's batch format."""
+    body, url = row["body"], row.get("url")
+    require(row.get("method", "POST") == "POST", "method", row.get("method"), "must be 'POST'")
+    require(url in (_CHAT, _TEXT), "url", url, f"must be {_CHAT!r} or {_TEXT!r}")
+    key = "messages" if url == _CHAT else "prompt"
+    require(isinstance(body, dict) and key in body, "body", body, f"must be an object with {key!r}")
+    require(not body.get("stream"), "stream", body.get("stream"), "must be false in a file")
+    return dict(body)
+
+
+def _plain_body(row: dict[str, Any]) -> Mapping[str, Any]:
+    """Return a line that has a prompt and settings beside each other; unknown keys are errors."""
+    given = [key for key in _PROMPTS if key in row]
+    require(len(given) == 1, "line", sorted(row), f"must have one of {', '.join(_PROMPTS)}")
+    settings = {key: value for key, value in row.items() if key not in (*_PROMPTS, *_CHAT_KEYS)}
+    SamplingParams.from_dict(settings)
+    return row

@@ -1,0 +1,241 @@
+"""Requests in a file: every kind of row, what is wrong with them, and runs that were ended at any moment."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from dsv4lite import LLM, AsyncLLM, FileReport, SamplingParams
+from dsv4lite.__main__ import main
+from dsv4lite.config import tiny_model
+from dsv4lite.errors import ConfigError, InvalidRequestError
+from tests.e2e.engines import MODEST, opened, write_model
+
+CHAT = {"method": "POST", "url": "/v1/chat/completions"}
+TEXT = {"method": "POST", "url": "/v1/completions"}
+HELLO = [{"role": "user", "content": "abc"}]
+GOOD: list[Any] = [
+    "abc",
+    {"custom_id": "a", "prompt": "abc", "max_tokens": 3},
+    {"prompt_token_ids": [20, 21], "n": 2, "seed": 1, "max_tokens": 2, "ignore_eos": True},
+    {"custom_id": "b", "messages": HELLO, "max_tokens": 4, "reasoning_effort": "high"},
+    {"custom_id": "c", **CHAT, "body": {"model": "m", "messages": HELLO, "max_completion_tokens": 2}},
+    {"custom_id": "d", **TEXT, "body": {"model": "m", "prompt": "cab", "max_tokens": 5, "stream": False}},
+]
+BAD: dict[str, str] = {
+    "{": "the line is not JSON",
+    "3": "must be an object, or a prompt as a string",
+    '{"prompt": "a", "max_token": 3}': "unknown sampling parameter 'max_token'; did you mean 'max_tokens'?",
+    '{"prompt": "a", "messages": []}': "must have one of messages, prompt, prompt_token_ids",
+    '{"max_tokens": 3}': "must have one of messages, prompt, prompt_token_ids",
+    '{"prompt": "a", "temperature": -1}': "temperature=-1 must be",
+    '{"prompt_token_ids": [1, 99999]}': "99999",
+    '{"messages": [{"role": "nobody", "content": ""}]}': "role",
+    '{"custom_id": 3, "prompt": "a"}': "custom_id=3 must be a string",
+    '{"url": "/v1/embeddings", "body": {}}': "must be '/v1/chat/completions' or '/v1/completions'",
+    '{"url": "/v1/completions", "body": {"messages": []}}': "must be an object with 'prompt'",
+    '{"method": "GET", "url": "/v1/completions", "body": {}}': "method='GET' must be 'POST'",
+    '{"url": "/v1/completions", "body": {"prompt": "a", "stream": true}}': "must be false in a file",
+    '{"url": "/v1/chat/completions", "body": {"messages": 3}}': "messages",
+    '{"prompt": "' + "a" * 2000 + '"}': "max_model_len",
+}
+DEFAULTS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+
+def written(path: Path, rows: list[Any]) -> Path:
+    """Write rows; one that is bytes is a line as it is."""
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+def outputs(path: Path) -> dict[int, dict[str, Any]]:
+    """Return the lines of outputs by the number of the row; none comes twice."""
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    found = {int(line["id"].removeprefix("row-")): line for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def texts(path: Path) -> dict[int, Any]:
+    """Return what was generated for each row."""
+    return {
+        number: [choice.get("text", choice.get("message")) for choice in line["response"]["body"]["choices"]]
+        for number, line in sorted(outputs(path).items())
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with opened(model, enable_prefix_caching=False, deterministic=True) as llm:
+        yield llm
+
+
+def test_rows_of_every_kind_are_answered_as_calls_answer_them(llm: LLM, tmp_path: Path) -> None:
+    source, target = written(tmp_path / "in", GOOD), tmp_path / "out"
+    reports: list[FileReport] = []
+    report = llm.generate_file(source, target, DEFAULTS, progress=reports.append)
+    found = outputs(target)
+    assert sorted(found) == list(range(len(GOOD))) and all(line["error"] is None for line in found.values())
+    assert [found[i]["custom_id"] for i in range(len(GOOD))] == [None, "a", None, "b", "c", "d"]
+    assert (report.rows, report.earlier, report.done, report.failed) == (len(GOOD), 0, len(GOOD), 0)
+    assert [seen.done for seen in reports] == list(range(1, len(GOOD) + 1)) and report.remaining_s == 0
+    usage = [line["response"]["body"]["usage"] for line in found.values()]
+    assert report.completion_tokens == sum(each["completion_tokens"] for each in usage)
+    assert report.prompt_tokens == sum(each["prompt_tokens"] for each in usage)
+
+    def change(**settings: Any) -> SamplingParams:
+        return DEFAULTS.replace(**settings)
+
+    wanted = [
+        llm.generate("abc", DEFAULTS),
+        llm.generate("abc", change(max_tokens=3)),
+        llm.generate({"prompt_token_ids": [20, 21]}, change(n=2, seed=1, max_tokens=2)),
+        llm.chat(HELLO, change(max_tokens=4), reasoning="high"),
+        llm.chat(HELLO, change(max_tokens=2)),
+        llm.generate("cab", change(max_tokens=5)),
+    ]
+    bodies = [output.to_openai(chat=i in (3, 4)) for i, output in enumerate(wanted)]
+    assert [found[i]["response"]["body"]["choices"] for i in range(len(GOOD))] == [body["choices"] for body in bodies]
+    assert all(found[i]["response"]["body"]["created"] > 0 for i in found)
+
+
+def test_malformed_rows_are_named_and_the_others_go_on(llm: LLM, tmp_path: Path) -> None:
+    bad = [line.encode() for line in BAD]
+    source, target = written(tmp_path / "in", ["abc", *bad, b"", "abc"]), tmp_path / "out"
+    report = llm.generate_file(source, target, DEFAULTS)
+    found = outputs(target)
+    assert (report.rows, report.done, report.failed) == (len(bad) + 2, len(bad) + 2, len(bad))
+    for number, problem in enumerate(BAD.values(), 1):
+        error = found[number]["error"]
+        assert error["code"] in ("InvalidRequestError", "ContextLengthError") and problem in error["message"], (number, error)
+        assert found[number]["response"] is None
+    assert found[0]["error"] is None and found[len(bad) + 2]["error"] is None
+
+
+def test_a_run_goes_on_wherever_the_one_before_was_ended(llm: LLM, tmp_path: Path) -> None:
+    source, whole, target = written(tmp_path / "in", GOOD * 4), tmp_path / "whole", tmp_path / "out"
+    llm.generate_file(source, whole, DEFAULTS)
+    lines, rng = whole.read_bytes(), random.Random(0)
+    for end in [0, 1, len(lines) - 1, len(lines), *(rng.randrange(len(lines)) for _ in range(6))]:
+        target.write_bytes(lines[:end])
+        kept = lines[:end].count(b"\n")
+        report = llm.generate_file(source, target, DEFAULTS)
+        assert (report.earlier, report.done) == (kept, len(GOOD) * 4 - kept)
+        assert texts(target) == texts(whole)
+
+
+def test_rows_are_read_as_far_as_there_is_room(llm: LLM, tmp_path: Path) -> None:
+    """A row that another process appends behind those that are read already still comes; and the caller may leave."""
+    source, target = written(tmp_path / "in", ["abc"] * 30), tmp_path / "out"
+
+    def leave(report: FileReport) -> None:
+        if report.done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate_file(source, target, DEFAULTS, max_in_flight=2, progress=leave)
+    assert len(outputs(target)) == 3
+    report = llm.generate_file(source, target, DEFAULTS)
+    assert (report.earlier, report.done) == (3, 27) and len(set(map(str, texts(target).values()))) == 1
+
+
+def test_files_that_do_not_fit_are_refused_and_stay_as_they_are(llm: LLM, tmp_path: Path) -> None:
+    source = written(tmp_path / "in", GOOD)
+    for name, content, problem in (
+        ("text", b"hello\n", "holds something else than outputs of generate_file: b'hello"),
+        ("other", b'{"id": 3}\n', "holds something else than outputs"),
+        ("ids", b'{"id": "row-1", "custom_id": "z"}\n', "row 1 of .*in is 'a'"),
+    ):
+        target = tmp_path / name
+        target.write_bytes(content)
+        with pytest.raises(ConfigError, match=problem):
+            llm.generate_file(source, target, DEFAULTS)
+        assert target.read_bytes().startswith(content)
+    with pytest.raises(ConfigError, match="source and target are the same file"):
+        llm.generate_file(source, source, DEFAULTS)
+    with pytest.raises(FileNotFoundError):
+        llm.generate_file(tmp_path / "none", tmp_path / "new", DEFAULTS)
+    with pytest.raises(OSError, match="Is a directory"):
+        llm.generate_file(source, tmp_path, DEFAULTS)
+    assert llm.generate("abc", DEFAULTS).outputs[0].finish_reason == "length"
+
+
+def test_a_full_disk_ends_the_call_and_loses_nothing(llm: LLM, tmp_path: Path) -> None:
+    source = written(tmp_path / "in", GOOD)
+    with pytest.raises(OSError, match="No space left"):
+        llm.generate_file(source, Path("/dev/full"), DEFAULTS)
+    assert llm.generate("abc", DEFAULTS).outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_event_loops_have_it_too(model: Path, tmp_path: Path, backend: str) -> None:
+    source, target = written(tmp_path / "in", GOOD), tmp_path / "out"
+
+    async def run() -> FileReport:
+        async with AsyncLLM(str(model), **MODEST) as llm:
+            with anyio.move_on_after(0):  # a cancelled call leaves a file that the next one continues
+                await llm.generate_file(source, target, DEFAULTS)
+            return await llm.generate_file(source, target, DEFAULTS)
+
+    report = anyio.run(run, backend=backend)
+    assert (report.earlier + report.done, report.failed, len(outputs(target))) == (len(GOOD), 0, len(GOOD))
+
+
+def test_killed_commands_are_continued(tmp_path: Path) -> None:
+    source = written(tmp_path / "in", [{"custom_id": str(i), "prompt": f"def f{i}(", "max_tokens": 8} for i in range(40)])
+    target = tmp_path / "out"
+    command = [sys.executable, "-m", "dsv4lite", "batch", str(source), str(target), "--max-num-seqs", "4", "--max-model-len", "256"]
+    for most in (3, 20):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        while process.poll() is None and (not target.exists() or target.read_bytes().count(b"\n") < most):
+            time.sleep(0.02)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    done = subprocess.run([*command, "--json"], capture_output=True, check=True)
+    report = json.loads(done.stdout)
+    assert report["earlier"] >= 20 and report["earlier"] + report["done"] == 40 and report["failed"] == 0
+    assert sorted(outputs(target)) == list(range(40))
+    assert all(line["custom_id"] == str(number) for number, line in outputs(target).items())
+
+
+def test_command_says_what_is_wrong_with_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["batch", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
+    assert "FileNotFoundError" in capsys.readouterr().err
+    source = written(tmp_path / "in", ["abc"])
+    assert main(["batch", str(source), str(source)]) == 2
+    assert "ConfigError: source and target are the same file" in capsys.readouterr().err
+
+
+def test_commands_whose_reader_leaves_end_quietly() -> None:
+    command = [sys.executable, "-m", "dsv4lite", "plan", tiny_model(), "--json", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 128 + signal.SIGPIPE
+
+
+def test_errors_of_a_batch_name_their_row(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.generate_batch(["abc", {"prompt_token_ids": [99999]}], DEFAULTS)
+    assert caught.value.__notes__ == ["row 1 of the batch: {'prompt_token_ids': [99999]}"]
+
+
+def test_default_params_are_those_of_the_checkpoint(llm: LLM) -> None:
+    assert llm.default_params == SamplingParams()
