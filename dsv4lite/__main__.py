@@ -13,10 +13,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from typing import TypeAlias
 
 from dsv4lite.config import tiny_model
 from dsv4lite.errors import DSV4LiteError
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -35,7 +37,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="log what the engine does")
     parser.add_argument("--version", action="version", version=f"dsv4lite {version('dsv4lite')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_generation(commands)
+    _add_inspection(commands)
+    return parser
 
+
+def _add_generation(commands: Commands) -> None:
     generate = commands.add_parser(
         "generate",
         help="continue a prompt, streaming",
@@ -73,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     batch.add_argument("--json", action="store_true", help="print the summary as JSON")
     batch.set_defaults(run=_batch)
 
+
+def _add_inspection(commands: Commands) -> None:
     plan = commands.add_parser(
         "plan",
         help="show what a model needs in memory, before loading it",
@@ -114,7 +123,6 @@ def _parser() -> argparse.ArgumentParser:
     parity.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: auto)")
     parity.add_argument("--json", action="store_true", help="print JSON")
     parity.set_defaults(run=_parity)
-    return parser
 
 
 def _generate(args: argparse.Namespace) -> int:
