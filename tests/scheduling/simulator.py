@@ -73,7 +73,9 @@ class Device:
         self.next_step = 0
         self.grow: dict[int, list[Row | None]] = {}
         self.window_rows: dict[int, list[Row | None]] = {}
-        self.drafter_rows: dict[int, list[Row | None]] = {}  # at the same places, of a model's own drafter
+        # Of a model's own drafter: in window pages, or, without a window, in grow pages.
+        self.drafter_rows: dict[int, list[Row | None]] = {}
+        self.drafter_places = WINDOW_PAGE_TOKENS if window else PAGE_TOKENS
         self.state: dict[int, dict[int, Row]] = {}  # of the compressor, by slot and copy
         self.snapshots: dict[int, Row] = {}
         self.owner: dict[int, int | None] = {}
@@ -138,8 +140,8 @@ class Device:
 
     def prepare(self, plan: StepPlan) -> None:
         for page, row in plan.zero_rows:
-            assert page >= 0 and 0 <= row < WINDOW_PAGE_TOKENS
-            self.drafter_rows.setdefault(page, [None] * WINDOW_PAGE_TOKENS)[row] = ZEROED
+            assert page >= 0 and 0 <= row < self.drafter_places
+            self.drafter_page(page)[row] = ZEROED
         for slot in plan.resets:
             self.state[slot], self.rows[slot], self.owner[slot] = {0: EMPTY}, [] if self.has_state else None, None
         for snapshot, slot in plan.restores:
@@ -153,7 +155,8 @@ class Device:
             self.grow[dst] = list(self.grow[src])
         for src, dst in plan.window_copies:
             self.window_rows[dst] = list(self.window_rows[src])
-            self.drafter_rows[dst] = list(self.drafter_rows.get(src, [None] * WINDOW_PAGE_TOKENS))
+        for src, dst in plan.window_copies if self.window else plan.grow_copies:
+            self.drafter_rows[dst] = list(self.drafter_page(src))
 
     def check_exclusive(self, plan: StepPlan) -> None:
         fresh = [*plan.resets, *(slot for _, slot in plan.restores), *(slot for _, slot in plan.slot_copies)]
@@ -215,12 +218,20 @@ class Device:
                 assert self.window_rows[page][at : at + hi - lo] == rows[lo:hi], f"wrong window rows in [{lo}, {hi})"
 
     def check_drafter(self, part: SequencePlan) -> None:
-        """The drafter finds the rows of its window after a span, or zero-filled ones of tokens that it has missed."""
+        """The drafter finds the rows of its window, or all, after a span, or zero-filled ones of tokens that it has missed."""
         rows = self.rows[part.slot]
-        for position in range(max(0, part.start - self.window + 1), part.start):
-            number, place = divmod(position, WINDOW_PAGE_TOKENS)
-            found = self.drafter_rows[part.window_pages[number - part.window_first]][place]
+        for position in range(max(0, part.start - self.window + 1) if self.window else 0, part.start):
+            page, place = self.drafter_place(part, position)
+            found = self.drafter_page(page)[place]
             assert found in (ZEROED, rows[position]), f"the drafter finds a wrong row at {position}"
+
+    def drafter_place(self, part: SequencePlan, position: int) -> tuple[int, int]:
+        """Return page and row of a token's KV of the drafter."""
+        number, place = divmod(position, self.drafter_places)
+        return (part.window_pages[number - part.window_first] if self.window else part.pages[number]), place
+
+    def drafter_page(self, page: int) -> list[Row | None]:
+        return self.drafter_rows.setdefault(page, [None] * self.drafter_places)
 
     def write(self, step: int, part: SequencePlan, *, drafter: bool) -> Sampled | None:
         truth, start, end = self.truths[part.seq_id], part.start, part.end
@@ -239,8 +250,9 @@ class Device:
             page_id = part.window_pages[position // WINDOW_PAGE_TOKENS - part.window_first]
             page = self.window_rows.setdefault(page_id, [None] * WINDOW_PAGE_TOKENS)
             page[position % WINDOW_PAGE_TOKENS] = rows[position]
-            if drafter:
-                self.drafter_rows.setdefault(page_id, [None] * WINDOW_PAGE_TOKENS)[position % WINDOW_PAGE_TOKENS] = rows[position]
+        for position in range(max(start, last - self.window) if self.window else start, end) if drafter else ():
+            page_id, place = self.drafter_place(part, position)
+            self.drafter_page(page_id)[place] = rows[position]
         if part.score is not None:
             assert start <= part.score[0] < part.score[1] <= end
             truth.scored += range(*part.score)
