@@ -1,5 +1,5 @@
 #!/bin/sh
-# Set up, then run every check: about 25 minutes on two cores.     sh tests/run.sh     sh tests/run.sh tests/unit -x
+# Set up, then run every check: about 50 minutes on two cores.     sh tests/run.sh     sh tests/run.sh tests/unit -x
 #
 # Arguments go to pytest and replace the choice of tests. Every phase runs, even if one before it fails; the last lines say how long each
 # took, and the exit status is 1 if any failed.
