@@ -97,7 +97,7 @@ CACHES = {
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
 MAX_PACKAGE_LINES = 38_770
-MAX_TEST_LINES = 37_385
+MAX_TEST_LINES = 37_386
 MAX_FUNCTION_LINES = 80
 
 # Debts. These may only shrink: public names that docs/api.md does not describe yet and ops without tests
