@@ -334,8 +334,8 @@ def test_engine_that_could_not_start_leaves_nothing(model: Path) -> None:
 def test_exception_in_a_step_reaches_every_caller_with_its_cause(model: Path, overlap: bool, where: str) -> None:
     boom = ZeroDivisionError("the device is on fire")
     fail = raising(boom)
+    threads = set(threading.enumerate())
     with overlapping(overlap), unopened(model) as llm, ExitStack() as stack:
-        threads = threading.active_count()
         streams = [stack.enter_context(llm.stream(prompt, some(max_tokens=None, n=2))) for prompt in (SHORT, LONG)]
         queued = [stack.enter_context(llm.stream(SHORT, some())) for _ in range(5)]
         for stream in streams:
@@ -368,7 +368,7 @@ def test_exception_in_a_step_reaches_every_caller_with_its_cause(model: Path, ov
             assert error.value.__cause__ is boom
         assert len(set(map(id, raised))) == 3 and len({len(traceback.extract_tb(one.__traceback__)) for one in raised}) == 1
         llm.abort()
-    assert llm.state == "closed" and threading.active_count() < threads
+    assert llm.state == "closed" and not set(threading.enumerate()) - threads
 
 
 def test_exception_while_pausing_reaches_every_caller(model: Path) -> None:
@@ -414,14 +414,14 @@ def test_closed_engines_leave_no_threads_and_no_tensors(model: Path) -> None:
         return {anyio.run(use, backend=backend) for backend in ("asyncio", "trio")}
 
     seen = use_in_both_loops()
-    threads, before = threading.active_count(), tensor_bytes()
+    threads, before = set(threading.enumerate()), tensor_bytes()
     for _ in range(2):
         seen |= use_in_both_loops()
         with unopened(model) as llm:
             seen.add(llm.generate(SHORT, some()).token_ids)
         del llm
     assert len(seen) == 1
-    assert threading.active_count() <= threads
+    assert not set(threading.enumerate()) - threads
     assert tensor_bytes() <= before + 100_000  # an engine has far more
 
 
