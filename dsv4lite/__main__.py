@@ -230,7 +230,12 @@ def _import_torch() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the status: 0 for success, 1 for a plan that does not fit, a bad op or unequal bits, 2 for an error."""
+    """Run a command; return its exit status.
+
+    Returns:
+        0 for success; 1 for a plan that does not fit, a bad op, unequal bits or rows that failed; 2 for an error; 128 and the
+        signal's number after Ctrl-C, or where the reader of the output has left.
+    """
     args = _parser().parse_args(argv)
     if args.verbose:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8.0f ms  %(name)s: %(message)s", stream=sys.stderr)

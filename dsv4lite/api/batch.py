@@ -158,7 +158,7 @@ class Batch:
         except (EngineStateError, EngineDeadError) as error:
             self._fail(error)
         except DSV4LiteError as error:
-            _name(error, index, prompt)
+            _note_row(error, index, prompt)
             self._ready.append(RequestOutput(request_id="", prompt_token_ids=(), outputs=(), index=index, error=error))
             self._signal()
         else:
@@ -182,12 +182,12 @@ class Batch:
         if not self._closed:
             output = future.result()
             if output.error is not None:
-                _name(output.error, index, prompt)
+                _note_row(output.error, index, prompt)
             self._ready.append(output)  # before it leaves the open ones, so that it is always in one of the two
         self._open.discard(ticket)
         self._signal()
 
 
-def _name(error: BaseException, index: int, prompt: Prompt) -> None:
+def _note_row(error: BaseException, index: int, prompt: Prompt) -> None:
     """Let a traceback say which row has failed."""
     error.add_note(f"row {index} of the batch: {shown(prompt)}")

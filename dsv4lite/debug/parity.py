@@ -26,7 +26,6 @@ from dsv4lite.models.moe import MoE, Tokens
 from dsv4lite.paging import WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.pages import pages_for
 from dsv4lite.state.paging import make_paging, whole_sequences
-from dsv4lite.state.spec import StateSizes
 from dsv4lite.state.store import StateCache
 from dsv4lite.training import load_model
 
@@ -195,8 +194,7 @@ def _in_steps(model: TrainableModel, token_ids: Sequence[int], step: Callable[[i
     Args:
         step: Called with first and last position of each step and its residual; returns the residual that the head gets.
     """
-    (plan,), device = whole_sequences([token_ids]), model.numerics.device
-    sizes = StateSizes(grow_pages=len(plan.pages), window_pages=len(plan.window_pages), slots=1, snapshots=0)
+    ((plan,), sizes), device = whole_sequences([token_ids]), model.numerics.device
     cache = StateCache.allocate(model.state_spec, sizes, device)
     cache.reset(torch.zeros(1, dtype=torch.int64, device=device))
     length = len(token_ids)

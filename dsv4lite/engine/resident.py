@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,7 +80,6 @@ class Resident:
         if self._balancer is not None:
             self._balancer.on = False  # slots keep their experts meanwhile
         formats, names = self._source.formats(), self._source.names
-        self._host.clear()
         transaction = Transaction(
             self._model.slots(), names, formats, self._shards, self._device, staging=self._host if staged else None
         )
@@ -99,6 +97,7 @@ class Resident:
         """Write what was staged, and end the transaction."""
         self._transaction(serial).write()
         self._open = None
+        self._host.clear()
         if self._balancer is not None:
             log.warning("experts stay where they are from now on: moving them reads the checkpoint, whose weights were replaced")
             self._balancer = None
@@ -107,6 +106,7 @@ class Resident:
         """Drop what was staged, if that transaction is open."""
         if self._open is not None and self._open[0] == serial:
             self._open = None
+            self._host.clear()
             if self._balancer is not None:
                 self._balancer.on = True
 
@@ -166,7 +166,7 @@ class Resident:
         Raises:
             CapacityError: The device has too little memory; some may have been allocated.
         """
-        with _room_to_wake_up(self._device):
+        try:
             for i, tensor in enumerate(self._weights()) if "weights" in tags else ():
                 if not holds_storage(tensor):
                     fill_storage(tensor)
@@ -176,16 +176,9 @@ class Resident:
                 self._cache.restore_memory()
                 if self._device.type == "cuda":
                     reserve(self._device, self._workspace)
-
-
-@contextmanager
-def _room_to_wake_up(device: torch.device) -> Iterator[None]:
-    """Raise ``CapacityError`` if an allocation in the block fails."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError where the host has no memory
-        problem = f"{device} has too little memory to wake up: {error}"
-        raise CapacityError(problem, advice=("free memory, and try again",)) from error
+        except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError where the host has no memory
+            problem = f"{self._device} has too little memory to wake up: {error}"
+            raise CapacityError(problem, advice=("free memory, and try again",)) from error
 
 
 def whole_checksums(parts: Iterable[Checksums]) -> dict[str, str]:

@@ -62,6 +62,14 @@ def e4m3_bytes(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def e4m3_values(codes):
+    """Return the float32 numbers of codes; a NaN code becomes 480."""
+    # Exponent and mantissa four bits up are the value times 2^-120.
+    bits = ((codes.to(tl.int32) & 0x7F) << 20) | ((codes.to(tl.int32) & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+@triton.jit
 def to_bf16(x, NATIVE: tl.constexpr):
     """Round float32 to the nearest bfloat16, ties to even; the interpreter would cut."""
     if NATIVE:

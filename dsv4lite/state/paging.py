@@ -11,10 +11,11 @@ from torch import Tensor
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.step_plan import SequencePlan
+from dsv4lite.state.spec import StateSizes
 
 
-def whole_sequences(sequences: Sequence[Sequence[int]]) -> list[SequencePlan]:
-    """Return the plans of whole sequences, in a state that has nothing else."""
+def whole_sequences(sequences: Sequence[Sequence[int]]) -> tuple[list[SequencePlan], StateSizes]:
+    """Return the plans of whole sequences in a state that has nothing else, and the sizes of that state."""
     plans: list[SequencePlan] = []
     first_page = first_window = 0
     for index, token_ids in enumerate(sequences):
@@ -22,7 +23,8 @@ def whole_sequences(sequences: Sequence[Sequence[int]]) -> list[SequencePlan]:
         windows = range(first_window, first_window + -(-len(token_ids) // WINDOW_PAGE_TOKENS))
         plans.append(SequencePlan(index, index, 0, tuple(token_ids), tuple(pages), 0, tuple(windows), sample=False))
         first_page, first_window = pages.stop, windows.stop
-    return plans
+    sizes = StateSizes(grow_pages=first_page, window_pages=first_window, slots=len(plans), snapshots=0)
+    return plans, sizes
 
 
 def make_paging(sequences: Sequence[SequencePlan], device: torch.device) -> tuple[Tensor, Paging, int]:

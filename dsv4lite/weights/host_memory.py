@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from weakref import finalize
 
 import torch
@@ -59,7 +58,7 @@ class HostMemory:
         _free(self._pieces, self._locked)
 
     def _allocate(self, size: int) -> Tensor:
-        with _memory_of_the_host():
+        try:
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if sys.platform == "linux":
                 pages.madvise(mmap.MADV_HUGEPAGE)
@@ -67,6 +66,9 @@ class HostMemory:
             if self._locked:
                 piece.zero_()  # by many threads; the driver would touch the pages one after the other
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), size, 0))
+        except (MemoryError, OSError, RuntimeError) as error:
+            advice = ("free memory of the host, or raise the limit of locked memory (ulimit -l)",)
+            raise CapacityError(f"the host has too little memory for copies of weights: {error}", advice=advice) from error
         return piece
 
 
@@ -75,12 +77,3 @@ def _free(pieces: list[Tensor], locked: bool) -> None:
         piece = pieces.pop()
         if locked:
             torch.cuda.cudart().cudaHostUnregister(piece.data_ptr())
-
-
-@contextmanager
-def _memory_of_the_host() -> Iterator[None]:
-    try:
-        yield
-    except (MemoryError, OSError, RuntimeError) as error:
-        advice = ("free memory of the host, or raise the limit of locked memory (ulimit -l)",)
-        raise CapacityError(f"the host has too little memory for copies of weights: {error}", advice=advice) from error

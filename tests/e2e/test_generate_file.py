@@ -140,8 +140,7 @@ def test_a_run_goes_on_wherever_the_one_before_was_ended(llm: LLM, tmp_path: Pat
         assert texts(target) == texts(whole)
 
 
-def test_rows_are_read_as_far_as_there_is_room(llm: LLM, tmp_path: Path) -> None:
-    """A row that another process appends behind those that are read already still comes; and the caller may leave."""
+def test_a_run_that_its_caller_left_goes_on(llm: LLM, tmp_path: Path) -> None:
     source, target = written(tmp_path / "in", ["abc"] * 30), tmp_path / "out"
 
     def leave(report: FileReport) -> None:

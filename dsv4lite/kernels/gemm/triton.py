@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import capability_of, on_gpu
-from dsv4lite.kernels.e4m3 import e8m0
+from dsv4lite.kernels.e4m3 import e4m3_values, e8m0
 from dsv4lite.kernels.gemm import LIBRARY_ROWS, scale_rows
 from dsv4lite.kernels.gemm.decode_1_triton import fp8_row, groups_row, pair_row, takes_fp8, takes_groups, takes_pair
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
@@ -132,8 +132,7 @@ def e4m3_to_bf16(code, GPU: tl.constexpr):
     # A NaN code becomes 480: checkpoints hold none.
     if GPU:
         return tl.inline_asm_elementwise(_WIDEN_FOUR, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
-    bits = ((code.to(tl.int32) & 0x7F) << 20) | ((code.to(tl.int32) & 0x80) << 24)
-    return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(tl.bfloat16)
+    return e4m3_values(code).to(tl.bfloat16)
 
 
 _WIDEN_PAIR = tl.constexpr("""{

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import on_gpu
-from dsv4lite.kernels.e4m3 import e4m3_bytes, to_bf16
+from dsv4lite.kernels.e4m3 import e4m3_bytes, e4m3_values, to_bf16
 from dsv4lite.kernels.index_keys import _EPS, IndexKeyInputs
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows import Fp8Key, RowStore
@@ -94,10 +94,8 @@ def _query_kernel(
         # Reference: round_fp8(hadamard(turned_THC), C)
         x = hadamard_float32(x, HEADS, LOG)
         byte, inverse = fp8_scale(x, 1)
-        code = e4m3_bytes(x * inverse[:, None], False).to(tl.int32)
-        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
         scale = (byte << 23).to(tl.float32, bitcast=True)[:, None]
-        x = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * scale
+        x = e4m3_values(e4m3_bytes(x * inverse[:, None], False)) * scale
     tl.store(out + (t * H + head) * CHANNELS + channel[None, :], x, mask=head < H)
 
 

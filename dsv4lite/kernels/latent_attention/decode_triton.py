@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.attention.triton import _LARGE, Tile
 from dsv4lite.kernels.dispatch import capability_of, on_gpu
+from dsv4lite.kernels.e4m3 import e4m3_values
 from dsv4lite.kernels.latent_attention import MOST_HEADS, LatentAttentionInputs
 from dsv4lite.kernels.latent_rows.triton import _row_elements
 from dsv4lite.kernels.rows.packed import _WIDEN, LOG2_E, narrowed
@@ -45,9 +46,7 @@ def _widened(codes, scales, GPU: tl.constexpr):
         factor = (scales >> 16).to(tl.int16)[:, :, None]
         wide = tl.inline_asm_elementwise(_WIDEN, "=r,=r,r,r,r", [grouped, factor], dtype=tl.bfloat16, is_pure=False, pack=4)
     else:
-        bits = ((grouped.to(tl.int32) & 0x7F) << 20) | ((grouped.to(tl.int32) & 0x80) << 24)
-        factor = scales.to(tl.float32, bitcast=True)[:, :, None]
-        wide = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * factor
+        wide = e4m3_values(grouped) * scales.to(tl.float32, bitcast=True)[:, :, None]
     return tl.reshape(wide, codes.shape)
 
 

@@ -36,7 +36,7 @@ from dsv4lite.models.shard import ModelShard, stages
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.state.paging import make_paging, whole_sequences
-from dsv4lite.state.spec import StateSizes, StateSpec
+from dsv4lite.state.spec import StateSpec
 from dsv4lite.state.store import LayerCache, StateCache
 from dsv4lite.weights.quant import (
     Matrix,
@@ -486,9 +486,7 @@ class DeepseekV4(nn.Module):
 
     def prepare(self, *sequences: Sequence[int], drafter: bool = False) -> tuple[Batch, list[LayerCache]]:
         """Return whole sequences as a step, and state for them alone: that of unquantized models lets gradients through."""
-        whole = whole_sequences(sequences)
-        pages, windows = sum(len(plan.pages) for plan in whole), sum(len(plan.window_pages) for plan in whole)
-        sizes = StateSizes(grow_pages=pages, window_pages=windows, slots=len(whole), snapshots=0)
+        whole, sizes = whole_sequences(sequences)
         spec = state_spec(self.config, self.numerics, self.shard, drafter=drafter)
         cache = StateCache.allocate(spec, sizes, self.numerics.device, rows=store_for_pass)
         ids_T, paging, longest = make_paging(whole, self.numerics.device)
