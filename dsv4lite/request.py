@@ -363,9 +363,9 @@ class Replay:
     Attributes:
         routed_experts: int16 [T, layers, K], ascending, of prompt and completion without the last token; ``None`` for a model
             without routed experts.
-        index_from: The first token that sees more compressed entries than a layer attends to.
+        index_from: The first token that sees more entries than a layer attends to: compressed entries, or tokens (V3.2, GLM-5).
         index_entries: int32 [T - index_from, layers that select, k], ascending: the entries that the tokens from ``index_from`` on
-            attend to. ``None`` if there are no such tokens.
+            attend to. ``None`` if there are no such tokens, or no layers that select.
         kept_counts: int32 [C], how many tokens could be sampled at each position of the completion. ``None`` if parameters forbid
             and truncate nothing, or log-probabilities are not of the distribution that was sampled from.
         kept_ids: int32, their ids: ascending, those of the first position first.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -28,3 +29,20 @@ class Choices(NamedTuple):
 def experts_of(choices: Choices | None, layer: int) -> Tensor | None:
     """Return the experts [T, K] of a hidden layer, if they are wanted or given."""
     return None if choices is None or choices.routed_TLK is None else choices.routed_TLK[:, layer]
+
+
+def selection_of(selected_TK: Tensor, place: int, given: Choices | None, chosen: Choices | None) -> Tensor:
+    """Return the entries that a layer attends to, int32 [T, K]: those given, or for other tokens its own; keep them in ``chosen``.
+
+    Args:
+        selected_TK: What the layer itself selects.
+        place: Of the layer, among the hidden layers that select.
+        given: What it has to select; see ``family.Batch``.
+        chosen: If it has room for them, receives the entries.
+    """
+    if given is not None and given.selected_TLK is not None:
+        given_TK = given.selected_TLK[:, place].to(selected_TK.device)
+        selected_TK = torch.where(given_TK < 0, selected_TK, given_TK)
+    if chosen is not None and chosen.selected_TLK is not None:
+        chosen.selected_TLK[:, place] = selected_TK
+    return selected_TK

@@ -173,6 +173,15 @@ class MlaConfig(ModelConfig):
         return self.index_topk > 0
 
     @property
+    def most_unselected(self) -> int:
+        """Return the most tokens of a sequence whose every token attends to all that it sees."""
+        return self.index_topk if self.selects else self.max_positions
+
+    @property
+    def selection(self) -> tuple[int, int, int]:
+        return self.num_hidden_layers if self.selects else 0, self.index_topk, 1
+
+    @property
     def row_width(self) -> int:
         """Channels of a latent row: the latent, then the key's channels with position."""
         return self.kv_lora_rank + self.rope_dim

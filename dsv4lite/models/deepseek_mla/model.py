@@ -25,7 +25,7 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import store_for_pass
-from dsv4lite.models.choices import Choices, experts_of
+from dsv4lite.models.choices import Choices, experts_of, selection_of
 from dsv4lite.models.deepseek_mla.batch import Batch
 from dsv4lite.models.deepseek_mla.config import MlaConfig, Yarn
 from dsv4lite.models.deepseek_mla.state import state_spec
@@ -46,9 +46,10 @@ _LATENT_EPS = 1e-6  # of the latents' norms, whatever ``rms_norm_eps`` says: off
 class Indexer(nn.Module):
     """Selects the tokens that a token attends to (DSA; MLA specification 3.10); every rank has all of it."""
 
-    def __init__(self, config: MlaConfig, numerics: Numerics) -> None:
+    def __init__(self, config: MlaConfig, numerics: Numerics, layer: int) -> None:
         super().__init__()
         c = self.config = config
+        self.layer = layer
         self.any_order = not numerics.deterministic
         dense = partial(Matrix, numerics=numerics, rounds_input=True, fp8=True)
         self.wq_b = dense(c.index_heads * c.index_dim, c.q_lora_rank)
@@ -60,13 +61,14 @@ class Indexer(nn.Module):
     def forward(self, x_TD: Tensor, qr_TR: Tensor, batch: Batch, cache: LayerCache) -> Tensor | None:
         """Return the selected positions of a step's tokens, int32 [T, K]; ``None`` if every token sees no more than so many."""
         c, keys = self.config, cache.stores["keys"]
-        if batch.max_tokens <= c.index_topk:
+        if batch.max_tokens <= c.most_unselected:
             return None
         query_THC = linear(qr_TR, self.wq_b).unflatten(1, (c.index_heads, c.index_dim))
         iq_THC = index_queries(query_THC, *batch.rope_T, keys, interleaved=c.index_interleaved)
         weights_TH = linear(x_TD, self.weights_proj, torch.float32)
         limits = (c.index_topk, batch.max_tokens, self._scale, self.any_order)
-        return choose_paged(IndexInputs(iq_THC, weights_TH, keys, batch.paging, *limits))
+        selected_TK = choose_paged(IndexInputs(iq_THC, weights_TH, keys, batch.paging, *limits))
+        return selection_of(selected_TK, self.layer, batch.given, batch.chosen)
 
     def feed(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> None:
         """Store the keys of a step's tokens."""
@@ -83,7 +85,7 @@ class Indexer(nn.Module):
 class Attention(nn.Module):
     """Multi-head latent attention to all tokens before, or to those that the indexer selects (MLA specification 3.3 to 3.7)."""
 
-    def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard) -> None:
+    def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
         c = self.config = config
         self.numerics, self.shard = numerics, shard
@@ -99,7 +101,7 @@ class Attention(nn.Module):
         # Both forms of attention read W_UK and W_UV as they are here, widened once, whatever the checkpoint's format.
         self.wkv_b = Matrix(heads, c.nope_dim + c.value_dim, c.kv_lora_rank, numerics=numerics)
         self.wo = dense(c.hidden_size, heads * c.value_dim)
-        self.indexer = Indexer(c, numerics) if c.selects else None
+        self.indexer = Indexer(c, numerics, layer) if c.selects else None
 
     def forward(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Return the sub-layer's output [T, D]."""
@@ -162,14 +164,15 @@ class Dense(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and experts, each added to the residual (MLA specification 3.1)."""
+    """Attention and experts, each added to the residual (MLA specification 3.1); MTP blocks follow the hidden layers."""
 
-    def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard, *, routed: bool) -> None:
+    def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
         self.eps = config.norm_eps
         self.attn_norm = parameter(config.hidden_size, numerics=numerics)
         self.ffn_norm = parameter(config.hidden_size, numerics=numerics)
-        self.attn = Attention(config, numerics, shard)
+        self.attn = Attention(config, numerics, shard, layer)
+        routed = layer >= config.num_hidden_layers or config.routed[layer]
         self.ffn = MoE(config, numerics, shard, hashed=False) if routed else Dense(config, numerics, shard)
 
     def forward(
@@ -201,13 +204,13 @@ class Block(nn.Module):
 class Mtp(nn.Module):
     """Multi-token prediction: one more block that sees the normalised final hidden state and the next token (3.9)."""
 
-    def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard) -> None:
+    def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
         d = config.hidden_size
         self.eps = config.norm_eps
         self.enorm, self.hnorm, self.norm = (parameter(d, numerics=numerics) for _ in range(3))
         self.eh_proj = Matrix(d, 2 * d, numerics=numerics)
-        self.block = Block(config, numerics, shard, routed=True)
+        self.block = Block(config, numerics, shard, layer)
 
     def mix(self, hidden_TD: Tensor, embedded_TD: Tensor) -> Tensor:
         """Return the block's input [T, D] from the normalised hidden state and the embedding of the token that follows."""
@@ -252,9 +255,9 @@ class DeepseekMla(nn.Module):
         if shard.last:
             self.head = Matrix(len(shard.vocab), c.hidden_size, numerics=numerics)
             self.norm = parameter(c.hidden_size, numerics=numerics)
-        self.blocks = tuple(Block(c, numerics, shard, routed=c.routed[i]) for i in shard.layers)
+        self.blocks = tuple(Block(c, numerics, shard, i) for i in shard.layers)
         self.layers = nn.ModuleList(self.blocks)
-        self.mtps = tuple(Mtp(c, numerics, shard) for _ in range(c.num_mtp_layers if drafts else 0))
+        self.mtps = tuple(Mtp(c, numerics, shard, c.num_hidden_layers + i) for i in range(c.num_mtp_layers if drafts else 0))
         self.mtp = nn.ModuleList(self.mtps)
         yarn = c.yarn or Yarn(factor=1.0, original_positions=c.max_positions)
         self.frequencies = rope_frequencies(
@@ -284,7 +287,7 @@ class DeepseekMla(nn.Module):
     @property
     def short_lengths(self) -> tuple[int, ...]:
         """The length up to which the indexer has nothing to choose."""
-        return (self.config.index_topk,) if self.config.selects else ()
+        return (self.config.most_unselected,) if self.config.selects else ()
 
     def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
         splits = 1 if self.numerics.deterministic else splits_of(len(token_ids_T), self.shard.part(self.config.num_attention_heads))

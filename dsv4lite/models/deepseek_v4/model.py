@@ -24,7 +24,7 @@ from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
 from dsv4lite.kernels.rope import rope_frequencies
 from dsv4lite.kernels.rows import RowStore, store_for_pass
-from dsv4lite.models.choices import Choices, experts_of
+from dsv4lite.models.choices import Choices, experts_of, selection_of
 from dsv4lite.models.deepseek_v4.batch import Batch, Rotary
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.state import state_spec
@@ -142,11 +142,7 @@ class Attention(nn.Module):
             assert weights_TH is not None
             keys = (cache.stores["keys"], paging, c.index_topk, batch.max_tokens // self.ratio, self._index_scale, any_order)
             selected_TK = choose_paged(IndexInputs(iq_THC, weights_TH, *keys))
-            if batch.given is not None and batch.given.selected_TLK is not None:
-                given_TK = batch.given.selected_TLK[:, self.selecting].to(selected_TK.device)
-                selected_TK = torch.where(given_TK < 0, selected_TK, given_TK)
-            if batch.chosen is not None and batch.chosen.selected_TLK is not None:
-                batch.chosen.selected_TLK[:, self.selecting] = selected_TK
+            selected_TK = selection_of(selected_TK, self.selecting, batch.given, batch.chosen)
         rows = (fresh, cache.stores["window"], cache.stores.get("entries"), batch.seen)
         scale, window = c.head_dim**-0.5, c.window + batch.ahead
         given = AttentionInputs(q_THC, *rows, self.attn_sink, scale, *angles, self.ratio, selected_TK, window, norm_eps, any_order)
