@@ -182,6 +182,7 @@ class MoE(nn.Module):
         super().__init__()
         c = self.config = config
         self.shard, self.dtype, ep = shard, numerics.dtype, shard.mesh.ep
+        self.any_order = not numerics.deterministic
         self.gate = Matrix(c.num_experts, c.hidden_size, numerics=numerics)
         self.placement = shard.first_placement(c)
         self.map: ExpertMap | None = None
@@ -275,7 +276,7 @@ class MoE(nn.Module):
         chosen_TK, weight_TK = self._routed(tokens, linear(x_TD, self.gate, torch.float32))
         slots_TK = chosen_TK if self.map is None else take_copies(chosen_TK, self.map.copies())
         run_experts = dispatch.start(self.experts.rows(tokens), slots_TK, weight_TK, tokens.most_tokens)
-        own = self.shard.shared_tokens(len(x_TD))
+        own = self.shard.shared_tokens(len(x_TD), any_order=self.any_order)
         h_TI = shared_TD = None
         if own.stop > own.start:
             codes = None if rounded is None else (rounded[0][own], rounded[1][own])

@@ -118,10 +118,14 @@ class ModelShard:
         """Whether this rank is of the first copy, which alone adds what every copy computes."""
         return self.mesh.place.copy == 0
 
-    def shared_tokens(self, tokens: int) -> slice:
-        """Return which of so many tokens this rank's shared expert works on: where there are copies, each takes a part of many."""
+    def shared_tokens(self, tokens: int, *, any_order: bool = True) -> slice:
+        """Return which of so many tokens this rank's shared expert works on.
+
+        Where there are copies, each takes a part of many tokens. Without ``any_order`` the first one takes all: the order of a
+        token's sum is not to depend on its place in the step.
+        """
         copies = self.mesh.layout.copies
-        if copies == 1 or tokens <= UNSHARED_TOKENS:
+        if copies == 1 or tokens <= UNSHARED_TOKENS or not any_order:
             return slice(0, tokens if self.leads else 0)
         return equal_part(tokens, self.mesh.place.copy, copies)
 
