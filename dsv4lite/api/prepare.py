@@ -179,9 +179,6 @@ def score_job(
             from dsv4lite.engine.choices import check_replay
 
             check_replay(replay, info.model, len(before), len(after))
-            if info.gathers_tokens and replay.routed_experts is not None:
-                message = "replay: ranks that share quantized experts choose them together; use expert_parallel_size=1"
-                raise UnsupportedError(message)
         request = _request(info, before + after, wanted, options, score_from=len(before), generate=False)
         return replace(request, replay=replay)
 

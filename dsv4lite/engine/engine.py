@@ -67,7 +67,6 @@ class EngineInfo:
     max_completions: int
     num_experts: int
     model: ModelConfig
-    gathers_tokens: bool
     tokenizer: Tokenizer
     default_params: SamplingParams
     chat: ChatForm | None
@@ -371,7 +370,6 @@ class Engine:
             max_completions=config.max_completions,
             num_experts=report.model.num_experts,
             model=report.model,
-            gathers_tokens=config.layout.ep > 1 and report.model.quantized,
             tokenizer=tokenizer,
             default_params=report.default_params,
             chat=chat,

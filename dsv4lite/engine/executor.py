@@ -139,6 +139,7 @@ class MultiRankExecutor:
         self._writers = [PlanWriter() for _ in range(self._layout.dp)]
         self._shared = self._layout.ep > self._layout.tp  # replicas share experts, so that all take part in every step
         self._recording: set[int] = set()
+        self._replaying: set[int] = set()
 
     # ------------------------------------------------------------------------------------------------------------- the start
 
@@ -249,11 +250,14 @@ class MultiRankExecutor:
         """Announce a sequence before its first step."""
         if request.params.records_choices:
             self._recording.add(seq_id)
+        if request.replay is not None and request.replay.routed_experts is not None:
+            self._replaying.add(seq_id)
         self._change(seq_id, "add", seq_id, request, index)
 
     def remove(self, seq_id: int) -> None:
         """Forget a sequence; it may already be forgotten."""
         self._recording.discard(seq_id)
+        self._replaying.discard(seq_id)
         self._change(seq_id, "remove", seq_id)
 
     def accept(self, seq_id: int, token_id: int) -> None:
@@ -271,7 +275,7 @@ class MultiRankExecutor:
         """Start a step on all ranks."""
         assert self._watch is not None
         plans = plan.plans if isinstance(plan, JointPlan) else (plan,)
-        shape = StepShape.of(plans, self._recording) if self._shared else None
+        shape = StepShape.of(plans, self._recording, self._replaying) if self._shared else None
         changes, self._changes = self._changes, [[] for _ in range(self._layout.dp)]
         parts: list[Callable[[], StepResult]] = []
         for replica, part in enumerate(plans):

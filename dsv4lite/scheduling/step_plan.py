@@ -129,7 +129,8 @@ class StepShape(NamedTuple):
     """The shape of a step, the same on all ranks that run it together, each with sequences of its own or none.
 
     Attributes:
-        tokens: Of the replica with the most.
+        tokens: Of the replica with the most; ``None`` if a sequence has given experts, which only its own replica knows: ranks
+            that share experts then choose them before rows travel.
         sequences: Of the replica with the most.
         width: Tokens of the longest span.
         decodes: All spans are one token and drafts, and sample, without scores or routed experts.
@@ -138,7 +139,7 @@ class StepShape(NamedTuple):
         unresolved: Some sequence continues from accepted lengths that only the device knows.
     """
 
-    tokens: int
+    tokens: int | None
     sequences: int
     width: int
     decodes: bool
@@ -147,15 +148,16 @@ class StepShape(NamedTuple):
     unresolved: bool = False
 
     @classmethod
-    def of(cls, plans: Iterable[StepPlan | None], routed: Collection[int] = ()) -> StepShape:
+    def of(cls, plans: Iterable[StepPlan | None], routed: Collection[int] = (), given: Collection[int] = ()) -> StepShape:
         """Return the shape of a step.
 
         Args:
             plans: Of all replicas; ``None`` for those that have nothing to do.
             routed: Sequences whose experts are wanted.
+            given: Sequences whose experts are given.
         """
         tokens = sequences = width = max_drafts = longest = 0
-        decodes, unresolved = True, False
+        decodes, unresolved, known = True, False, True
         for plan in plans:
             if plan is None:
                 continue
@@ -170,7 +172,9 @@ class StepShape(NamedTuple):
             max_drafts = max(max_drafts, plan.max_drafts)
             if routed and decodes:
                 decodes = not any(s.seq_id in routed for s in plan.sequences)
-        return cls(tokens, sequences, width, decodes, max_drafts, longest, unresolved)
+            if given and known:
+                known = not any(s.seq_id in given for s in plan.sequences)
+        return cls(tokens if known else None, sequences, width, decodes, max_drafts, longest, unresolved)
 
 
 class Sampled(NamedTuple):

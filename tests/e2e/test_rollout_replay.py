@@ -147,15 +147,24 @@ def test_record_is_complete_after_preemption(kind: Kind, small: Path, llm: LLM) 
 
 
 @pytest.mark.parametrize(
-    "layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=lambda layout: next(iter(layout))
+    "layout",
+    [
+        *({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"expert_parallel_size": 2}),
+        {"data_parallel_size": 2, "expert_parallel_size": 2, "dispatcher": "all_gather"},
+    ],
+    ids=lambda layout: next(iter(layout)),
 )
-def test_ranks_record_and_replay(kind: Kind, small: Path, llm: LLM, layout: dict[str, int]) -> None:
+def test_ranks_record_and_replay(kind: Kind, small: Path, llm: LLM, layout: dict[str, Any]) -> None:
+    """Several pairs are scored by all replicas, a single one leaves one of two without work."""
     with LLM(str(small), **{**MODEST, "deterministic": True, **layout}) as ranks:
         completion = ranks.generate(LONG, ROLLOUT).outputs[0]
         check(kind, ranks, LONG, completion)
         same_logprobs(ranks.score(LONG, completion.token_ids, ROLLOUT, replay=replay_of(completion)), completion.logprobs)
         other = changed(kind, replay_of(completion))
         moved = ranks.score(LONG, completion.token_ids, ROLLOUT, replay=other)
+        three = ranks.score_batch([(LONG, completion.token_ids)] * 3, ROLLOUT, replays=[replay_of(completion), other, other])
+    for score, same in zip(three, (completion.logprobs, moved, moved), strict=True):
+        same_logprobs(score, same)
     expected = llm.score(LONG, completion.token_ids, ROLLOUT, replay=other)
     torch.testing.assert_close(moved.sampled, expected.sampled, rtol=0, atol=1e-4)
 

@@ -13,19 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from dsv4lite import tiny_model
 from dsv4lite.config import MTP
 from dsv4lite.engine.rank import Probe
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.step_graphs import GraphShape, StepGraphs
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
+from dsv4lite.models import moe
 from dsv4lite.parallel import mesh as mesh_module
-from dsv4lite.request import Prompt, RequestOutput, SamplingParams
+from dsv4lite.request import Logprobs, Prompt, RequestOutput, SamplingParams
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, SequencePlan, StepPlan, StepShape
 from dsv4lite.speculation.speculator import DraftProposer
-from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of, same_outputs
+from dsv4lite.weights.quant import Numerics
+from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, prompts_of, same_logprobs, same_outputs
+from tests.parallel.dispatchers import OwnAllGather
 from tests.parallel.ranks import Ranks
 from tests.parallel.requests import TOLERANCE
 from tests.parallel.test_external import Job, on_host
@@ -240,6 +245,7 @@ def sequence(seq_id: int, tokens: int, *, drafts: int = 0, **change: Any) -> Seq
         ([[sequence(1, 1)], [sequence(2, 1, score=(8, 9))]], (), StepShape(1, 1, 1, False, longest=10)),
         ([[sequence(1, 1)], [sequence(2, 1)]], {2}, StepShape(1, 1, 1, False, longest=10)),
         ([[sequence(1, 1)], [sequence(2, 1, token_ids=(IN_FLIGHT,))]], {3}, StepShape(1, 1, 1, True, longest=10)),
+        ([[sequence(1, 1)], [sequence(4, 7, sample=False)]], (), StepShape(None, 1, 7, False, longest=16)),
         (
             [[sequence(1, 3, drafts=2, unresolved=4)], [sequence(2, 1, start=12)]],
             (),
@@ -248,5 +254,46 @@ def sequence(seq_id: int, tokens: int, *, drafts: int = 0, **change: Any) -> Seq
     ],
 )
 def test_shape_of_a_step_is_that_of_all_replicas(plans: Any, routed: Any, shape: StepShape) -> None:
-    found = StepShape.of([None if p is None else StepPlan(step=0, sequences=tuple(p)) for p in plans], routed)
+    found = StepShape.of([None if p is None else StepPlan(step=0, sequences=tuple(p)) for p in plans], routed, given={4})
     assert found == shape
+
+
+def replay(model: Path, settings: Job, rank: int) -> list[Logprobs]:
+    """Return log-probabilities of rollouts, scores with their records, and with other records: of weights that stay quantized."""
+    choose, found = Numerics.choose, list[Logprobs]()
+
+    def resident(**how: Any) -> Numerics:
+        return replace(choose(**how), resident_fp8=how["dense_fp8"], resident_experts=how["expert_format"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Numerics, "choose", resident)
+        patch.setattr(moe, "most_near", lambda *args: 1 << 30)  # rows of any number are gathered before experts are chosen
+        with LLM(str(model), **settings) as llm:
+            if rank == 0:
+                params = SamplingParams.for_rollout(max_tokens=4, seed=1, ignore_eos=True, return_replay=True)
+                outs = llm.generate_batch([{"prompt_token_ids": prompt} for prompt in PROMPTS[:2]], params)
+                ones = [out.outputs[0] for out in outs]
+                pairs = [(out.prompt_token_ids, one.token_ids) for out, one in zip(outs, ones, strict=True)]
+                records = [one.replay for one in ones]
+                other = replace(records[0], routed_experts=(records[0].routed_experts + 1) % 8)
+                found += [one.logprobs for one in ones]
+                found += llm.score_batch(pairs, params, replays=records)
+                found += llm.score_batch(pairs, params, replays=[other, None])
+                found.append(llm.score(*pairs[0], params, replay=other))
+    return found
+
+
+def test_given_experts_of_one_replica_are_chosen_though_others_route_its_tokens(ranks: Ranks) -> None:
+    """A dispatcher of the host's own gets every call, after experts are chosen: the same bits."""
+    settings = {**MODEST, **sizes_of(TWO), "deterministic": True}
+    found, apart = (
+        on_host(ranks, tiny_model(), replay, {**settings, "dispatcher": way}, 2)[0] for way in ("all_gather", OwnAllGather)
+    )
+    for ours, theirs in zip(found, apart, strict=True):
+        same_logprobs(ours, theirs)
+    for rollout, score in zip(found[:2], found[2:4], strict=True):
+        same_logprobs(score, rollout)
+    moved, second, alone = found[4:]
+    assert not torch.equal(moved.sampled, found[0].sampled)
+    same_logprobs(second, found[1])
+    same_logprobs(alone, moved)
