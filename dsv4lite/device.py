@@ -317,8 +317,6 @@ def own_stream(device: torch.device) -> Iterator[None]:
         stream = idle.get_nowait()
     except Empty:
         stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):  # the matrix library allocates its memory now: later it would keep a block of any size
-            torch.mm(*torch.zeros(2, 1, 1, dtype=torch.float32, device=device))
     inside = torch.cuda.stream(stream)
     inside.__enter__()
     try:
@@ -339,6 +337,11 @@ def _idle_streams(device: torch.device) -> SimpleQueue[torch.cuda.Stream]:
     PyTorch keeps 32 MiB for every stream that ever ran a matrix product of the library, and never gives them back.
     """
     return SimpleQueue()
+
+
+def open_matrix_library(device: torch.device) -> None:
+    """Let the matrix library load and allocate for this thread's stream: later it would keep a block of any size."""
+    torch.mm(*torch.zeros(2, 1, 1, dtype=torch.float32, device=device))
 
 
 def give_back_unused(device: torch.device) -> None:

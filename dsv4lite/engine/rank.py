@@ -25,7 +25,15 @@ from dsv4lite.config import (
     local_rank,
     named_drafters,
 )
-from dsv4lite.device import choose_device, give_back_unused, installed_version, require_private, reserve, start_error
+from dsv4lite.device import (
+    choose_device,
+    give_back_unused,
+    installed_version,
+    open_matrix_library,
+    require_private,
+    reserve,
+    start_error,
+)
 from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.resident import Resident
 from dsv4lite.engine.runner import Runner
@@ -99,6 +107,8 @@ class Probe:
         drafting = choose_drafting(config, source)
         if device.type != "cpu":
             require_private(Path(config.compile_cache_dir or default_cache_dir()))
+            if numerics.uses_library:
+                open_matrix_library(device)  # before the plan looks at the device
         report = ProbeReport(
             plan=make_plan(config, source, numerics, drafting=drafting, rank=rank),
             own=drafting.own,

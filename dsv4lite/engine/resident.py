@@ -158,6 +158,8 @@ class Resident:
             free_storage(tensor)
         if "kv_cache" in tags:
             self._cache.release_memory()
+            if self._graphs is not None:
+                self._graphs.release_memory()
         give_back_unused(self._device)
 
     def restore(self, tags: Collection[MemoryTag]) -> None:
@@ -174,6 +176,8 @@ class Resident:
                         storage_bytes(tensor).copy_(self._copies[i])
             if "kv_cache" in tags:
                 self._cache.restore_memory()
+                if self._graphs is not None:
+                    self._graphs.restore_memory()
                 if self._device.type == "cuda":
                     reserve(self._device, self._workspace)
         except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError where the host has no memory

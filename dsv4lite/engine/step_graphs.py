@@ -26,6 +26,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from dsv4lite.device import fill_storage, free_storage, holds_storage
 from dsv4lite.engine.packing import PageTables, step_batch, step_inputs
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs, RowMasks
@@ -199,6 +200,23 @@ class StepGraphs:
         self._passes.clear()
         if self._pool is not None:
             self._pool = torch.cuda.graph_pool_handle()
+
+    def _scratch(self) -> list[Tensor]:
+        """Return what steps only work in, a row of the vocabulary or the residual for each of their rows."""
+        found = [self._streams, self._logits if self._model.shard.last else None]
+        found.append(None if self.sampling is None else self.sampling.space.edited)
+        return [tensor for tensor in found if tensor is not None]
+
+    def release_memory(self) -> None:
+        """Free what steps work in; nothing may be captured or sampled until ``restore_memory``."""
+        for tensor in self._scratch():
+            free_storage(tensor)
+
+    def restore_memory(self) -> None:
+        """Allocate what was freed."""
+        for tensor in self._scratch():
+            if not holds_storage(tensor):
+                fill_storage(tensor)
 
     def dry_run(self, shape: GraphShape) -> Tensor:
         """Run a step that is all padding, and everything that may run after it; return its inputs. Kernels may be held back."""

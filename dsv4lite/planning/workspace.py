@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from dsv4lite.kernels.sampling.rows import row_bytes
 from dsv4lite.models.config import ModelConfig, PassBytes
 from dsv4lite.models.shard import ModelShard
@@ -28,7 +26,7 @@ def step_bytes(step: PassBytes, numerics: Numerics, vocab_size: int, *, tokens: 
 
     Args:
         step: A pass of the most tokens; what samples from it, or scores ``SCORED_ROWS`` prompt tokens, comes after it.
-        numerics: If deterministic, of all products only those of float32 are left to the library.
+        numerics: Says whether products are left to the matrix library.
         vocab_size: Tokens of the vocabulary.
         tokens: Most tokens of a step.
         sequences: Most rows that are sampled from.
@@ -40,8 +38,7 @@ def step_bytes(step: PassBytes, numerics: Numerics, vocab_size: int, *, tokens: 
     if on_cpu:  # whose passes are estimated as a whole
         return step.widest + sampling
     live = max(step.widest, tokens * step.held + sampling)
-    library = not numerics.deterministic or numerics.dtype == torch.float32
-    return int(_GAPS * live) + _SCRATCH + SMALL_BLOCKS + (_LIBRARY if library else 0)
+    return int(_GAPS * live) + _SCRATCH + SMALL_BLOCKS + (_LIBRARY if numerics.uses_library else 0)
 
 
 def graph_bytes(step: PassBytes, vocab_size: int, *, sequences: int) -> int:

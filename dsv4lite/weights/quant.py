@@ -91,6 +91,11 @@ class Numerics:
             fp8_rows=quantized if fp8_rows is None else fp8_rows,
         )
 
+    @property
+    def uses_library(self) -> bool:
+        """Whether a GPU leaves products to the matrix library: unquantized ones of many rows, if deterministic those of float32."""
+        return not self.deterministic or self.dtype == torch.float32
+
     def fp8_bytes(self, width: int) -> int:
         """Return the bytes of a row of inputs in FP8, codes and scales, if products of this arithmetic take such."""
         return width + -(-width // ACTIVATION_GROUP) if self.quantized else 0

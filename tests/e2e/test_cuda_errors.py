@@ -14,6 +14,7 @@ import types
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -25,6 +26,7 @@ import triton
 from dsv4lite import device as devices
 from dsv4lite.config import EngineConfig, tiny_model
 from dsv4lite.device import available_memory, choose_device, own_stream, start_error
+from dsv4lite.engine import rank as rank_module
 from dsv4lite.engine.rank import Probe
 from dsv4lite.engine.runner import Runner
 from dsv4lite.errors import CapacityError, ConfigError, EngineDeadError, UnsupportedError
@@ -62,6 +64,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Fake:
         }.items():
             monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(rank_module, "open_matrix_library", lambda device: None)
 
     return fake
 
@@ -340,6 +343,24 @@ def broken(boom: Exception) -> Any:
     """Stand in for a stream whose context raises at its end."""
     yield
     raise boom
+
+
+@pytest.mark.parametrize(("settings", "opens"), [({}, True), ({"deterministic": True}, False)], ids=str)
+def test_matrix_library_is_opened_only_for_models_that_use_it(
+    gpu: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], opens: bool
+) -> None:
+    gpu()
+    opened: list[torch.device] = []
+    monkeypatch.setattr(rank_module, "open_matrix_library", opened.append)
+    Probe.of(replace(cached_in(tmp_path / "kernels"), **settings), torch.device("cuda"))
+    assert opened == [torch.device("cuda")] * opens
+    monkeypatch.setattr(devices, "_idle_streams", lambda device: SimpleQueue[str]())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a stream")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch, "mm", raising(AssertionError()))
+    with own_stream(torch.device("cuda", 0)):
+        pass
 
 
 @pytest.mark.parametrize("works", [True, False])
