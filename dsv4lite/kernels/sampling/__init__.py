@@ -137,12 +137,11 @@ def keep_best(scaled: Tensor, top_k: Tensor, top_p: Tensor, *, width: int) -> Te
     Returns:
         float32 [R, V], dropped tokens at -inf.
     """
-    token_ids = best_tokens(scaled, width)
-    values = scaled.gather(-1, token_ids)
-    values.masked_fill_(torch.arange(width, device=scaled.device) >= top_k, float("-inf"))
-    share = _share(values)
-    outside = (_mass_before(share) >= top_p * share.sum(dim=-1, keepdim=True)) & (top_p < 1)
-    return _only(scaled, token_ids, values.masked_fill_(outside, float("-inf")))
+    values = scaled.topk(width, dim=-1).values
+    inside = torch.arange(width, device=scaled.device) < top_k
+    share = _share(values.masked_fill(~inside, float("-inf")))
+    inside &= (_mass_before(share) < top_p * share.sum(dim=-1, keepdim=True)) | (top_p >= 1)
+    return _only_best(scaled, values, inside.sum(dim=-1, keepdim=True))
 
 
 def keep_nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
@@ -157,14 +156,15 @@ def keep_nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
     """
     vocab_size = scaled.shape[-1]
     mass = top_p * _share(scaled).sum(dim=-1, keepdim=True)
-    width, keys = min(64, vocab_size), _ranking_keys(scaled)  # a nucleus is mostly small: more and more of the best, until it fits
-    while True:
-        token_ids = _first(keys, width)
-        values = scaled.gather(-1, token_ids)
+    rows, width, found = torch.arange(len(scaled), device=scaled.device), min(64, vocab_size), torch.empty_like(scaled)
+    while len(rows):  # a nucleus is mostly small: more and more of the best, for the rows whose nucleus does not fit
+        values, wanted = scaled[rows].topk(width, dim=-1).values, mass[rows]
         share = _share(values)
-        if width == vocab_size or bool((share.sum(dim=-1, keepdim=True) >= mass).all()):
-            return _only(scaled, token_ids, values.masked_fill_(_mass_before(share) >= mass, float("-inf")))
-        width = min(8 * width, vocab_size)
+        fits = (share.sum(dim=-1) >= wanted[:, 0]) | (width == vocab_size)
+        done, count = rows[fits], (_mass_before(share) < wanted).sum(dim=-1, keepdim=True)
+        found[done] = _only_best(scaled[done], values[fits], count[fits])
+        rows, width = rows[~fits], min(8 * width, vocab_size)
+    return found
 
 
 def _share(scaled: Tensor) -> Tensor:
@@ -176,8 +176,15 @@ def _mass_before(share: Tensor) -> Tensor:
     return share.cumsum(dim=-1).sub_(share)
 
 
-def _only(scaled: Tensor, token_ids: Tensor, values: Tensor) -> Tensor:
-    return torch.full_like(scaled, float("-inf")).scatter_(-1, token_ids, values)
+def _only_best(scaled: Tensor, values: Tensor, count: Tensor) -> Tensor:
+    """Keep the ``count`` best tokens of each row, int64 [R, 1], of which ``values`` has the values in descending order."""
+    least = values.gather(-1, count - 1)
+    kept = scaled >= least
+    surplus = kept.sum(dim=-1, keepdim=True) - count
+    if bool((surplus > 0).any()):  # equal to the least: the lowest token ids stay
+        equal = scaled == least
+        kept &= ~equal | (equal.cumsum(-1) <= equal.sum(dim=-1, keepdim=True) - surplus)
+    return scaled.masked_fill(~kept, float("-inf"))
 
 
 def _shift_xor_(x: Tensor, bits: int) -> Tensor:

@@ -244,7 +244,8 @@ def sample_rows(given: SampleInputs) -> Tensor:
         top = torch.where(edited[:, None], _floats(state[:, State.TOP])[:, None], top)
         token_ids = torch.where(edited, state[:, State.TOP_ID], token_ids)
     feasible = (top.abs() < float("inf"))[:, 0]
-    drawn = (feasible & (lines[:, Column.TEMPERATURE] > 0)).nonzero()[:, 0]
+    drawn = feasible & (lines[:, Column.TEMPERATURE] > 0)
+    drawn = (drawn if scored is None else drawn & _is_truncated(lines)).nonzero()[:, 0]
     if needs & _DRAWN and len(drawn):
         scaled = _truncated(x[drawn], top[drawn], lines[drawn])
         if Needs.SCORES in needs:
@@ -290,17 +291,30 @@ def scored_values(logits: Tensor, top: Tensor, lines: Tensor, positions: Tensor,
     """
     state, processed = space.state[rows], lines[:, Column.PROCESSED] != 0
     edited = (processed & _is_edited(lines, positions))[:, None]
-    x = torch.where(edited, space.edited[rows], logits[rows])
-    top = torch.where(edited, _floats(state[:, State.TOP])[:, None], top[rows])
+    x, top = logits[rows], top[rows]
+    if _some(edited):
+        x = torch.where(edited, space.edited[rows], x)
+        top = torch.where(edited, _floats(state[:, State.TOP])[:, None], top)
     temperature = lines[:, Column.TEMPERATURE, None].float()
     drawn = processed[:, None] & (temperature > 0)
     scaled = sampling.scale(x, top, torch.where(drawn, temperature, 1.0))
-    scaled = sampling.drop_below(scaled, lines[:, Column.LOG_MIN_P, None].float())
-    truncated = (lines[:, Column.TOP_K] > 0) | (lines[:, Column.TOP_P] < 1)
-    if x.device.type != "cpu" or bool(truncated.any()):  # a GPU would have to be waited for
+    log_min_p, truncated = lines[:, Column.LOG_MIN_P, None].float(), _is_truncated(lines)
+    if _some(log_min_p > float("-inf")):
+        scaled = sampling.drop_below(scaled, log_min_p)
+    if _some(truncated):
         after = _rank_numbers(scaled, torch.arange(x.shape[1], device=x.device)) > state[:, State.CUT, None]
         scaled = scaled.masked_fill(truncated[:, None] & after, float("-inf"))
-    return torch.where(drawn, scaled, x)
+    return torch.where(drawn, scaled, x) if _some(~drawn) else scaled
+
+
+def _some(mask: Tensor) -> bool:
+    """Whether some of a mask may be true: a GPU would have to be waited for."""
+    return mask.device.type != "cpu" or bool(mask.any())
+
+
+def _is_truncated(lines: Tensor) -> Tensor:
+    """Return which rows, of settings float64 [R, NUM_COLUMNS], have ``top_k`` or ``top_p``, bool [R]."""
+    return (lines[:, Column.TOP_K] > 0) | (lines[:, Column.TOP_P] < 1)
 
 
 def _is_edited(lines: Tensor, positions: Tensor) -> Tensor:
@@ -366,8 +380,9 @@ def _held(lines: Tensor, column: Column, vocab_size: int, dtype: torch.dtype) ->
 
 def _truncated(x: Tensor, top: Tensor, lines: Tensor) -> Tensor:
     """Apply temperature, ``min_p``, ``top_k`` and ``top_p`` to rows that are drawn."""
-    scaled = sampling.scale(x, top, lines[:, Column.TEMPERATURE, None].float())
-    scaled = sampling.drop_below(scaled, lines[:, Column.LOG_MIN_P, None].float())
+    scaled, log_min_p = sampling.scale(x, top, lines[:, Column.TEMPERATURE, None].float()), lines[:, Column.LOG_MIN_P, None].float()
+    if _some(log_min_p > float("-inf")):
+        scaled = sampling.drop_below(scaled, log_min_p)
     top_k, top_p = lines[:, Column.TOP_K, None].long(), lines[:, Column.TOP_P, None]
     ranked = (top_k[:, 0] > 0).nonzero()[:, 0]
     if len(ranked):
