@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +177,15 @@ def _selection() -> None:
 
 
 def _updates() -> None:
-    """What quantizes new weights."""
+    """What quantizes and stores new weights."""
     for dtype in (torch.bfloat16, torch.float32):
         quantize_packed_fp4(_empty(2048, 4096, dtype=dtype))
+    for fp4, half in product((True, False), (None, 1)):
+        rows, columns = 2048, 4096
+        codes, scales = Tiles.shapes(1, rows * (1 if half is None else 2), columns, fp4=fp4)
+        weight = _empty(rows, columns // 2, dtype=torch.uint8) if fp4 else _empty(rows, columns, dtype=torch.float8_e4m3fn)
+        scale = _empty(rows, columns // 32, dtype=torch.uint8) if fp4 else _empty(rows // 128, columns // 128)
+        Tiles(_empty(*codes, dtype=torch.uint8), _empty(*scales, dtype=torch.int32)).store(0, weight, scale, half)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -100,22 +100,15 @@ class Tiles:
             half: ``weight`` has N / 2 rows, which fill row bit 3 = ``half`` (see above); by default it has all.
         """
         device = self.codes.device
-        codes, words = self._numbers(weight.to(device), scale.to(device))
-        if half is None:
-            halves = zip(_split_halves(codes), _split_halves(words), strict=True)
-            for bit, (codes, words) in enumerate(halves):
-                self._store_half(expert, codes, words, bit)
-        else:
-            self._store_half(expert, codes, words, half)
+        store_matrix(self.codes[expert], self.scales[expert], weight.to(device), scale.to(device), half)
 
     def load(self, expert: int, half: int | None = None) -> tuple[Tensor, Tensor]:
         """Return a matrix as ``store`` takes it; the scales of FP8 as float32 per row and 128 columns."""
+        stored = self.codes[expert], self.scales[expert]
         if half is None:
-            codes, words = (
-                _join_halves(*parts) for parts in zip(self._load_half(expert, 0), self._load_half(expert, 1), strict=True)
-            )
+            codes, words = (_join_halves(*parts) for parts in zip(_load_half(*stored, 0), _load_half(*stored, 1), strict=True))
         else:
-            codes, words = self._load_half(expert, half)
+            codes, words = _load_half(*stored, half)
         if self.fp4:
             return pack_fp4(codes), _e8m0(words)
         return codes.view(torch.float8_e4m3fn), words.view(torch.float32)
@@ -127,37 +120,48 @@ class Tiles:
             return dequantize_fp4(unpack_fp4(codes), scale, 32)
         return dequantize_fp8(codes, scale, TILE_COLUMNS)
 
-    def _numbers(self, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a matrix as one byte per code, uint8 [N, K], and one word per row and 128 columns, int32 [N, K / 128]."""
-        if self.fp4:
-            return _fit(unpack_fp4(weight), scale.view(torch.uint8))
+
+@op("experts.store_triton:store_matrix_triton")
+def store_matrix(codes: Tensor, words: Tensor, weight: Tensor, scale: Tensor, half: int | None) -> None:
+    """Write a matrix into its tiles.
+
+    Args:
+        codes, words: What ``Tiles`` has of it.
+        weight, scale, half: See ``Tiles.store``.
+    """
+    fp4 = codes.shape[-1] == _FP4_BYTES
+    if fp4:
+        numbers, scales = _fit(unpack_fp4(weight), scale.view(torch.uint8))
+    else:
         rows = e8m0_to_float(scale).repeat_interleave(128, 0)[: weight.shape[0]]
-        return weight.view(torch.uint8), rows.contiguous().view(torch.int32)
-
-    def _homes(self, expert: int) -> tuple[Tensor, Tensor]:
-        """Return views of a matrix: codes [tiles, chunks, P, 4, 8, 4, 2, 2 halves, 4], scales [tiles, chunks, 4, 2 halves, 8]."""
-        return self.codes[expert].unflatten(-1, (-1, 4, 8, 4, 2, 2, 4)), self.scales[expert].unflatten(-1, (4, 2, 8))
-
-    def _store_half(self, expert: int, codes: Tensor, words: Tensor, half: int) -> None:
-        home, scales = self._homes(expert)
-        if self.fp4:
-            eight = codes.unflatten(-1, (-1, 2, 8, 4)).transpose(-3, -2)  # [N, K / 64, 8, 2, 4]
+        numbers, scales = weight.view(torch.uint8), rows.contiguous().view(torch.int32)
+    parts = [(numbers, scales)] if half is not None else zip(_split_halves(numbers), _split_halves(scales), strict=True)
+    for bit, (part, part_scales) in enumerate(parts, half or 0):
+        home, home_scales = _homes(codes, words)
+        if fp4:
+            eight = part.unflatten(-1, (-1, 2, 8, 4)).transpose(-3, -2)  # [N, K / 64, 8, 2, 4]
             first, second = (eight & 8).unbind(-2)
-            codes = (pack_fp4(eight.flatten(-2) & 7) | first << 4 | second).flatten(1)
+            part = (pack_fp4(eight.flatten(-2) & 7) | first << 4 | second).flatten(1)
         tiles, chunks, pieces = home.shape[:3]
-        home[..., half, :] = codes.view(tiles, 4, 8, chunks, pieces, 2, 4, 4).permute(0, 3, 4, 1, 2, 6, 5, 7)
-        scales[..., half, :] = words.view(tiles, 4, 8, chunks).permute(0, 3, 1, 2)
+        home[..., bit, :] = part.view(tiles, 4, 8, chunks, pieces, 2, 4, 4).permute(0, 3, 4, 1, 2, 6, 5, 7)
+        home_scales[..., bit, :] = part_scales.view(tiles, 4, 8, chunks).permute(0, 3, 1, 2)
 
-    def _load_half(self, expert: int, half: int) -> tuple[Tensor, Tensor]:
-        """Return what ``_numbers`` does, of half of the rows."""
-        home, scales = self._homes(expert)
-        codes = home[..., half, :].permute(0, 3, 4, 1, 2, 6, 5, 7).flatten(3).flatten(0, 2)
-        if self.fp4:
-            words = codes.unflatten(-1, (-1, 8, 4))
-            signs = torch.stack([words >> 4 & 8, words & 8], -2)  # [N / 2, K / 64, 8, 2, 4]
-            eight = unpack_fp4(words & 0x77).view(signs.shape) | signs
-            codes = eight.transpose(-3, -2).flatten(1)
-        return codes, scales[..., half, :].permute(0, 2, 3, 1).flatten(0, 2).contiguous()
+
+def _homes(codes: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of a matrix: codes [tiles, chunks, P, 4, 8, 4, 2, 2 halves, 4], scales [tiles, chunks, 4, 2 halves, 8]."""
+    return codes.unflatten(-1, (-1, 4, 8, 4, 2, 2, 4)), words.unflatten(-1, (4, 2, 8))
+
+
+def _load_half(codes: Tensor, words: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """Return half of the rows: uint8 [N / 2, K], a byte for each code, and int32 [N / 2, K / 128], words of scales."""
+    home, scales = _homes(codes, words)
+    rows = home[..., half, :].permute(0, 3, 4, 1, 2, 6, 5, 7).flatten(3).flatten(0, 2)
+    if codes.shape[-1] == _FP4_BYTES:
+        bytes_ = rows.unflatten(-1, (-1, 8, 4))
+        signs = torch.stack([bytes_ >> 4 & 8, bytes_ & 8], -2)  # [N / 2, K / 64, 8, 2, 4]
+        eight = unpack_fp4(bytes_ & 0x77).view(signs.shape) | signs
+        rows = eight.transpose(-3, -2).flatten(1)
+    return rows, scales[..., half, :].permute(0, 2, 3, 1).flatten(0, 2).contiguous()
 
 
 def scale_words(scale: Tensor, base: Tensor) -> Tensor:
