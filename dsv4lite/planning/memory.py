@@ -163,6 +163,8 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
                 "dtype='float32' with a quantized checkpoint: its arithmetic is defined in bfloat16; leave dtype='auto'"
             )
         dtype = torch.bfloat16
+    elif source.form is not None and config.dtype == "auto":
+        dtype = torch.bfloat16
     else:
         dtype = source.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         if source.dtype == torch.float16:
@@ -185,6 +187,8 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
         dense_fp8=source.dense_fp8,
         scale_dtype=source.scale_dtype,
         expert_format=source.expert_format,
+        dense_four_bit=source.dense_four_bit,
+        group=0 if source.form is None else source.form.group,
     )
 
 
@@ -382,8 +386,9 @@ def make_plan(
 def _formats(numerics: Numerics) -> str:
     """Name the formats of weights and state."""
     unquantized = str(numerics.matrix_dtype).removeprefix("torch.")
-    matrices = "FP8" if numerics.resident_fp8 else unquantized
-    experts = unquantized if numerics.resident_experts == "unquantized" else numerics.resident_experts.upper()
+    matrices = "FP8" if numerics.resident_fp8 else "4-bit" if numerics.resident_four_bit else unquantized
+    names = {"unquantized": unquantized, "four_bit": "4-bit"}
+    experts = names.get(numerics.resident_experts, numerics.resident_experts.upper())
     rows = "FP8" if numerics.fp8_rows else str(numerics.dtype).removeprefix("torch.")
     return f"{matrices} matrices, {experts} experts, {rows} KV rows"
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dsv4lite.config import EngineConfig, LoadProgress, Progress
-from dsv4lite.errors import CheckpointError
+from dsv4lite.errors import CheckpointError, UnsupportedError
 from dsv4lite.kernels.experts import Tiles
 from dsv4lite.models.config import DrafterKind, ModelConfig
 from dsv4lite.models.family import Family, Model, find_family
@@ -21,19 +21,20 @@ from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.shard import Shards
 from dsv4lite.weights.checkpoint import (
+    DTYPES,
     Checkpoint,
     ExpertFormat,
     HeldTensor,
-    TensorInfo,
     locate,
     read_config,
     read_generation_config,
 )
 from dsv4lite.weights.dummy import dummy_tensors, fill_tiles
-from dsv4lite.weights.loader import OwnFormat, load, match, own_formats, read_assigned, scale_name
+from dsv4lite.weights.formats import Header, PackedTensor, QuantFormat, find_format
+from dsv4lite.weights.loader import OwnFormat, load, match, own_formats, packed_headers, read_assigned, scale_name
 from dsv4lite.weights.names import NameTables
 from dsv4lite.weights.quant import CopiedSlot, Numerics, Slot, TileSlot
-from dsv4lite.weights.tensors import FORMATS, TensorSpec, stored_form
+from dsv4lite.weights.tensors import FORMATS, TensorKind, TensorSpec, stored_form
 
 log = logging.getLogger("dsv4lite.weights")
 
@@ -47,7 +48,13 @@ def log_progress(report: LoadProgress) -> None:
         log.info("%s: %d of %d %s", report.phase, report.done, report.total, report.unit)
 
 
-def _dense_scales(specs: Mapping[str, TensorSpec], headers: Mapping[str, TensorInfo]) -> str | None:
+def _all_four_bit(kind: TensorKind, specs: Mapping[str, TensorSpec], headers: Mapping[str, Header]) -> bool:
+    """Return whether every matrix of a kind is packed with four bits."""
+    found = [headers[name] for name, spec in specs.items() if spec.kind == kind and name in headers]
+    return bool(found) and all(isinstance(info, PackedTensor) and info.format.group for info in found)
+
+
+def _dense_scales(specs: Mapping[str, TensorSpec], headers: Mapping[str, Header]) -> str | None:
     """Return what the scales are if every dense matrix of a checkpoint is FP8 with the same kind of scales."""
     dense = [name for name, spec in specs.items() if spec.kind == "dense" and name in headers]
     stored = {(headers[name].dtype, headers[scale_name(name)].dtype if scale_name(name) in headers else None) for name in dense}
@@ -72,7 +79,10 @@ class ModelSource:
         dtype: What the unquantized tensors are stored in.
         dense_fp8: Every dense matrix is stored in FP8, with e8m0 scales or, if the family's releases have such, float32 ones; not
             so where some are unquantized.
-        scale_dtype: Of these scales: uint8 or float32.
+        scale_dtype: Of these scales: uint8 or float32; or of weights of four bits.
+        form: The weight-only format of its matrices.
+        dense_four_bit: Every dense matrix but those that are widened anyway has four bits in that format; not so where some others
+            are unquantized.
         checkpoint: ``None`` for random weights.
     """
 
@@ -85,6 +95,8 @@ class ModelSource:
     expert_format: ExpertFormat
     dense_fp8: bool
     scale_dtype: torch.dtype = torch.uint8
+    form: QuantFormat | None = None
+    dense_four_bit: bool = False
     checkpoint: Checkpoint | None
 
     @property
@@ -131,19 +143,32 @@ class ModelSource:
             checkpoint = Checkpoint.open(folder, names=names_of)
             raw, generation_config = dict(checkpoint.config), dict(checkpoint.generation_config)
         raw = {**raw, **config.hf_overrides}
-        family = find_family(raw, config.family)
+        family, form = find_family(raw, config.family), find_format(raw, config.quant_formats)
+        if form is not None:
+            if family.weight_only is None:
+                raise UnsupportedError(f"quantization_config: {form.name} is not supported for model_type={family.name!r}")
+            raw = {**raw, "quantization_config": None}  # what families read of it are roundings of activations
         model = family.read_config(raw)
+        dense_four_bit = False
         if checkpoint is None:
             dtype = str(raw.get("torch_dtype") or raw.get("dtype"))
             stored: object = raw.get("expert_dtype", model.expert_format) if model.quantized else "unquantized"
             expert_format: ExpertFormat = "fp4" if stored == "fp4" else "fp8" if stored == "fp8" else "unquantized"
             scales: str | None = ("F8_E8M0" if model.byte_scales else "F32") if model.quantized else None
+            if form is not None and form.group:
+                expert_format, dense_four_bit, scales = "four_bit", True, form.scale_code(())
         else:
             if "embed.weight" not in checkpoint.headers:
                 raise CheckpointError(f"{folder} has no embedding; is it a whole model?", problems=["embed.weight: missing"])
-            dtype, expert_format = checkpoint.headers["embed.weight"].dtype, checkpoint.expert_format
-            scales = _dense_scales(family.tensors.specs(model), checkpoint.headers)
-            model = replace(model, quantized=checkpoint.quantized)
+            dtype, specs = checkpoint.headers["embed.weight"].dtype, family.tensors.specs(model)
+            if form is None:
+                expert_format, scales = checkpoint.expert_format, _dense_scales(specs, checkpoint.headers)
+                model = replace(model, quantized=checkpoint.quantized)
+            else:
+                headers, widened = packed_headers(checkpoint.headers, form, str(folder)), family.weight_only or ()
+                specs = {name: spec for name, spec in specs.items() if not name.endswith(widened)}
+                expert_format = "four_bit" if _all_four_bit("expert", specs, headers) else "unquantized"
+                dense_four_bit, scales = _all_four_bit("dense", specs, headers), form.scale_code(headers.values())
         return cls(
             folder=folder,
             generation_config=generation_config,
@@ -153,7 +178,9 @@ class ModelSource:
             dtype=_FLOATS.get(dtype, torch.bfloat16),
             expert_format=expert_format,
             dense_fp8=scales == "F8_E8M0" or (scales == "F32" and not model.byte_scales),
-            scale_dtype=torch.float32 if scales == "F32" else torch.uint8,
+            scale_dtype=torch.uint8 if form is None and scales != "F32" else DTYPES[scales or "F32"],
+            form=form,
+            dense_four_bit=dense_four_bit,
             checkpoint=checkpoint,
         )
 
@@ -208,7 +235,7 @@ class ModelSource:
         """
         shards = shards_of(self.model, self.family.tensors, mesh.layout, mesh.rank)
         if self.checkpoint is not None:
-            load(self.checkpoint, slots, progress=progress, shards=shards, whole=whole)
+            load(self.checkpoint, slots, progress=progress, shards=shards, whole=whole, form=self.form)
             return
         self._fill_stacks(slots, shards, seed)
         form: dict[str, Any] = {"expert_format": self.expert_format, "quantized": self.model.quantized}
@@ -221,10 +248,11 @@ class ModelSource:
                     slot.store(weight, scale)
                 made.clear()
 
-    def formats(self) -> dict[str, OwnFormat]:
+    def formats(self) -> dict[str, OwnFormat | QuantFormat]:
         """Return how the model stores each of its quantized matrices."""
         if self.checkpoint is not None:
-            return own_formats(self.checkpoint.headers)
+            headers = self.checkpoint.headers
+            return own_formats(headers if self.form is None else packed_headers(headers, self.form, str(self.folder)))
         form: dict[str, Any] = {"expert_format": self.expert_format, "quantized": self.model.quantized}
         return {
             name: OwnFormat(FORMATS[found], FORMATS[found].scales[0])
