@@ -123,7 +123,11 @@ def nvfp4(method: str) -> Packing:
         numbers = torch.where(groups < 0, -E2M1[code], E2M1[code]) * wide
         codes = (code + 8 * (groups < 0)).flatten(1).to(torch.uint8)
         packed = codes[:, 0::2] + 16 * codes[:, 1::2]
-        names = ("weight_packed", "weight_global_scale", "input_global_scale") if divides else ("weight", "weight_scale_2", "input_scale")
+        names = (
+            ("weight_packed", "weight_global_scale", "input_global_scale")
+            if divides
+            else ("weight", "weight_scale_2", "input_scale")
+        )
         whole = stored.reshape(1) if divides else stored
         return dict(zip(names, (packed, whole, torch.ones(1)), strict=True)) | {"weight_scale": scale}, numbers.flatten(1)
 
@@ -142,7 +146,7 @@ class Packs(NamedTuple):
 
 
 def is_packed(name: str, kind: str) -> bool:
-    """Return whether a matrix of the checkpoints below is packed; the up-projections of the first layer are on the list of others."""
+    """Return whether a matrix of the checkpoints below is packed: the up-projections of the first layer are not."""
     return kind in ("dense", "expert") and name != "layers.0.attn.wkv_b.weight"
 
 
