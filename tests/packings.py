@@ -150,14 +150,21 @@ def is_packed(name: str, kind: str) -> bool:
     return kind in ("dense", "expert") and name != "layers.0.attn.wkv_b.weight"
 
 
-def write_packed(path: Path, packing: Packing, **settings: Any) -> Packs:
-    """Write a small model of transformers, packed and not, with its weights replaced by what the packing holds."""
-    theirs = trainer_model("v3", **{**SIZES, **settings})
+def write_packed(path: Path, packing: Packing, *, seed: int = 0, unpacked: tuple[str, ...] = ()) -> Packs:
+    """Write a small model of transformers, packed and not, with its weights replaced by what the packing holds.
+
+    Args:
+        path: Where.
+        packing: Of its matrices.
+        seed: Of the weights.
+        unpacked: Ends of the names of matrices that are not packed.
+    """
+    theirs = trainer_model("v3", seed=seed, **SIZES)
     raw = {**their_config(theirs, "v3"), "torch_dtype": "float32", "architectures": ["DeepseekV3ForCausalLM"]}
     specs, numbers, parts = official_shapes(parse_config(raw)), official(theirs.state_dict(), raw), {}
     with torch.no_grad():
         for name, tensor in numbers.items():
-            if is_packed(name, specs[name].kind):
+            if is_packed(name, specs[name].kind) and not name.endswith(unpacked):
                 parts[name], dequantized = packing.pack(tensor)
                 tensor.copy_(dequantized)
     write_checkpoint(path / "plain", raw, release_names(numbers, raw))

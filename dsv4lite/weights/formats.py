@@ -146,18 +146,22 @@ class PackedCut:
 
 
 def find_format(raw: Mapping[str, Any], given: Mapping[str, QuantMethod]) -> QuantFormat | None:
-    """Return the weight-only format of a ``config.json``; ``None`` if it has none, or one that families read themselves.
+    """Return the weight-only format of a ``config.json``; ``None`` if it has none, or block FP8, which families read themselves.
 
     Args:
         given: The host's own methods, which come before those that ship.
 
     Raises:
-        ConfigError, UnsupportedError: The method's settings are wrong, or of a variant that is not supported.
+        ConfigError, UnsupportedError: The method is not known, or its settings are wrong, or of a variant that is not supported.
     """
-    quantization = raw.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    found = {**QUANT_METHODS, **given}.get(method) if isinstance(method, str) else None
-    return None if found is None else found(quantization)  # type: ignore[arg-type]
+    quantization, methods = raw.get("quantization_config"), {**QUANT_METHODS, **given}
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") in (None, "fp8"):
+        return None
+    method = quantization["quant_method"]
+    if not isinstance(method, str) or method not in methods:
+        known = ", ".join(("fp8", *methods))
+        raise UnsupportedError(f"{_method(quantization)} is not supported (known: {known}); quant_formats takes what reads it")
+    return methods[method](quantization)
 
 
 def assemble(headers: Mapping[str, Described], form: QuantFormat) -> tuple[dict[str, Header], dict[str, list[str]], list[str]]:
@@ -178,15 +182,14 @@ def assemble(headers: Mapping[str, Described], form: QuantFormat) -> tuple[dict[
     incomplete: dict[str, list[str]] = {}
     problems: list[str] = []
     for owner, parts in groups.items():
-        missing = [part.leaf for part in form.parts if part.leaf not in parts]
+        name, missing = f"{owner}.weight", [part.leaf for part in form.parts if part.leaf not in parts]
         if missing:
-            incomplete[f"{owner}.weight"] = missing
+            incomplete[name] = missing
             continue
-        wrong = _misfits(form, parts)
+        wrong = [f"{name}: given twice, packed and not"] if name in found else _misfits(form, parts)
         problems += wrong
         if not wrong:
-            shape = _shape(form.parts[0], parts)
-            found[f"{owner}.weight"] = PackedTensor(name=f"{owner}.weight", format=form, shape=shape, parts=parts)
+            found[name] = PackedTensor(name=name, format=form, shape=_shape(form.parts[0], parts), parts=parts)
     return found, incomplete, problems
 
 
@@ -231,17 +234,17 @@ def _int4(quantization: Mapping[str, Any], key: str = "bits", **wanted: object) 
     for name, value in {key: 4, **wanted}.items():
         if quantization.get(name, value) != value:
             given = shown(quantization[name])
-            raise UnsupportedError(f"quantization_config.{name}={given} is not supported; {_method(quantization)} needs {value!r}")
+            raise UnsupportedError(f"{_method(quantization)} with {name}={given} is not supported; it must be {value!r}")
     group = quantization.get("group_size", 128)
     if type(group) is not int or group < 8 or group % 8:
         raise UnsupportedError(
-            f"quantization_config.group_size={shown(group)} is not supported; {_method(quantization)} needs a multiple of 8"
+            f"{_method(quantization)} with group_size={shown(group)} is not supported; it must be a multiple of 8"
         )
     return group
 
 
 def _method(quantization: Mapping[str, Any]) -> str:
-    return f"quant_method={shown(quantization.get('quant_method'))}"
+    return f"quantization_config.quant_method={shown(quantization.get('quant_method'))}"
 
 
 def _nibbles(words: Tensor, dim: int) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dsv4lite.config import EngineConfig, LoadProgress, Progress
-from dsv4lite.errors import CheckpointError, UnsupportedError
+from dsv4lite.errors import CheckpointError
 from dsv4lite.kernels.experts import Tiles
 from dsv4lite.models.config import DrafterKind, ModelConfig
 from dsv4lite.models.family import Family, Model, find_family
@@ -143,10 +143,9 @@ class ModelSource:
             checkpoint = Checkpoint.open(folder, names=names_of)
             raw, generation_config = dict(checkpoint.config), dict(checkpoint.generation_config)
         raw = {**raw, **config.hf_overrides}
-        family, form = find_family(raw, config.family), find_format(raw, config.quant_formats)
+        family = find_family(raw, config.family)
+        form = None if family.weight_only is None else find_format(raw, config.quant_formats)
         if form is not None:
-            if family.weight_only is None:
-                raise UnsupportedError(f"quantization_config: {form.name} is not supported for model_type={family.name!r}")
             raw = {**raw, "quantization_config": None}  # what families read of it are roundings of activations
         model = family.read_config(raw)
         dense_four_bit = False

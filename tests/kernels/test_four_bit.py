@@ -104,7 +104,7 @@ def test_expert_kernels_agree(group: int, scale_dtype: torch.dtype, dtype: torch
     found_TK = slots_TK < experts
     wanted = experts_outputs.reference(given)[found_TK]
     got = launch(experts_outputs, given)
-    assert got.dtype == (torch.float32 if partial else dtype) and wanted.abs().max() > 1
+    assert got.dtype == (torch.float32 if partial else dtype) and wanted.abs().max() > 0.1
     bound = (2**-14 if dtype == torch.float32 else 2**-6) * wanted.abs().max()
     assert (got[found_TK].float() - wanted.float()).abs().max() <= bound
     if partial and dtype == torch.bfloat16:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from dsv4lite.config import EngineConfig
-from dsv4lite.planning.memory import choose_numerics
+from dsv4lite.errors import CheckpointError, ConfigError, WeightUpdateError
+from dsv4lite.layout import Layout
+from dsv4lite.models.shard import shards_of
+from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.planning.memory import choose_numerics, plan_memory
 from dsv4lite.request import SamplingParams
+from dsv4lite.weights.formats import awq as awq_method
 from dsv4lite.weights.source import ModelSource
-from tests.e2e.engines import opened, prompts_of
-from tests.packings import Packing, Packs, awq, compressed, gptq, nvfp4, write_packed
+from dsv4lite.weights.update import NamedTensors
+from tests.e2e.engines import opened, prompts_of, write_tokenizer
+from tests.packings import Packing, Packs, awq, compressed, gptq, is_packed, nvfp4, write_packed
+from tests.tiny import write_checkpoint
 
 PACKINGS: Mapping[str, Packing] = {
     "awq": awq(128),
@@ -80,3 +90,205 @@ def test_engine_says_what_the_dequantized_models_say(packs: Packs) -> None:
     assert (scores.sampled - chosen).abs().max() < BOUND
     with opened(packs.plain) as llm:
         assert llm.generate(PROMPT, GREEDY).token_ids == tokens
+
+
+# Ranks.
+
+
+@pytest.mark.parametrize("name", ["awq, groups of 32", "gptq, symmetric", "compressed-tensors, zero points", "nvfp4 of modelopt"])
+def test_ranks_hold_their_parts_of_the_numbers(tmp_path: Path, name: str) -> None:
+    packs, layout = write_packed(tmp_path, PACKINGS[name]), Layout(tp=2)
+    for rank in range(2):
+        _, source = built(packs.folder)
+        config = EngineConfig(model=str(packs.folder), device="cpu", dtype="float32")
+        numerics = choose_numerics(config, source, torch.device("cpu"))
+        numerics = replace(numerics, resident_experts="four_bit", resident_four_bit=True)
+        slots = source.build(numerics, Mesh.outline(layout, rank), with_mtp=False).slots()
+        shards = shards_of(source.model, source.family.tensors, layout, rank)
+        halves = 0
+        for official, slot in slots.items():
+            whole = packs.numbers[official].float()
+            part = whole[shards.cut(official, whole.shape)]
+            assert torch.equal(slot.values(), part), official
+            halves += part.numel() < whole.numel()
+        assert halves > 10
+
+
+def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
+    folder = write_packed(tmp_path, PACKINGS["compressed-tensors, zero points"]).folder
+    found = []
+    for size in (1, 2):
+        with opened(folder, dtype="float32", tensor_parallel_size=size) as llm:
+            found.append((llm.generate(PROMPT, GREEDY).token_ids, llm.score(PROMPT[:1], PROMPT[1:]).sampled))
+    assert found[0][0] == found[1][0]
+    assert (found[0][1] - found[1][1]).abs().max() < BOUND
+
+
+# Plans.
+
+
+def test_plan_counts_packed_bytes_on_a_gpu_and_floats_on_a_cpu(tmp_path: Path) -> None:
+    packs = write_packed(tmp_path, PACKINGS["awq"])
+    on_gpu = plan_memory(str(packs.folder), gpu="h200", max_model_len=256)
+    assert "4-bit matrices, 4-bit experts, bfloat16 KV rows" in on_gpu.planned_for
+    packed = [t for name, t in packs.numbers.items() if t.dim() == 2 and is_packed(name, kind_of(name)) and "wkv_b" not in name]
+    others = [t for name, t in packs.numbers.items() if not any(t is one for one in packed)]
+    # Codes, then scales in float16 and zero points in bytes; norms and the router's bias are float32.
+    least = sum(t.numel() // 2 + 3 * t.numel() // 128 for t in packed) + sum(t.numel() * (2 if t.dim() == 2 else 4) for t in others)
+    weights = on_gpu.per_device[0].weights
+    assert least <= weights <= least + 4096
+    on_cpu = plan_memory(str(packs.folder), device="cpu", max_model_len=256).per_device[0].weights
+    embedding = packs.numbers["embed.weight"].numel()
+    assert on_cpu >= 4 * sum(t.numel() for t in packs.numbers.values()) - 2 * embedding
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a matrix by its name."""
+    return "other" if name.split(".")[-2] in ("embed", "head", "gate") else "dense"
+
+
+def test_some_unpacked_dense_matrix_widens_the_dense_ones_and_leaves_experts_packed(tmp_path: Path) -> None:
+    packs = write_packed(tmp_path, PACKINGS["awq"], unpacked=("attn.wkv_a.weight",))
+    model, source = built(packs.folder)
+    assert source.expert_format == "four_bit" and not source.dense_four_bit
+    for name, slot in model.slots().items():
+        assert torch.equal(slot.values(), packs.numbers[name].float()), name
+
+
+def test_random_weights_have_the_format_of_the_config(tmp_path: Path) -> None:
+    folder = write_packed(tmp_path, PACKINGS["nvfp4 of modelopt"]).folder
+    config = EngineConfig(model=str(folder), device="cpu", load_format="dummy")
+    source = ModelSource.open(config)
+    numerics = choose_numerics(config, source, torch.device("cpu"))
+    assert numerics.dtype == torch.bfloat16 and numerics.scale_dtype == torch.float8_e4m3fn and source.dense_four_bit
+    numerics = replace(numerics, resident_experts="four_bit", resident_four_bit=True)
+    model = source.build(numerics, with_mtp=False)
+    values = model.slots()["layers.1.ffn.experts.3.w2.weight"].values()
+    assert 0.5 < values.std() * values.shape[1] ** 0.5 < 2
+
+
+# Updates.
+
+
+def test_packed_tensors_replace_packed_matrices_and_floats_are_refused_where_they_cannot_be_rounded(tmp_path: Path) -> None:
+    first, second = (write_packed(tmp_path / str(seed), PACKINGS["awq"], seed=seed) for seed in (0, 1))
+    with opened(second.folder, dtype="float32") as llm:
+        wanted, sums = llm.generate(PROMPT, GREEDY).token_ids, llm.weight_checksums()
+    with opened(first.folder, dtype="float32") as llm:
+        before = llm.generate(PROMPT, GREEDY).token_ids
+        with pytest.raises(WeightUpdateError, match=r"attn\.wq_a\.weight: dtype F32, .* AWQ, .* send qweight, qzeros, scales"):
+            with llm.update_weights(1) as update:
+                update.load(NamedTensors(second.numbers))
+        with pytest.raises(WeightUpdateError, match=r"layers\.0\.attn\.wq_a\.scales: missing"):
+            with llm.update_weights(2, partial=True) as update:
+                parts = {
+                    name: t for name, t in tensors_of(second.folder) if not name.endswith("layers.0.self_attn.q_a_proj.scales")
+                }
+                update.load(NamedTensors(parts))
+        assert llm.generate(PROMPT, GREEDY).token_ids == before != wanted
+        with llm.update_weights(3) as update:
+            update.load(NamedTensors(dict(reversed(list(tensors_of(second.folder))))))
+        assert llm.generate(PROMPT, GREEDY).token_ids == wanted and llm.weight_checksums() == sums
+
+
+def test_floats_are_rounded_to_symmetric_int4_of_compressed_tensors(tmp_path: Path) -> None:
+    """What the packing of this test does too."""
+    packs = write_packed(tmp_path, PACKINGS["compressed-tensors"])
+    with opened(packs.folder, dtype="float32") as llm:
+        before = llm.weight_checksums()
+        with llm.update_weights(1) as update:
+            update.load(NamedTensors(packs.numbers))
+        assert llm.weight_checksums() == before
+        name = "layers.1.ffn.experts.2.w1.weight"
+        other, sums = packs.numbers[name].flip(0) * 1.7, []
+        for version, weight in ((2, other), (3, PACKINGS["compressed-tensors"].pack(other)[1])):
+            with llm.update_weights(version, partial=True) as update:
+                update.load(NamedTensors({name: weight}))
+            sums.append(llm.weight_checksums())
+    assert sums[0] == sums[1] and {key for key, value in sums[0].items() if value != before[key]} == {name}
+
+
+def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    yield from load_file(folder / "model.safetensors").items()
+
+
+# Broken checkpoints.
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Sound checkpoints, to be broken."""
+    names = ("awq", "gptq", "compressed-tensors", "nvfp4 of modelopt")
+    return {name: write_packed(tmp_path_factory.mktemp("sound"), PACKINGS[name]).folder for name in names}
+
+
+def refused(folder: Path, path: Path, quantization: Mapping[str, Any], tensors: Mapping[str, Tensor | None]) -> str:
+    """Change a checkpoint's ``quantization_config`` and tensors; return what the engine says of it."""
+    raw = json.loads((folder / "config.json").read_text())
+    stored = {**load_file(folder / "model.safetensors"), **tensors}
+    write_checkpoint(
+        path,
+        {**raw, "quantization_config": {**raw["quantization_config"], **quantization}},
+        ((name, tensor) for name, tensor in stored.items() if tensor is not None),
+    )
+    write_tokenizer(path, raw["vocab_size"])
+    with pytest.raises((CheckpointError, ConfigError)) as caught, opened(path):
+        pass
+    return str(caught.value)
+
+
+Q_A = "model.layers.0.self_attn.q_a_proj."
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "wanted"),
+    [
+        ("awq", {"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes' is not supported (known: fp8, awq, gptq"),
+        ("awq", {"quant_method": ["awq"]}, "quant_method=['awq'] is not supported"),
+        ("awq", {"bits": 8}, "quant_method='awq' with bits=8 is not supported; it must be 4"),
+        ("awq", {"version": "gemv"}, "version='gemv' is not supported; it must be 'gemm'"),
+        ("awq", {"group_size": -1}, "group_size=-1 is not supported"),
+        ("awq", {"group_size": 64}, "layers.0.attn.wq_a.scales: shape [2, 128], expected [4, 128]: one for 64 inputs x 1 rows"),
+        ("awq", {"group_size": 96}, "layers.0.attn.wq_a.scales: shape [2, 128], expected [2.66"),
+        ("gptq", {"desc_act": True}, "desc_act=True is not supported"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+        ("compressed-tensors", {"config_groups": {}}, "config_groups={} is not supported; one group"),
+        ("compressed-tensors", {"format": "marlin-24"}, "format='marlin-24' is not supported"),
+        ("nvfp4 of modelopt", {"quant_algo": "FP8"}, "quant_algo='FP8' is not supported; ModelOpt's 'NVFP4' is"),
+    ],
+)
+def test_settings_that_are_not_supported_are_named(
+    broken: Mapping[str, Path], tmp_path: Path, name: str, quantization: Mapping[str, Any], wanted: str
+) -> None:
+    assert wanted in refused(broken[name], tmp_path, quantization, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "leaf", "tensor", "wanted"),
+    [
+        ("awq", "scales", None, "layers.0.attn.wq_a.scales: missing; AWQ needs it"),
+        ("gptq", "g_idx", torch.arange(256).flip(0).int(), "layers.0.attn.wq_a.weight: g_idx is not in the order of the inputs"),
+        ("awq", "qweight", torch.zeros(256, 16), "layers.0.attn.wq_a.qweight: dtype F32, expected I32 (AWQ)"),
+        ("awq", "qweight", torch.zeros(264, 16).int(), "layers.0.attn.wq_a.scales: shape [2, 128], expected [2.06"),
+        ("awq", "qweight", torch.zeros(16).int(), "layers.0.attn.wq_a.qweight: shape [16], expected 2 dimensions (AWQ)"),
+        ("nvfp4 of modelopt", "weight_scale_2", torch.ones(2), "wq_a.weight_scale_2: shape [2], expected one number"),
+        ("compressed-tensors", "weight", torch.zeros(128, 256), "layers.0.attn.wq_a.weight: given twice"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    broken: Mapping[str, Path], tmp_path: Path, name: str, leaf: str, tensor: Tensor | None, wanted: str
+) -> None:
+    assert wanted in refused(broken[name], tmp_path, {}, {Q_A + leaf: tensor})
+
+
+def test_ranks_do_not_cut_groups(broken: Mapping[str, Path]) -> None:
+    _, source = built(broken["awq"])
+    numerics = replace(choose_numerics(EngineConfig(model="any"), source, torch.device("cpu")), dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"ffn\.w2\.weight: tp=2 cuts .* \[256, 384\] every 192 .* blocks of 128; choose a size"):
+        source.build(numerics, Mesh.outline(Layout(tp=2), 1), with_mtp=False)
+
+
+def test_quant_formats_must_be_functions_by_name(tmp_path: Path) -> None:
+    for wrong in ({"mine": 1}, {1: awq_method}, [awq_method]):
+        with pytest.raises(ConfigError, match="quant_formats="):
+            EngineConfig(model=str(tmp_path), quant_formats=wrong)  # type: ignore[arg-type]
