@@ -44,7 +44,7 @@ def weights_read(model: ModelConfig, numerics: Numerics, shard: ModelShard, weig
     expert = 3 * model.hidden_size * shard.expert_part(model.expert_width) * item
     tokens = sequences * shard.gathered
     used = slots * (1 - pow(1 - model.experts_per_token / experts, tokens))
-    idle = len(shard.layers) * (slots - used) * expert
+    idle = sum(map(model.has_experts, shard.layers)) * (slots - used) * expert
     if shard.first:  # of the embedding only the tokens' rows are read
         idle += len(shard.vocab) * model.hidden_size * numerics.dtype.itemsize
     return weights - idle
