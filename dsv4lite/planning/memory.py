@@ -188,6 +188,7 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
         scale_dtype=source.scale_dtype,
         expert_format=source.expert_format,
         dense_four_bit=source.dense_four_bit,
+        drafter_four_bit=source.drafter_four_bit,
         group=0 if source.form is None else source.form.group,
     )
 
@@ -501,7 +502,7 @@ def _best_plan(
     model, tensors, reads = source.model, source.family.tensors, source.family.row_reads(source.model, numerics)
     rates = chip or CHIPS["h200"]  # orders the layouts; the plan has times only for a named chip
     found: list[tuple[float, LayoutPlan, MemoryPlan]] = []
-    for layout in layouts_for(model, tensors, devices):
+    for layout in layouts_for(model, tensors, devices, None if source.form is None else source.form.block):
         sizes = {setting: getattr(layout, axis) for axis, setting in AXES.items()}
         # The ranks of a stage hold equally much, and take equally long.
         firsts = range(0, layout.world, layout.stage)

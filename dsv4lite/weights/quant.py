@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Literal
@@ -46,7 +46,8 @@ class Numerics:
         resident_experts: Form of routed experts: ``fp4`` and ``fp8`` lie in tiles (``kernels/experts``), ``four_bit`` stays so
             (``kernels/four_bit``), others are widened.
         resident_four_bit: Matrices that the checkpoint stores with four bits, weight-only, stay so.
-        group: Inputs that share a scale in these, and in such experts.
+        drafter_four_bit: The model's own drafter has four bits where other layers have; otherwise its matrices are widened.
+        group: Inputs that share a scale in weights of four bits.
         fp8_rows: KV rows are FP8: a choice where the family leaves it (``Family.free_rows``), else as in ``quantized``.
     """
 
@@ -59,6 +60,7 @@ class Numerics:
     scale_dtype: torch.dtype = torch.uint8
     resident_experts: ExpertFormat = "unquantized"
     resident_four_bit: bool = False
+    drafter_four_bit: bool = False
     group: int = 0
     fp8_rows: bool = False
 
@@ -75,6 +77,7 @@ class Numerics:
         scale_dtype: torch.dtype = torch.uint8,
         expert_format: ExpertFormat = "unquantized",
         dense_four_bit: bool = False,
+        drafter_four_bit: bool = False,
         group: int = 0,
     ) -> Numerics:
         """Pick the resident form for a device.
@@ -86,7 +89,7 @@ class Numerics:
             scale_dtype: That of the class.
             expert_format: How the checkpoint stores routed experts.
             dense_four_bit: It stores every dense matrix with four bits, weight-only.
-            group: That of the class.
+            drafter_four_bit, group: Those of the class.
         """
         on_cpu = device.type == "cpu"
         return cls(
@@ -99,9 +102,17 @@ class Numerics:
             scale_dtype=scale_dtype,
             resident_experts=expert_format if (quantized or expert_format == "four_bit") and not on_cpu else "unquantized",
             resident_four_bit=dense_four_bit and not on_cpu,
+            drafter_four_bit=drafter_four_bit,
             group=group,
             fp8_rows=quantized if fp8_rows is None else fp8_rows,
         )
+
+    @property
+    def of_drafter(self) -> Numerics:
+        """The arithmetic of the model's own drafter."""
+        if self.group == 0 or self.drafter_four_bit:
+            return self
+        return replace(self, resident_four_bit=False, resident_experts="unquantized")
 
     def fp8_bytes(self, width: int) -> int:
         """Return the bytes of a row of inputs in FP8, codes and scales, if products of this arithmetic take such."""

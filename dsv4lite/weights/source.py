@@ -34,7 +34,7 @@ from dsv4lite.weights.formats import Header, PackedTensor, QuantFormat, find_for
 from dsv4lite.weights.loader import OwnFormat, load, match, own_formats, packed_headers, read_assigned, scale_name
 from dsv4lite.weights.names import NameTables
 from dsv4lite.weights.quant import CopiedSlot, Numerics, Slot, TileSlot
-from dsv4lite.weights.tensors import FORMATS, TensorKind, TensorSpec, stored_form
+from dsv4lite.weights.tensors import FORMATS, TensorSpec, stored_form
 
 log = logging.getLogger("dsv4lite.weights")
 
@@ -48,10 +48,15 @@ def log_progress(report: LoadProgress) -> None:
         log.info("%s: %d of %d %s", report.phase, report.done, report.total, report.unit)
 
 
-def _all_four_bit(kind: TensorKind, specs: Mapping[str, TensorSpec], headers: Mapping[str, Header]) -> bool:
-    """Return whether every matrix of a kind is packed with four bits."""
-    found = [headers[name] for name, spec in specs.items() if spec.kind == kind and name in headers]
-    return bool(found) and all(isinstance(info, PackedTensor) and info.format.group for info in found)
+def _four_bit(specs: Mapping[str, TensorSpec], headers: Mapping[str, Header], widened: tuple[str, ...]) -> set[str]:
+    """Return which of dense matrices, experts and those of drafters are all packed with four bits, but for ``widened`` ones."""
+    found: dict[str, set[bool]] = {}
+    for name, spec in specs.items():
+        if spec.kind in ("dense", "expert") and name in headers and not name.endswith(widened):
+            info = headers[name]
+            of = "drafter" if name.startswith("mtp.") else spec.kind
+            found.setdefault(of, set()).add(isinstance(info, PackedTensor) and info.format.group > 0)
+    return {of for of, packed in found.items() if packed == {True}}
 
 
 def _dense_scales(specs: Mapping[str, TensorSpec], headers: Mapping[str, Header]) -> str | None:
@@ -83,6 +88,7 @@ class ModelSource:
         form: The weight-only format of its matrices.
         dense_four_bit: Every dense matrix but those that are widened anyway has four bits in that format; not so where some others
             are unquantized.
+        drafter_four_bit: So have all matrices of its own drafter, of either kind; these do not count above.
         checkpoint: ``None`` for random weights.
     """
 
@@ -97,6 +103,7 @@ class ModelSource:
     scale_dtype: torch.dtype = torch.uint8
     form: QuantFormat | None = None
     dense_four_bit: bool = False
+    drafter_four_bit: bool = False
     checkpoint: Checkpoint | None
 
     @property
@@ -148,14 +155,14 @@ class ModelSource:
         if form is not None:
             raw = {**raw, "quantization_config": None}  # what families read of it are roundings of activations
         model = family.read_config(raw)
-        dense_four_bit = False
+        four_bit: set[str] = set()
         if checkpoint is None:
             dtype = str(raw.get("torch_dtype") or raw.get("dtype"))
             stored: object = raw.get("expert_dtype", model.expert_format) if model.quantized else "unquantized"
             expert_format: ExpertFormat = "fp4" if stored == "fp4" else "fp8" if stored == "fp8" else "unquantized"
             scales: str | None = ("F8_E8M0" if model.byte_scales else "F32") if model.quantized else None
             if form is not None and form.group:
-                expert_format, dense_four_bit, scales = "four_bit", True, form.scale_code(())
+                expert_format, four_bit, scales = "four_bit", {"dense", "drafter"}, form.scale_code(())
         else:
             if "embed.weight" not in checkpoint.headers:
                 raise CheckpointError(f"{folder} has no embedding; is it a whole model?", problems=["embed.weight: missing"])
@@ -164,10 +171,9 @@ class ModelSource:
                 expert_format, scales = checkpoint.expert_format, _dense_scales(specs, checkpoint.headers)
                 model = replace(model, quantized=checkpoint.quantized)
             else:
-                headers, widened = packed_headers(checkpoint.headers, form, str(folder)), family.weight_only or ()
-                specs = {name: spec for name, spec in specs.items() if not name.endswith(widened)}
-                expert_format = "four_bit" if _all_four_bit("expert", specs, headers) else "unquantized"
-                dense_four_bit, scales = _all_four_bit("dense", specs, headers), form.scale_code(headers.values())
+                headers = packed_headers(checkpoint.headers, form, str(folder))
+                four_bit, scales = _four_bit(specs, headers, family.weight_only or ()), form.scale_code(headers.values())
+                expert_format = "four_bit" if "expert" in four_bit else "unquantized"
         return cls(
             folder=folder,
             generation_config=generation_config,
@@ -179,7 +185,8 @@ class ModelSource:
             dense_fp8=scales == "F8_E8M0" or (scales == "F32" and not model.byte_scales),
             scale_dtype=torch.uint8 if form is None and scales != "F32" else DTYPES[scales or "F32"],
             form=form,
-            dense_four_bit=dense_four_bit,
+            dense_four_bit="dense" in four_bit,
+            drafter_four_bit="drafter" in four_bit,
             checkpoint=checkpoint,
         )
 

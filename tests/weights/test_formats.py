@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dsv4lite.config import EngineConfig
+from dsv4lite.config import MTP, EngineConfig
 from dsv4lite.errors import CheckpointError, ConfigError, WeightUpdateError
 from dsv4lite.layout import Layout
+from dsv4lite.models.deepseek_mla.config import parse_config
+from dsv4lite.models.deepseek_mla.tensors import official_shapes
 from dsv4lite.models.shard import shards_of
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.planning.memory import choose_numerics, plan_memory
@@ -24,7 +26,8 @@ from dsv4lite.weights.formats import awq as awq_method
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.weights.update import NamedTensors
 from tests.e2e.engines import opened, prompts_of, write_tokenizer
-from tests.packings import Packing, Packs, awq, compressed, gptq, is_packed, nvfp4, write_packed
+from tests.mla import BLOCKS, random_checkpoint
+from tests.packings import Packing, Packs, awq, compressed, gptq, is_packed, nvfp4, packed_names, write_packed
 from tests.tiny import write_checkpoint
 
 PACKINGS: Mapping[str, Packing] = {
@@ -292,3 +295,34 @@ def test_quant_formats_must_be_functions_by_name(tmp_path: Path) -> None:
     for wrong in ({"mine": 1}, {1: awq_method}, [awq_method]):
         with pytest.raises(ConfigError, match="quant_formats="):
             EngineConfig(model=str(tmp_path), quant_formats=wrong)  # type: ignore[arg-type]
+
+
+def test_layouts_that_cut_groups_are_not_advised(tmp_path: Path) -> None:
+    folders = {group: write_packed(tmp_path / str(group), awq(group)).folder for group in (64, 128)}
+    plans = {group: plan_memory(str(folder), gpu="h200", devices=2, max_model_len=256) for group, folder in folders.items()}
+    sizes = {group: {entry.layout.tp for entry in plan.layouts} for group, plan in plans.items()}
+    assert sizes == {64: {1, 2}, 128: {1}}
+
+
+def test_drafter_that_is_not_packed_leaves_the_others_packed(tmp_path: Path) -> None:
+    raw, packing = {**BLOCKS, "quantization_config": None}, PACKINGS["awq"]
+    config = parse_config(raw)
+    specs, numbers, parts = official_shapes(config), random_checkpoint(config), {}
+    for name, tensor in numbers.items():
+        if is_packed(name, specs[name].kind) and not name.startswith("mtp."):
+            parts[name], numbers[name] = packing.pack(tensor)
+    write_checkpoint(tmp_path, {**raw, "quantization_config": packing.config}, packed_names(numbers, parts, raw))
+    write_tokenizer(tmp_path, raw["vocab_size"])
+    settings = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32")
+    source = ModelSource.open(settings)
+    assert (source.expert_format, source.dense_four_bit, source.drafter_four_bit) == ("four_bit", True, False)
+    numerics = choose_numerics(settings, source, torch.device("cpu"))
+    model = source.build(replace(numerics, resident_experts="four_bit", resident_four_bit=True), with_mtp=True)
+    for name, slot in model.slots().items():
+        assert torch.equal(slot.values(), numbers[name]), name
+    held = {name: tensor.dtype for name, tensor in model.named_parameters() if name.endswith("ffn.experts.w2.weight")}
+    assert held == {"layers.1.ffn.experts.w2.weight": torch.uint8, "layers.2.ffn.experts.w2.weight": torch.uint8} | {
+        "mtp.0.block.ffn.experts.w2.weight": torch.float32
+    }
+    with opened(tmp_path, dtype="float32", speculative=MTP(1)) as llm:
+        assert len(llm.generate(PROMPT, GREEDY).token_ids) == 12
