@@ -53,7 +53,7 @@ class QuantFormat:
 
     Attributes:
         name: For messages.
-        parts: The tensors that make a matrix; the first has the codes, and a dimension for each axis.
+        parts: The tensors that make a matrix; the first has the codes, and one dimension for each axis.
         read: From a matrix's parts by leaf, or from those of a rank's rows and columns, to what is stored: ``FourBit``, or floats
             ``[out, in]``. Parts are CPU tensors that may be overwritten after the call. Raises ``ValueError`` with what is wrong.
         unread: Leaves of tensors beside them that change nothing.
@@ -83,10 +83,13 @@ class QuantFormat:
         return leaf in self.unread or (not whole and any(part.leaf == leaf for part in self.parts))
 
     def scale_code(self, tensors: Iterable[Header]) -> str:
-        """Return the dtype of the scales of packed matrices among ``tensors``: float32 if they have several, bfloat16 if none."""
+        """Return the dtype of the scales of packed matrices among ``tensors``: of several float32, of none the first allowed one."""
+        if not self.group:
+            return "F32"
         found = {info.parts[self.scales].dtype for info in tensors if isinstance(info, PackedTensor)}
-        known = next(part.dtypes for part in self.parts if part.leaf == self.scales) if self.scales else ("F32",)
-        return "F32" if len(found) > 1 else found.pop() if found else "BF16" if "BF16" in known else known[0]
+        if len(found) > 1:
+            return "F32"
+        return found.pop() if found else next(part.dtypes[0] for part in self.parts if part.leaf == self.scales)
 
 
 QuantMethod = Callable[[Mapping[str, Any]], QuantFormat]

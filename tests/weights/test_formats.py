@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -213,6 +214,42 @@ def test_floats_are_rounded_to_symmetric_int4_of_compressed_tensors(tmp_path: Pa
 
 def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
     yield from load_file(folder / "model.safetensors").items()
+
+
+# A format of the host's own.
+
+
+def test_format_of_the_documentation_serves_and_updates(tmp_path: Path) -> None:
+    """A byte for each number and a scale for each row, from the page's own text."""
+    page = (Path(__file__).parents[2] / "docs/quantization.md").read_text(encoding="utf-8")
+    (text,) = (block for block in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "QuantFormat" in block)
+    names: dict[str, Any] = {}
+    exec(text, names)
+
+    def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        scale = weight.abs().amax(1) / 127
+        codes = (weight / scale[:, None]).round()
+        return {"codes": codes.to(torch.int8), "row_scale": scale}, codes * scale[:, None]
+
+    first, second = (write_packed(tmp_path / str(i), Packing({"quant_method": "int8_rows"}, pack), seed=i) for i in (0, 1))
+    settings: dict[str, Any] = {"dtype": "float32", "quant_formats": names["config"].quant_formats}
+    found = []
+    for folder in (first.plain, second.plain):
+        with opened(folder) as llm:
+            found.append(llm.generate(PROMPT, GREEDY).token_ids)
+    assert found[0] != found[1]
+    with opened(first.folder, **settings) as llm:
+        assert llm.generate(PROMPT, GREEDY).token_ids == found[0]
+        with llm.update_weights(1) as update:
+            update.load(NamedTensors(dict(tensors_of(second.folder))))
+        assert llm.generate(PROMPT, GREEDY).token_ids == found[1]
+        sums = llm.weight_checksums()
+        name = "layers.0.ffn.w1.weight"
+        with llm.update_weights(2, partial=True) as update:
+            update.load(NamedTensors({name: first.numbers[name] + 1.0}))
+        assert {key for key, value in llm.weight_checksums().items() if value != sums[key]} == {name}
+    with pytest.raises(ConfigError, match=r"known: fp8, awq, gptq.*quant_formats"), opened(first.folder):
+        pass
 
 
 # Broken checkpoints.
