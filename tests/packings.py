@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4lite.models.deepseek_mla.config import parse_config
 from dsv4lite.models.deepseek_mla.tensors import official_shapes
 from tests.e2e.engines import write_tokenizer
-from tests.mla import official, release_names, their_config, trainer_model
+from tests.mla import official, random_checkpoint, release_names, their_config, trainer_model
 from tests.tiny import write_checkpoint
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -171,6 +171,20 @@ def write_packed(path: Path, packing: Packing, *, seed: int = 0, unpacked: tuple
     write_checkpoint(path / "packed", {**raw, "quantization_config": packing.config}, packed_names(numbers, parts, raw))
     write_tokenizer(path / "plain", raw["vocab_size"])
     return Packs(write_tokenizer(path / "packed", raw["vocab_size"]), path / "plain", numbers, theirs)
+
+
+def write_random_packed(folder: Path, raw: Mapping[str, Any], packing: Packing, *, seed: int = 0) -> dict[str, Tensor]:
+    """Write a model of random weights whose MTP block alone is not packed, but in bfloat16; return the numbers by official name."""
+    config = parse_config(raw)
+    specs, numbers, parts = official_shapes(config), random_checkpoint(config, seed=seed), {}
+    for name, tensor in numbers.items():
+        if is_packed(name, specs[name].kind) and not name.startswith("mtp."):
+            parts[name], numbers[name] = packing.pack(tensor)
+        elif specs[name].kind != "f32":
+            numbers[name] = tensor.bfloat16().float()
+    write_checkpoint(folder, {**raw, "quantization_config": packing.config}, packed_names(numbers, parts, raw))
+    write_tokenizer(folder, raw["vocab_size"])
+    return numbers
 
 
 def packed_names(

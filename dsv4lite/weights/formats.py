@@ -55,7 +55,7 @@ class QuantFormat:
         name: For messages.
         parts: The tensors that make a matrix; the first has the codes, and one dimension for each axis.
         read: From a matrix's parts by leaf, or from those of a rank's rows and columns, to what is stored: ``FourBit``, or floats
-            ``[out, in]``. Parts are CPU tensors that may be overwritten after the call. Raises ``ValueError`` with what is wrong.
+            ``[out, in]``. Parts are on the model's device, and may be overwritten later. Raises ``ValueError`` with what is wrong.
         unread: Leaves of tensors beside them that change nothing.
         group: Inputs that share a scale, if ``read`` returns ``FourBit``; 0 if it returns floats.
         scales: The part whose dtype those scales have.
@@ -83,7 +83,7 @@ class QuantFormat:
         return leaf in self.unread or (not whole and any(part.leaf == leaf for part in self.parts))
 
     def scale_code(self, tensors: Iterable[Header]) -> str:
-        """Return the dtype of the scales of packed matrices among ``tensors``: of several float32, of none the first allowed one."""
+        """Return the dtype of the scales of packed matrices among ``tensors``: float32 if several, the first known one if none."""
         if not self.group:
             return "F32"
         found = {info.parts[self.scales].dtype for info in tensors if isinstance(info, PackedTensor)}

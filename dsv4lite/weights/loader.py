@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dsv4lite.config import Progress
@@ -161,13 +162,19 @@ def read_assigned(
     wanted = [*single, *(part for cut in packed.values() for part in cut.parts.values())]
     held = ((part.name, part.tensor) for part in wanted if isinstance(part, HeldTensor))
     stored = read_tensors([part for part in wanted if isinstance(part, Wanted)], progress=progress)
-    stream = _unpacked(chain(held, ((info.name, tensor) for info, tensor in stored)), packed)
+    devices = {name: assignments[name].slot.tensors[0].device for name in packed}
+    stream = _unpacked(chain(held, ((info.name, tensor) for info, tensor in stored)), packed, devices)
     for name, weight, scale in paired(stream, {name for name, a in assignments.items() if a.scale is not None}):
         yield name, assignments[name].slot, weight, scale
 
 
-def _unpacked(tensors: Iterable[tuple[str, Tensor]], packed: Mapping[str, PackedCut]) -> Iterator[tuple[str, Tensor | FourBit]]:
-    """Yield tensors, and in place of the last part of a packed matrix the matrix; parts that came before are copied."""
+def _unpacked(
+    tensors: Iterable[tuple[str, Tensor]], packed: Mapping[str, PackedCut], devices: Mapping[str, torch.device]
+) -> Iterator[tuple[str, Tensor | FourBit]]:
+    """Yield tensors, and in place of the last part of a packed matrix the matrix; parts that came before are copied.
+
+    A packed matrix is read on its own device: there it takes no time.
+    """
     parts = {
         part.name if isinstance(part, HeldTensor) else part.info.name: (name, leaf)
         for name, cut in packed.items()
@@ -180,11 +187,10 @@ def _unpacked(tensors: Iterable[tuple[str, Tensor]], packed: Mapping[str, Packed
             continue
         owner, leaf = parts[name]
         came = waiting.setdefault(owner, {})
-        came[leaf] = tensor
-        if len(came) == len(packed[owner].parts):
+        last = len(came) + 1 == len(packed[owner].parts)
+        came[leaf] = tensor.to(devices[owner], copy=not last)
+        if last:
             yield owner, packed[owner].read(waiting.pop(owner))
-        else:
-            came[leaf] = tensor.clone()
 
 
 def paired(

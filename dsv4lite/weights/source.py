@@ -182,7 +182,7 @@ class ModelSource:
             model=model,
             dtype=_FLOATS.get(dtype, torch.bfloat16),
             expert_format=expert_format,
-            dense_fp8=scales == "F8_E8M0" or (scales == "F32" and not model.byte_scales),
+            dense_fp8=form is None and (scales == "F8_E8M0" or (scales == "F32" and not model.byte_scales)),
             scale_dtype=torch.uint8 if form is None and scales != "F32" else DTYPES[scales or "F32"],
             form=form,
             dense_four_bit="dense" in four_bit,

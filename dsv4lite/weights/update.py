@@ -228,7 +228,9 @@ class Transaction:
             headers = {**self._waiting, **arrived}
             ready = self._assembled(headers)
             self._waiting = {
-                name: _lasting(info) for name, info in headers.items() if self._is_part(info) or self._waits(info, headers)
+                name: _lasting(info)
+                for name, info in headers.items()
+                if self._is_part(info) or (ready.get(name) is info and self._waits(info, headers))
             }
             ready = {name: info for name, info in ready.items() if name not in self._waiting}
             slots = {name: self._slots[name] for name in ready if name in self._slots}
@@ -344,7 +346,8 @@ class Transaction:
         missing += [f"{scale_name(owner) if owner == name else owner}: missing; {name} came" for owner, name in waiting.items()]
         missing += [f"{name}: only {' and '.join(parts)} of its blocks came" for name, parts in self._parts.items()]
         if not partial:
-            missing += [f"{name}: missing" for name in self._slots if name not in self._filled and name not in waiting]
+            known = {*self._filled, *waiting, *self._incomplete}
+            missing += [f"{name}: missing" for name in self._slots if name not in known]
         if missing:
             raise _refused(missing=missing)
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from dsv4lite.config import MTP, EngineConfig
 from dsv4lite.errors import CheckpointError, ConfigError, WeightUpdateError
 from dsv4lite.layout import Layout
-from dsv4lite.models.deepseek_mla.config import parse_config
-from dsv4lite.models.deepseek_mla.tensors import official_shapes
 from dsv4lite.models.shard import shards_of
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.planning.memory import choose_numerics, plan_memory
@@ -27,8 +25,8 @@ from dsv4lite.weights.formats import awq as awq_method
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.weights.update import NamedTensors
 from tests.e2e.engines import opened, prompts_of, write_tokenizer
-from tests.mla import BLOCKS, random_checkpoint
-from tests.packings import Packing, Packs, awq, compressed, gptq, is_packed, nvfp4, packed_names, write_packed
+from tests.mla import BLOCKS
+from tests.packings import Packing, Packs, awq, compressed, gptq, is_packed, nvfp4, write_packed, write_random_packed
 from tests.tiny import write_checkpoint
 
 PACKINGS: Mapping[str, Packing] = {
@@ -44,6 +42,7 @@ PACKINGS: Mapping[str, Packing] = {
 }
 PROMPT = prompts_of((70,), 96, seed=4)[0]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+Q_A = "model.layers.0.self_attn.q_a_proj."
 BOUND = 1e-4  # between log-probabilities of two implementations in float32
 
 
@@ -174,20 +173,25 @@ def test_random_weights_have_the_format_of_the_config(tmp_path: Path) -> None:
 # Updates.
 
 
-def test_packed_tensors_replace_packed_matrices_and_floats_are_refused_where_they_cannot_be_rounded(tmp_path: Path) -> None:
-    first, second = (write_packed(tmp_path / str(seed), PACKINGS["awq"], seed=seed) for seed in (0, 1))
+@pytest.mark.parametrize(
+    ("name", "leaves", "last"),
+    [
+        ("awq", "AWQ, .* qweight, qzeros, scales", "scales"),
+        ("nvfp4 of modelopt", "NVFP4 of .* weight, weight_scale,", "weight_scale"),
+    ],
+)
+def test_packed_tensors_replace_packed_matrices_and_floats_are_refused(tmp_path: Path, name: str, leaves: str, last: str) -> None:
+    first, second = (write_packed(tmp_path / str(seed), PACKINGS[name], seed=seed) for seed in (0, 1))
     with opened(second.folder, dtype="float32") as llm:
         wanted, sums = llm.generate(PROMPT, GREEDY).token_ids, llm.weight_checksums()
     with opened(first.folder, dtype="float32") as llm:
         before = llm.generate(PROMPT, GREEDY).token_ids
-        with pytest.raises(WeightUpdateError, match=r"attn\.wq_a\.weight: dtype F32, .* AWQ, .* send qweight, qzeros, scales"):
+        with pytest.raises(WeightUpdateError, match=rf"attn\.wq_a\.weight: dtype F32, .* {leaves}"):
             with llm.update_weights(1) as update:
                 update.load(NamedTensors(second.numbers))
-        with pytest.raises(WeightUpdateError, match=r"layers\.0\.attn\.wq_a\.scales: missing"):
+        with pytest.raises(WeightUpdateError, match=rf"layers\.0\.attn\.wq_a\.{last}: missing"):
             with llm.update_weights(2, partial=True) as update:
-                parts = {
-                    name: t for name, t in tensors_of(second.folder) if not name.endswith("layers.0.self_attn.q_a_proj.scales")
-                }
+                parts = {name: t for name, t in tensors_of(second.folder) if not name.endswith(Q_A + last)}
                 update.load(NamedTensors(parts))
         assert llm.generate(PROMPT, GREEDY).token_ids == before != wanted
         with llm.update_weights(3) as update:
@@ -248,6 +252,8 @@ def test_format_of_the_documentation_serves_and_updates(tmp_path: Path) -> None:
         with llm.update_weights(2, partial=True) as update:
             update.load(NamedTensors({name: first.numbers[name] + 1.0}))
         assert {key for key, value in llm.weight_checksums().items() if value != sums[key]} == {name}
+    plan = plan_memory(str(first.folder), gpu="h200", max_model_len=256, quant_formats=settings["quant_formats"])
+    assert "bfloat16 matrices, bfloat16 experts, bfloat16 KV rows" in plan.planned_for
     with pytest.raises(ConfigError, match=r"known: fp8, awq, gptq.*quant_formats"), opened(first.folder):
         pass
 
@@ -275,9 +281,6 @@ def refused(folder: Path, path: Path, quantization: Mapping[str, Any], tensors: 
     with pytest.raises((CheckpointError, ConfigError)) as caught, opened(path):
         pass
     return str(caught.value)
-
-
-Q_A = "model.layers.0.self_attn.q_a_proj."
 
 
 @pytest.mark.parametrize(
@@ -342,14 +345,7 @@ def test_layouts_that_cut_groups_are_not_advised(tmp_path: Path) -> None:
 
 
 def test_drafter_that_is_not_packed_leaves_the_others_packed(tmp_path: Path) -> None:
-    raw, packing = {**BLOCKS, "quantization_config": None}, PACKINGS["awq"]
-    config = parse_config(raw)
-    specs, numbers, parts = official_shapes(config), random_checkpoint(config), {}
-    for name, tensor in numbers.items():
-        if is_packed(name, specs[name].kind) and not name.startswith("mtp."):
-            parts[name], numbers[name] = packing.pack(tensor)
-    write_checkpoint(tmp_path, {**raw, "quantization_config": packing.config}, packed_names(numbers, parts, raw))
-    write_tokenizer(tmp_path, raw["vocab_size"])
+    numbers = write_random_packed(tmp_path, {**BLOCKS, "quantization_config": None}, PACKINGS["awq"])
     settings = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32")
     source = ModelSource.open(settings)
     assert (source.expert_format, source.dense_four_bit, source.drafter_four_bit) == ("four_bit", True, False)
