@@ -327,7 +327,9 @@ def compressed_tensors(quantization: Mapping[str, Any]) -> QuantFormat:
         raise UnsupportedError(
             f"quantization_config.format={shown(kind)} is not supported; known are 'pack-quantized' and 'nvfp4-pack-quantized'"
         )
-    group = _int4(weights, "num_bits", type="int", strategy="group", actorder=None)
+    group = _int4(weights, "num_bits", type="int", strategy="group")
+    if weights.get("actorder") not in (None, "static", "weight"):  # with which groups are in the order of the inputs
+        raise UnsupportedError(f"quantization_config: actorder={shown(weights['actorder'])} is not supported; 'static' is")
     packed = Part("weight_packed", ("I32",), ((OUT, 1), (IN, 8)))
     scales = Part("weight_scale", _SCALES, ((OUT, 1), (IN, group)))
     zeros = Part("weight_zero_point", ("I32",), ((OUT, 8), (IN, group)))
@@ -362,7 +364,7 @@ def modelopt(quantization: Mapping[str, Any]) -> QuantFormat:
 
 
 def _nvfp4(name: str, codes: str, factor: str, *, divides: bool) -> QuantFormat:
-    """Weight-only: what there is of scales for activations is not read."""
+    """Weight-only: what there is of scales for activations and KV rows is not read."""
 
     def read(parts: Mapping[str, Tensor]) -> FourBit:
         rows, whole = parts[codes], parts[factor].reshape(1, 1)
@@ -373,7 +375,7 @@ def _nvfp4(name: str, codes: str, factor: str, *, divides: bool) -> QuantFormat:
         Part("weight_scale", ("F8_E4M3",), ((OUT, 1), (IN, 16))),
         Part(factor, ("F32",)),
     )
-    unread = ("input_global_scale", "input_scale")
+    unread = ("input_global_scale", "input_scale", "k_scale", "v_scale")
     return QuantFormat(name=name, parts=parts, read=read, unread=unread, group=16, scales="weight_scale")
 
 

@@ -296,6 +296,12 @@ def refused(folder: Path, path: Path, quantization: Mapping[str, Any], tensors: 
         ("gptq", {"desc_act": True}, "desc_act=True is not supported"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         ("compressed-tensors", {"config_groups": {}}, "config_groups={} is not supported; one group"),
+        (
+            "compressed-tensors",
+            {"config_groups": {"g": {"weights": {"num_bits": 4, "actorder": "group"}}}},
+            "actorder='group' is not",
+        ),
+        ("compressed-tensors", {"config_groups": {"g": {"weights": {"num_bits": 8}}}}, "with num_bits=8 is not supported"),
         ("compressed-tensors", {"format": "marlin-24"}, "format='marlin-24' is not supported"),
         ("nvfp4 of modelopt", {"quant_algo": "FP8"}, "quant_algo='FP8' is not supported; ModelOpt's 'NVFP4' is"),
     ],
