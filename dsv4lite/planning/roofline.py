@@ -19,7 +19,7 @@ from dsv4lite.weights.quant import Numerics
 
 HOP_S = 10e-6
 _FLOAT = 4
-_EXPERT_ITEM = {"fp4": 0.5 + 1 / 32, "fp8": 1.0}
+_EXPERT_ITEM = {"fp4": 0.5 + 1 / 32, "fp8": 1.0, "four_bit": 0.5 + 1 / 32}
 
 
 def stage_roofline(

@@ -105,6 +105,7 @@ def launches(capability: int) -> list[Specialization]:
 def _works() -> Iterator[Callable[[], object]]:
     fp4 = {"quantized": True, "dense_fp8": True, "expert_format": "fp4"}
     block_fp8 = {"quantized": True, "dense_fp8": True, "scale_dtype": torch.float32, "expert_format": "fp8"}
+    int4 = {"quantized": False, "expert_format": "four_bit", "dense_four_bit": True, "group": 128, "scale_dtype": torch.float16}
     small = json.loads((Path(tiny_model()) / "config.json").read_text())
     for config, numerics in (
         (small, fp4),
@@ -127,6 +128,9 @@ def _works() -> Iterator[Callable[[], object]]:
         (V3, block_fp8 | {"fp8_rows": False}),
         (V32, block_fp8 | {"fp8_rows": True}),
         (V32, {"quantized": False}),
+        (V3, int4),
+        (V3, int4 | {"dtype": torch.float32, "group": 32, "scale_dtype": torch.bfloat16}),
+        (V3, int4 | {"group": 16, "scale_dtype": torch.float8_e4m3fn}),
     ):
         yield from _steps(_mla(config, numerics), FEWER_PREFILLS, FEWER_DECODES)
     yield from (_sampling, _runs, _ranks, _products, _experts, _selection, _updates)

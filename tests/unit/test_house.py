@@ -43,6 +43,7 @@ LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
 UPWARD = {
     ("config", "models.family"): "the type of a family of the host's own",
     ("config", "parallel.experts"): "the type of what makes a dispatcher",
+    ("config", "weights.formats"): "the type of a weight-only format of the host's own",
     ("request", "text.parse"): "the type of a parsed tool call",
     ("request", "text.structured"): "a grammar given as a dict becomes a value when a request has one",
 }
