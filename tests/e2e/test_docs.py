@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import importlib
 import inspect
 import re
-import runpy
 import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,7 +21,7 @@ from dsv4lite import __main__ as program
 from tests.e2e.engines import SMALL, prompts_of, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 ELSEWHERE = ("_parallel_size", "device_mesh")  # code with one of these needs several processes; other tests start them
 HUB = re.compile(r"(deepseek-ai|path/to)/[\w.-]+")
 
@@ -39,13 +39,17 @@ class Block:
         return f"{self.page}:{self.line}"
 
 
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
 def blocks() -> list[Block]:
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             line = text.count("\n", 0, match.start()) + 1
-            found.append(Block(page=page.name, line=line, language=match[1], text=match[2]))
+            found.append(Block(page=name_of(page), line=line, language=match[1], text=match[2]))
     return found
 
 
@@ -90,18 +94,28 @@ def test_commands_of_the_pages_parse(command: str) -> None:
     if words[:3] == ["python", "-m", "dsv4lite"]:
         if words[3:] != ["--help"]:
             program._parser().parse_args(words[3:])
-    else:
+    elif words[1] != "-m":
         assert (ROOT / words[1]).is_file()
+    else:
+        assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file()
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "examples/bench").glob("*.py")), ids=lambda file: file.stem)
-def test_kernel_benchmarks_load_without_a_gpu(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "examples/benchmarks/kernels").glob("*.py")))
+def test_kernel_benchmarks_load_without_a_gpu(name: str) -> None:
     pytest.importorskip("triton")
-    monkeypatch.syspath_prepend(file.parent)
-    assert runpy.run_path(str(file))["__doc__"]
+    assert importlib.import_module(f"examples.benchmarks.kernels.{name}").__doc__
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_programs_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    files = re.findall(r"\b(?:examples|tests)/[\w/]+\.(?:py|sh)\b", text)
+    modules = re.findall(r"-m ((?:examples|tests)\.[\w.]+\w)", text)
+    for file in [*files, *(module.replace(".", "/") + ".py" for module in modules)]:
+        assert (ROOT / file).is_file(), file
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_of_the_pages_have_targets(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if "://" in target:

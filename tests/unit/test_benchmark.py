@@ -1,4 +1,4 @@
-"""What ``examples/benchmark.py`` draws, and what it counts."""
+"""What ``examples/benchmarks/engine.py`` draws, and what it counts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from dsv4lite.layout import Layout
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.weights.quant import Numerics
-from examples.benchmark import MODELS, arguments, communication, flash, floor_bytes, plot, pro, run, ticks
-from examples.benchmark_rollouts import main as benchmark_rollouts
+from examples.benchmarks.engine import MODELS, arguments, communication, flash, floor_bytes, plot, pro, run, ticks
+from examples.benchmarks.rollouts import main as benchmark_rollouts
 from tests import tiny
 
 RESIDENT = Numerics.choose(
