@@ -1,9 +1,10 @@
-"""``examples/chat_app.py``: an answer streams, and a browser that disconnects ends its request."""
+"""``examples/chat_app.py`` and the endpoint of the guide: answers stream, and a client that disconnects ends its request."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import runpy
 import shutil
 import threading
@@ -18,7 +19,7 @@ import pytest
 from dsv4lite import LLM, SamplingParams
 
 starlette = pytest.importorskip("starlette")
-APP = Path(__file__).resolve().parents[2] / "examples/chat_app.py"
+ROOT = Path(__file__).resolve().parents[2]
 SAY = [{"role": "user", "content": "abc"}]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
@@ -34,7 +35,7 @@ def spec(request: pytest.FixtureRequest) -> str:
 def program(model: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The example's names. Its answers have ``tokens`` tokens: the model is random, so its own end would be anywhere."""
     monkeypatch.setenv("MODEL", str(model))
-    names = runpy.run_path(str(APP))
+    names = runpy.run_path(str(ROOT / "examples/chat_app.py"))
     names["tokens"] = 400
     inner = names["chat"].__globals__
     inner["SamplingParams"] = lambda max_tokens: SamplingParams(max_tokens=names["tokens"], ignore_eos=True, seed=1)
@@ -58,11 +59,11 @@ async def lifespan(app: Any) -> AsyncIterator[None]:
 class Client:
     """One request to an ASGI application, read part by part."""
 
-    def __init__(self, app: Any, spec: str, body: Any) -> None:
+    def __init__(self, app: Any, spec: str, body: Any, path: str = "/chat/") -> None:
         self.sent: asyncio.Queue[Any] = asyncio.Queue()
         self.gone = asyncio.Event()
         self._body, self._spec = json.dumps(body).encode(), spec
-        scope = {"type": "http", "asgi": {"spec_version": spec}, "method": "POST", "path": "/chat/", "raw_path": b"/chat/"}
+        scope = {"type": "http", "asgi": {"spec_version": spec}, "method": "POST", "path": path, "raw_path": path.encode()}
         scope |= {"headers": [], "query_string": b"", "root_path": ""}
         self.served = asyncio.create_task(app(scope, self._receive, self._send))
 
@@ -84,7 +85,7 @@ class Client:
         while length is None or len(found) < length:
             message = await self.sent.get()
             found += message.get("body", b"").decode()
-            if message["type"] == "http.response.body" and not message["more_body"]:
+            if message["type"] == "http.response.body" and not message.get("more_body"):
                 break
         return found
 
@@ -119,6 +120,58 @@ async def test_disconnect_ends_the_request(program: dict[str, Any], spec: str) -
         await idle(program["llm"])
         assert 3 <= program["llm"].stats().generated_tokens < 400
         assert program["llm"].state == "ready"
+
+
+@pytest.fixture
+def endpoint(model: Path) -> dict[str, Any]:
+    """The names of the guide's application."""
+    page = (ROOT / "docs/guides/application.md").read_text(encoding="utf-8")
+    code = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert code is not None
+    names: dict[str, Any] = {}
+    exec(compile(code[1].replace("path/to/DeepSeek-V4-Flash", str(model)), "application.md", "exec"), names)
+    return names
+
+
+PATH = "/v1/chat/completions"
+BODY = {"messages": SAY, "max_tokens": 12, "seed": 1, "ignore_eos": True}
+
+
+async def test_guide_s_endpoint_answers_as_openai_does(endpoint: dict[str, Any], model: Path, spec: str) -> None:
+    async with lifespan(endpoint["app"]):
+        whole = json.loads(await Client(endpoint["app"], spec, BODY, PATH).text())
+        events = (await Client(endpoint["app"], spec, {**BODY, "stream": True}, PATH).text()).split("\n\n")
+        again = await endpoint["llm"].chat(SAY, SamplingParams(max_tokens=12, seed=1, ignore_eos=True))
+    choice = whole["choices"][0]
+    assert whole["object"] == "chat.completion" and whole["usage"]["completion_tokens"] == 12
+    assert choice["message"]["content"] == again.text and choice["finish_reason"] == "length"
+    assert events[-2:] == ["data: [DONE]", ""]
+    changes = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-2]]
+    assert "".join(change["delta"]["content"] for change in changes) == again.text
+    assert [change["finish_reason"] for change in changes] == [None] * (len(changes) - 1) + ["length"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_guide_s_endpoint_says_what_is_wrong_before_it_answers(endpoint: dict[str, Any], spec: str, stream: bool) -> None:
+    wrong = [({"temperature": -1}, 400, "InvalidRequestError"), ({"max_tokens": 10**9}, 400, "ContextLengthError")]
+    async with lifespan(endpoint["app"]):
+        for change, status, kind in [*wrong, ({"messages": None}, 400, "InvalidRequestError")]:
+            client = Client(endpoint["app"], spec, {**BODY, **change, "stream": stream}, PATH)
+            assert (await client.sent.get())["status"] == status
+            assert json.loads(await client.text())["error"]["type"] == kind
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_guide_s_endpoint_ends_requests_of_clients_that_are_gone(endpoint: dict[str, Any], spec: str, stream: bool) -> None:
+    async with lifespan(endpoint["app"]):
+        client = Client(endpoint["app"], spec, {**BODY, "max_tokens": 400, "stream": stream}, PATH)
+        while not endpoint["llm"].stats().num_running:
+            await asyncio.sleep(0.01)
+        client.gone.set()
+        (error,) = await asyncio.gather(client.served, return_exceptions=True)
+        assert error is None or type(error).__name__ in ("ClientDisconnect", "OSError")  # what send raised
+        await idle(endpoint["llm"])
+        assert endpoint["llm"].stats().generated_tokens < 400
 
 
 @pytest.fixture

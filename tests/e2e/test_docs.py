@@ -22,7 +22,13 @@ from tests.e2e.engines import SMALL, prompts_of, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-ELSEWHERE = ("_parallel_size", "device_mesh")  # code with one of these needs several processes; other tests start them
+ELSEWHERE = (
+    "_parallel_size",
+    "device_mesh",
+    "import ray",
+)  # code with one of these starts processes; other tests run it
+LONG = "tools=tools"  # the prompt of code with this has more than 1,000 letters
+OPTIONAL = {"prometheus_client", "starlette"}  # not among the test extra's packages everywhere
 HUB = re.compile(r"(deepseek-ai|path/to)/[\w.-]+")
 
 
@@ -69,14 +75,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_model(folder, {**SMALL, "max_position_embeddings": 220}))
 
 
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same for prompts that are longer."""
+    return str(write_model(tmp_path_factory.mktemp("long"), {**SMALL, "max_position_embeddings": 2000}))
+
+
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_code_of_the_pages_runs(
-    block: Block, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    block: Block, model: str, long_model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if LONG in block.text:
+        model = long_model
     text = HUB.sub(model, block.text)
     code = compile("\n" * block.line + text, block.page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     if any(setting in text for setting in ELSEWHERE):
         return
+    for package in OPTIONAL & set(re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)):
+        pytest.importorskip(package)
+    if "integrations.lm_eval" in text:
+        pytest.importorskip("lm_eval")
     monkeypatch.setattr(config, "tiny_model", lambda: model)
     monkeypatch.delitem(vars(dsv4lite), "tiny_model", raising=False)  # where it was looked up before
     names: dict[str, Any] = {name: getattr(dsv4lite, name) for name in dsv4lite.__all__}
@@ -117,7 +135,8 @@ def test_programs_that_a_page_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_of_the_pages_have_targets(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         if "://" in target:
             continue
         path, _, anchor = target.partition("#")
