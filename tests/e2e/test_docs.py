@@ -112,6 +112,8 @@ def test_commands_of_the_pages_parse(command: str) -> None:
     if words[:3] == ["python", "-m", "dsv4lite"]:
         if words[3:] != ["--help"]:
             program._parser().parse_args(words[3:])
+    elif words[1:3] == ["-m", "mkdocs"]:
+        assert (ROOT / words[-1]).is_file()
     elif words[1] != "-m":
         assert (ROOT / words[1]).is_file()
     else:
