@@ -62,7 +62,7 @@ class Client:
     def __init__(self, app: Any, spec: str, body: Any, path: str = "/chat/") -> None:
         self.sent: asyncio.Queue[Any] = asyncio.Queue()
         self.gone = asyncio.Event()
-        self._body, self._spec = json.dumps(body).encode(), spec
+        self._body, self._spec = body if isinstance(body, bytes) else json.dumps(body).encode(), spec
         scope = {"type": "http", "asgi": {"spec_version": spec}, "method": "POST", "path": path, "raw_path": path.encode()}
         scope |= {"headers": [], "query_string": b"", "root_path": ""}
         self.served = asyncio.create_task(app(scope, self._receive, self._send))
@@ -159,6 +159,13 @@ async def test_guide_s_endpoint_says_what_is_wrong_before_it_answers(endpoint: d
             client = Client(endpoint["app"], spec, {**BODY, **change, "stream": stream}, PATH)
             assert (await client.sent.get())["status"] == status
             assert json.loads(await client.text())["error"]["type"] == kind
+        for body, kind in ((b"{", "JSONDecodeError"), (b"[1]", "InvalidRequestError")):
+            client = Client(endpoint["app"], spec, body, PATH)
+            assert (await client.sent.get())["status"] == 400
+            assert json.loads(await client.text())["error"]["type"] == kind
+        await endpoint["llm"].aclose()
+        client = Client(endpoint["app"], spec, {**BODY, "stream": stream}, PATH)
+        assert (await client.sent.get())["status"] == 503
 
 
 @pytest.mark.parametrize("stream", [False, True])
