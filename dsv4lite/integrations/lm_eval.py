@@ -4,12 +4,14 @@ The harness has no entry point for models, so a program imports this module, or 
 
     python -m dsv4lite.integrations.lm_eval run --model dsv4lite --model_args model=PATH --tasks hellaswag
 
-Log-likelihoods are those of ``score``, texts those of ``generate``.
+Log-likelihoods are those of ``score``, texts those of ``generate``, or of ``chat`` with ``--apply_chat_template``.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Unpack
 
 from lm_eval.api.model import TemplateLM
@@ -18,8 +20,13 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from dsv4lite.config import EngineSettings
+from dsv4lite.errors import UnsupportedError
 from dsv4lite.llm import LLM
 from dsv4lite.request import SamplingParams
+
+
+class Conversation(str):
+    """Messages as JSON text: what the harness passes on as a prompt when it applies a chat template."""
 
 
 @register_model("dsv4lite")
@@ -70,6 +77,32 @@ class Model(TemplateLM):
         tokenizer = self.llm.tokenizer
         return tokenizer.encode(string, add_bos=tokenizer.add_bos_token if add_special_tokens is None else add_special_tokens)
 
+    @property
+    def tokenizer_name(self) -> str:
+        """The model's name, by which the harness tells cached requests apart."""
+        return self.llm.config.model
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> Conversation:
+        """Return the messages for ``chat``, which writes them in the model's own format.
+
+        Raises:
+            UnsupportedError: The task wants the beginning of the answer written, too.
+        """
+        if not add_generation_prompt:
+            raise UnsupportedError("dsv4lite with lm-eval: the beginning of an answer (gen_prefix) with a chat template")
+        return Conversation(json.dumps(chat_history))
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation, and whether greedy decoding would have written it.
+
+        Raises:
+            UnsupportedError: The context is a conversation.
+        """
+        if any(isinstance(request.args[0], Conversation) for request in requests):
+            raise UnsupportedError("dsv4lite with lm-eval: log-likelihoods with a chat template; leave --apply_chat_template out")
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        return found
+
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
@@ -95,16 +128,23 @@ class Model(TemplateLM):
         Raises:
             InvalidRequestError: The task has a setting that ``SamplingParams`` does not.
         """
-        prompts, params = [], []
+        contexts, params = [], []
         for context, given in (request.args for request in requests):
             settings = {**normalize_gen_kwargs(given, self.max_gen_toks)}
             if not settings.pop("do_sample"):
                 settings["temperature"] = 0.0
-            most = settings["max_tokens"] = settings.pop("max_gen_toks")
+            settings["max_tokens"] = settings.pop("max_gen_toks")
             settings["stop"] = [text for text in settings.pop("until") if text]
-            prompts.append(self._last(self.tok_encode(context), self.max_length - most))
+            contexts.append(context)
             params.append(SamplingParams.from_dict(settings))
-        return [output.text for output in self.llm.generate_batch(prompts, params)]
+        with ThreadPoolExecutor(2 * self.llm.config.max_num_seqs) as threads:
+            return list(threads.map(self._answer, contexts, params))
+
+    def _answer(self, context: str, params: SamplingParams) -> str:
+        if isinstance(context, Conversation):
+            return self.llm.chat(json.loads(context), params).text
+        assert params.max_tokens is not None
+        return self.llm.generate(self._last(self.tok_encode(context), self.max_length - params.max_tokens), params).text
 
     def _last(self, ids: list[int], most: int) -> list[int]:
         return ids[-max(most, 1) :]

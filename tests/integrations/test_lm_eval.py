@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dsv4lite.errors import InvalidRequestError
+from dsv4lite.errors import InvalidRequestError, UnsupportedError
 from dsv4lite.llm import LLM
 from dsv4lite.request import SamplingParams
 from tests.e2e.engines import MODEST, write_model
@@ -98,6 +98,28 @@ def test_harness_evaluates_a_task_with_it(model: Any) -> None:
 
     right = [likelier(row["text"]) == row["label"] for row in rows]
     assert found["results"]["small"]["acc,none"] == sum(right) / len(right)
+
+
+def test_chat_template_of_the_harness_is_the_model_s_own(model: Any) -> None:
+    """``simple_evaluate`` applies it: the answers are those of ``chat``."""
+    from datasets import Dataset
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    rows = [{"text": "ab"}, {"text": "c d"}]
+    task: dict[str, Any] = {"task": "talk", "dataset_path": "json", "output_type": "generate_until", "test_split": "test"}
+    task |= {"doc_to_text": "text", "doc_to_target": "x", "generation_kwargs": {"until": ["q"], "max_gen_toks": 8}}
+    task |= {"custom_dataset": lambda **_: {"test": Dataset.from_list(rows)}, "metric_list": [{"metric": "exact_match"}]}
+    manager = TaskManager(include_defaults=False)
+    found = simple_evaluate(model=model, tasks=[task], task_manager=manager, bootstrap_iters=0, apply_chat_template=True)
+    params = SamplingParams(temperature=0, max_tokens=8, stop=["q"])
+    wanted = [model.llm.chat([{"role": "user", "content": row["text"]}], params).text for row in rows]
+    assert [sample["resps"][0][0] for sample in found["samples"]["talk"]] == wanted
+    talk = model.apply_chat_template([{"role": "user", "content": "ab"}])
+    with pytest.raises(UnsupportedError, match="log-likelihoods with a chat template"):
+        model.loglikelihood(instances("loglikelihood", [(talk, "x")]))
+    with pytest.raises(UnsupportedError, match="gen_prefix"):
+        model.apply_chat_template([], add_generation_prompt=False)
 
 
 def test_harness_makes_it_by_name_with_settings_as_text(model: Any) -> None:
