@@ -257,7 +257,8 @@ class DeepseekMla(nn.Module):
             self.norm = parameter(c.hidden_size, numerics=numerics)
         self.blocks = tuple(Block(c, numerics, shard, i) for i in shard.layers)
         self.layers = nn.ModuleList(self.blocks)
-        self.mtps = tuple(Mtp(c, numerics, shard, c.num_hidden_layers + i) for i in range(c.num_mtp_layers if drafts else 0))
+        last, drafting = c.num_hidden_layers + (c.num_mtp_layers if drafts else 0), numerics.of_drafter
+        self.mtps = tuple(Mtp(c, drafting, shard, layer) for layer in range(c.num_hidden_layers, last))
         self.mtp = nn.ModuleList(self.mtps)
         yarn = c.yarn or Yarn(factor=1.0, original_positions=c.max_positions)
         self.frequencies = rope_frequencies(
