@@ -22,7 +22,18 @@ from dsv4lite.api.blocking import Block, Completions, Stream, WeightUpdate, bloc
 from dsv4lite.api.bridge import ThreadBridge, current_loop
 from dsv4lite.api.common import BaseLLM, BatchParams, Model
 from dsv4lite.api.jsonl import FileProgress, FileReport, RowFiles
-from dsv4lite.api.prepare import Message, Options, Reasoning, Tool, chat_job, completion_job, pair_job, row_job, score_job
+from dsv4lite.api.prepare import (
+    Message,
+    Options,
+    Reasoning,
+    Tool,
+    ToolChoice,
+    chat_job,
+    completion_job,
+    pair_job,
+    row_job,
+    score_job,
+)
 from dsv4lite.api.session import NOT_UPDATING, STARTED, PauseMode, Update, UpdateMode
 from dsv4lite.api.streams import AsyncCompletions, AsyncStream
 from dsv4lite.api.update import AsyncWeightUpdate
@@ -253,6 +264,7 @@ class AsyncLLM(BaseLLM):
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] | None = None,
+        tool_choice: ToolChoice = "auto",
         reasoning: Reasoning = "none",
         allow_special: bool = False,
         request_id: str | None = None,
@@ -267,6 +279,10 @@ class AsyncLLM(BaseLLM):
             messages: OpenAI-style messages with ``role`` and ``content``; see ``dsv4lite.text.chat.render_messages``.
             params: As in ``generate``.
             tools: OpenAI-style tool definitions.
+            tool_choice: ``"auto"``: the model answers or calls tools; ``"none"``: it cannot call any; ``"required"``: it calls one
+                or more; a tool's name, or OpenAI's ``{"type": "function", ...}``: it calls that one, once. Forced calls follow a
+                grammar, and so does ``"auto"`` if a tool has ``"strict": True``: they are well-formed, their arguments fit the
+                tools' schemas, and none ends up in the text. A grammar needs the extra ``structured``.
             reasoning: How hard to think before the answer; ``"none"`` is not to. V3 never thinks, R1 always.
             allow_special: Let control tokens that are written in messages and tools, such as ``<｜User｜>``, act as such. By
                 default they are text, and a tool's result cannot close its own tag.
@@ -277,9 +293,13 @@ class AsyncLLM(BaseLLM):
 
         Raises:
             InvalidRequestError: A message, a tool or a parameter is malformed. Other errors are those of ``generate``.
+            UnsupportedError: ``tool_choice`` needs a grammar, and the model's form of calls is not known or ``structured_outputs``
+                are given, too.
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        return await self._run(chat_job(self._check("chat"), messages, params, options, tools, reasoning, allow_special))
+        return await self._run(
+            chat_job(self._check("chat"), messages, params, options, tools, tool_choice, reasoning, allow_special)
+        )
 
     def chat_stream(
         self,
@@ -287,6 +307,7 @@ class AsyncLLM(BaseLLM):
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] | None = None,
+        tool_choice: ToolChoice = "auto",
         reasoning: Reasoning = "none",
         allow_special: bool = False,
         request_id: str | None = None,
@@ -303,7 +324,7 @@ class AsyncLLM(BaseLLM):
             InvalidRequestError: A message or a tool is malformed.
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        job = chat_job(self._check("chat_stream"), messages, params, options, tools, reasoning, allow_special)
+        job = chat_job(self._check("chat_stream"), messages, params, options, tools, tool_choice, reasoning, allow_special)
         return AsyncStream(self._session, self._bridge, partial(self._submit, job))
 
     async def score(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _PROMPTS = ("messages", "prompt", "prompt_token_ids")
-_CHAT_KEYS = ("tools", "reasoning_effort")
+_CHAT_KEYS = ("tools", "tool_choice", "reasoning_effort")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,8 @@ class RowFiles:
         wanted = base.replace(**openai_settings(body))
         if row.chat:
             effort: Any = body.get("reasoning_effort") or "none"
-            return chat_job(info, body["messages"], wanted, options, body.get("tools"), effort, False)
+            choice = body.get("tool_choice") or "auto"
+            return chat_job(info, body["messages"], wanted, options, body.get("tools"), choice, effort, False)
         prompt = body["prompt"] if "prompt" in body else {"prompt_token_ids": body["prompt_token_ids"]}
         return completion_job(info, prompt, wanted, options)
 
