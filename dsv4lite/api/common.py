@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence, Sized
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dsv4lite.engine.engine import EngineInfo, EngineStats
     from dsv4lite.planning.memory import MemoryPlan
 
+log = logging.getLogger("dsv4lite.api")
 Model = str | os.PathLike[str] | EngineConfig
 BatchParams = SamplingParams | Sequence[SamplingParams] | None
 
@@ -48,6 +50,7 @@ class BaseLLM:
         if isinstance(model, EngineConfig):
             given = {field.name: getattr(model, field.name) for field in fields(model)}
         self._session = Session(EngineConfig.from_dict({**given, **settings}))
+        self._noted_limit = False
         # The session does not know this object: what the engine's thread holds must not keep it from being garbage.
         weakref.finalize(self, self._session.drop).atexit = False
 
@@ -117,6 +120,9 @@ class BaseLLM:
         """Encode and check a prompt, and hand the request to the session."""
         self._check("generate")
         request = await self._bridge.offload(job.make) if job.is_long else job.make()
+        if request.generate and request.params.max_tokens is None and not self._noted_limit:
+            self._noted_limit = True
+            log.warning("a request without max_tokens may run to max_model_len; set SamplingParams(max_tokens=...). Said once.")
         return self._session.submit(job, request, wake)
 
     async def _run(self, job: Job) -> RequestOutput:

@@ -28,6 +28,10 @@ ToolChoice = str | Mapping[str, Any]
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 
+_HINTS = {
+    **dict.fromkeys(("prompt", "text"), "give the text itself, not in a mapping"),
+    **dict.fromkeys(("messages", "role", "content"), "chat and chat_stream take messages"),
+}
 LONG_PROMPT = 50_000
 """Characters or token ids; a longer prompt is encoded and checked in a worker thread."""
 
@@ -299,7 +303,8 @@ def _encode(tokenizer: Tokenizer, prompt: object, name: str, *, add_bos: bool) -
     if isinstance(prompt, Mapping):
         for key in prompt:
             if key != "prompt_token_ids":
-                hint = near_match(key, ["prompt_token_ids"])
+                hint = _HINTS.get(key) if isinstance(key, str) else None
+                hint = near_match(key, ["prompt_token_ids"]) if hint is None else f"; {hint}"
                 raise InvalidRequestError(f"the {name} has the unknown key {shown(key)}{hint}", parameter=name, value=key)
         prompt = prompt.get("prompt_token_ids")
     if isinstance(prompt, (bytes, bytearray)):
@@ -310,7 +315,9 @@ def _encode(tokenizer: Tokenizer, prompt: object, name: str, *, add_bos: bool) -
         found = type(prompt).__name__
         if isinstance(prompt, Sequence):
             strange = next((part for part in prompt if not isinstance(part, SupportsIndex)), prompt[0])
-            found += f" with {shown(strange)} in it; generate_batch takes several prompts"
+            messages = isinstance(strange, Mapping) and "role" in strange
+            found += f" with {shown(strange)} in it; "
+            found += "chat and chat_stream take messages" if messages else "generate_batch takes several prompts"
         rule = "must be a str, token ids, or {'prompt_token_ids': [...]}"
         raise InvalidRequestError(f"the {name} {rule}, not {found}", parameter=name, value=prompt) from error
 

@@ -44,6 +44,7 @@ UPWARD = {
     ("config", "models.family"): "the type of a family of the host's own",
     ("config", "parallel.experts"): "the type of what makes a dispatcher",
     ("request", "text.parse"): "the type of a parsed tool call",
+    ("request", "text.tokenizer"): "the type of what makes text of tokens in bodies of OpenAI's format",
     ("request", "text.structured"): "a grammar given as a dict becomes a value when a request has one",
 }
 # What a room must not know although it lies below.
