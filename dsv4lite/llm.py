@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, Self, Unpack
 import anyio
 import anyio.to_thread
 
-from dsv4lite.api.batch import OnError
+from dsv4lite.api.batch import BatchRow, OnError
 from dsv4lite.api.blocking import Block, Completions, Stream, WeightUpdate, blocking, finish
 from dsv4lite.api.bridge import ThreadBridge, current_loop
 from dsv4lite.api.common import BaseLLM, BatchParams, Model
@@ -150,7 +150,7 @@ class AsyncLLM(BaseLLM):
 
     async def generate_batch(
         self,
-        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        prompts: Iterable[BatchRow] | AsyncIterable[BatchRow],
         params: BatchParams = None,
         *,
         on_error: OnError = "raise",
@@ -158,15 +158,16 @@ class AsyncLLM(BaseLLM):
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str | None = None,
+        progress: bool = False,
     ) -> list[RequestOutput]:
         """Continue many prompts and return the outputs in their order; see ``as_completed``."""
         job = row_job(Options(priority=priority, deadline=deadline, cache_salt=cache_salt))
-        async with self._completions("generate_batch", prompts, params, job, on_error, max_in_flight) as outputs:
+        async with self._completions("generate_batch", prompts, params, job, on_error, max_in_flight, progress) as outputs:
             return sorted([output async for output in outputs], key=lambda output: output.index)
 
     def as_completed(
         self,
-        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        prompts: Iterable[BatchRow] | AsyncIterable[BatchRow],
         params: BatchParams = None,
         *,
         on_error: OnError = "raise",
@@ -174,13 +175,14 @@ class AsyncLLM(BaseLLM):
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str | None = None,
+        progress: bool = False,
     ) -> AsyncCompletions:
         """Continue many prompts and iterate over the outputs as they finish.
 
         Args:
-            prompts: Any iterable of any length; it is pulled only as far as ``max_in_flight`` allows, when an output is asked for.
-                ``AsyncLLM`` also takes an asynchronous one and pulls it in a task of its own, so that it may wait for what the
-                consumer does with the outputs.
+            prompts: Any iterable of any length, of prompts or of ``Row``, whose metadata comes back on its output. It is pulled
+                only as far as ``max_in_flight`` allows, when an output is asked for. ``AsyncLLM`` also takes an asynchronous one
+                and pulls it in a task of its own, so that it may wait for what the consumer does with the outputs.
             params: One for all prompts, or a sequence with one for each.
             on_error: ``"raise"`` ends the iteration with the first prompt that fails; ``"return"`` hands out its output with
                 ``error`` set, and goes on. An exception of ``prompts`` itself, or the end of the engine, is raised in either case.
@@ -188,13 +190,14 @@ class AsyncLLM(BaseLLM):
             priority: As in ``generate``.
             deadline: Seconds from the moment a prompt is pulled.
             cache_salt: As in ``generate``.
+            progress: Show a bar (tqdm, the extra ``progress``), also in notebooks.
 
         Returns:
             An iterator; ``index`` of an output is the prompt's position. Leaving the loop early aborts what is in flight as soon as
             the iterator is dropped; ``async with`` around it, or ``aclose``, does so at a definite point.
         """
         job = row_job(Options(priority=priority, deadline=deadline, cache_salt=cache_salt))
-        return self._completions("as_completed", prompts, params, job, on_error, max_in_flight)
+        return self._completions("as_completed", prompts, params, job, on_error, max_in_flight, progress)
 
     async def generate_file(
         self,

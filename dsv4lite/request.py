@@ -25,6 +25,7 @@ LogprobsMode = Literal["raw", "processed"]
 Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
 Kind = TypeVar("Kind")
 
+
 LEAST_LOGPROB = -9999.0
 """What OpenAI's format has for a token of no probability: JSON knows no infinities."""
 
@@ -426,6 +427,21 @@ class Replay:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A prompt of ``generate_batch`` or ``as_completed`` with something of the caller's.
+
+    Attributes:
+        prompt: As in ``generate``.
+        metadata: Comes back as it is, as ``metadata`` of the row's output.
+        params: Of this row; ``None`` means those of the call.
+    """
+
+    prompt: Prompt
+    metadata: Any = None
+    params: SamplingParams | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Token counts of one request.
@@ -559,6 +575,7 @@ class RequestOutput:
 
     Attributes:
         index: Position in the batch the request came with, else 0.
+        metadata: What the caller gave with its ``Row``.
         error: With ``on_error="return"``, why the request failed; ``outputs`` may then be partial or empty.
     """
 
@@ -570,6 +587,7 @@ class RequestOutput:
     usage: Usage = field(default_factory=lambda: Usage(prompt_tokens=0, completion_tokens=0))
     timing: Timing = field(default_factory=Timing)
     error: DSV4LiteError | None = None
+    metadata: Any = None
 
     @property
     def text(self) -> str:
@@ -593,8 +611,9 @@ class RequestOutput:
 
     def __repr__(self) -> str:
         counts = f"{len(self.prompt_token_ids)} prompt tokens"
-        failed = "" if self.error is None else f", error={self.error!r}"
-        return f"RequestOutput(index={self.index}, request_id={self.request_id!r}, {counts}, outputs={self.outputs!r}{failed})"
+        more = "" if self.error is None else f", error={self.error!r}"
+        more += "" if self.metadata is None else f", metadata={shown(self.metadata)}"
+        return f"RequestOutput(index={self.index}, request_id={self.request_id!r}, {counts}, outputs={self.outputs!r}{more})"
 
     def _repr_html_(self) -> str:
         failed = "" if self.error is None else f"<p><b>{html.escape(f'{type(self.error).__name__}: {self.error}')}</b></p>"

@@ -17,6 +17,7 @@ from dsv4lite.api.streams import AsyncCompletions
 from dsv4lite.checks import require
 from dsv4lite.config import EngineConfig, EngineSettings
 from dsv4lite.errors import EngineStateError
+from dsv4lite.progress import new_bar
 from dsv4lite.request import Phase, RequestOutput, SamplingParams
 from dsv4lite.text.tokenizer import Tokenizer
 
@@ -143,6 +144,7 @@ class BaseLLM:
         make_job: RowJob,
         on_error: OnError = "raise",
         max_in_flight: int | None = None,
+        progress: bool = False,
     ) -> AsyncCompletions:
         """Run the jobs of many rows; they may be of any length and are not looked at.
 
@@ -153,6 +155,7 @@ class BaseLLM:
             make_job: Makes the job of a row with its params and its index.
             on_error: As in ``as_completed``.
             max_in_flight: As in ``as_completed``.
+            progress: As in ``as_completed``.
         """
         self._check(call)
         name = "pairs" if call == "score_batch" else "prompts"
@@ -170,4 +173,7 @@ class BaseLLM:
                 require(False, "params", each, problem)
             return await self._submit(make_job(self._check(call), row, one if each is None else each[index], index))
 
-        return AsyncCompletions(Batch(self._session, self._bridge, rows, on_error, max_in_flight), submit)
+        require(isinstance(progress, bool), "progress", progress, "must be True or False")
+        batch = Batch(self._session, self._bridge, rows, on_error, max_in_flight)
+        bar = new_bar(call, len(rows) if isinstance(rows, Sized) else None, "rows") if progress else None
+        return AsyncCompletions(batch, submit, bar)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 from dsv4lite.api.collect import ParserFactory
 from dsv4lite.checks import is_number, is_unicode, require
 from dsv4lite.errors import InvalidRequestError, UnsupportedError, near_match, shown
-from dsv4lite.request import Prompt, Replay, Request, SamplingParams, check_request
+from dsv4lite.request import Prompt, Replay, Request, Row, SamplingParams, check_request
 from dsv4lite.text.forms import ChatForm
 from dsv4lite.text.messages import END_THINK, THINK, function_of, list_of
 from dsv4lite.text.parse import CallSyntax, ChatParser
@@ -260,8 +260,9 @@ RowJob = Callable[["EngineInfo", Any, SamplingParams | None, int], Job]
 def row_job(options: Options) -> RowJob:
     """Continue the prompts of a batch; a deadline counts from the moment a prompt is pulled."""
 
-    def job(info: EngineInfo, prompt: Prompt, params: SamplingParams | None, index: int) -> Job:
-        return completion_job(info, prompt, params, replace(options, index=index, arrival=time.monotonic()))
+    def job(info: EngineInfo, row: Prompt | Row, params: SamplingParams | None, index: int) -> Job:
+        prompt, own = (row.prompt, row.params) if isinstance(row, Row) else (row, None)
+        return completion_job(info, prompt, params if own is None else own, replace(options, index=index, arrival=time.monotonic()))
 
     return job
 

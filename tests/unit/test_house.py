@@ -26,7 +26,7 @@ PACKAGE = ROOT / "dsv4lite"
 # The layers, from the ground up. A room is a folder or a file of the package; a module belongs to the longest name that fits.
 # A module may import from its own room and from layers below. Rooms side by side do not know each other.
 LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
-    {"vocabulary": ("errors", "checks", "files", "request", "config", "layout", "paging")},
+    {"vocabulary": ("errors", "checks", "files", "request", "config", "layout", "paging", "progress")},
     {"text": ("text",), "kernels": ("kernels",), "scheduling": ("scheduling",), "device": ("device",)},
     {"state": ("state",), "parallel": ("parallel",)},
     {"models": ("models", "weights")},
