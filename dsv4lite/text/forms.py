@@ -71,7 +71,7 @@ def find_form(family: str | None, tokenizer: Tokenizer, *, shipped: bool) -> tup
         shipped: Take the checkpoint's template, even if the package knows the format.
     """
     template = tokenizer.chat_template
-    name = None if shipped else _release(family, tokenizer)
+    name = None if shipped else release_of(family, tokenizer)
     if name is not None:
         return FORMS[name], ""
     if template is None:
@@ -86,7 +86,7 @@ def find_form(family: str | None, tokenizer: Tokenizer, *, shipped: bool) -> tup
         return None, f"the chat template that this model ships cannot be read: {error}"
 
 
-def _release(family: str | None, tokenizer: Tokenizer) -> str | None:
+def release_of(family: str | None, tokenizer: Tokenizer) -> str | None:
     """Return the name of a model's format; V3, R1 and V3.1 have one config, and so have V3.2-Exp and V3.2."""
     template = tokenizer.chat_template
     if family not in ("deepseek_v3", "deepseek_v32"):
