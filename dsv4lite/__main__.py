@@ -261,10 +261,17 @@ def _parity(args: argparse.Namespace) -> int:
 
 
 def _import_torch() -> None:
-    """Import torch without its warning that numpy is missing, which no command needs. The process is the command's own."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-        import torch  # noqa: F401
+    """Import torch without its warning that numpy is missing, which no command needs. The process is the command's own.
+
+    Ctrl-C waits until then: numpy and torch take an interrupt in their imports for an error of their own.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+            import torch  # noqa: F401
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

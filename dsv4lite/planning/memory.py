@@ -107,7 +107,7 @@ class LayoutPlan:
         return f"  {self.layout!s:<28}{self.kv_tokens:>14,} tokens {times}  {'fits' if self.fits else 'does not fit'}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MemoryPlan:
     """What an engine holds; prints as a table.
 
@@ -154,6 +154,9 @@ class MemoryPlan:
             times = ", and the least time of a step of one sequence and of all" if self.layouts[0].alone_s is not None else ""
             lines.append(f"  layouts, with tokens of KV cache{times}:")
         return "\n".join([*lines, *map(str, self.layouts), *(f"  advice: {line}" for line in self.advice[1 - self.fits :])])
+
+    def __repr__(self) -> str:
+        return f"MemoryPlan({self.model!r}, {self._answer()})"
 
     def _answer(self) -> str:
         if not self.fits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,8 +46,9 @@ def test_plan_takes_every_layout_and_format(tmp_path: Path, capsys: pytest.Captu
         assert f"{dtype} matrices" in capsys.readouterr().out
 
 
-def test_plan_shows_itself_in_notebooks() -> None:
+def test_plan_shows_itself_in_prompts_and_notebooks() -> None:
     plan = plan_memory(tiny_model(), memory_bytes=GIB)
+    assert repr(plan).startswith(f"MemoryPlan({tiny_model()!r}, fits, with ") and len(repr(plan)) < 300
     assert plan._repr_html_().startswith("<pre>") and "KV cache" in plan._repr_html_()
 
 
@@ -80,6 +82,40 @@ def test_inspect_reads_a_folder_without_weights(tmp_path: Path, capsys: pytest.C
     assert "no weights in this folder" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "none")]) == 2
     assert "CheckpointError" in capsys.readouterr().err
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+            except KeyboardInterrupt:
+                raise ImportError("half imported")
+
+sys.meta_path.insert(0, Interrupt())
+from dsv4lite.__main__ import main
+sys.exit(main(["plan"]))
+"""
+
+
+def test_interrupt_while_torch_is_imported_ends_quietly() -> None:
+    """numpy and torch made a traceback of another error of it."""
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+def test_interrupt_while_text_is_generated_ends_quietly() -> None:
+    command = [sys.executable, "-m", "dsv4lite", "generate", "def f(", "--max-tokens", "10000", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None and running.stderr is not None
+        assert running.stdout.read(12).startswith(b"def f(")
+        running.send_signal(signal.SIGINT)
+        said = running.stderr.read()
+        assert (running.wait(300), said) == (130, b"")
 
 
 def test_library_imports_torch_and_nothing_optional() -> None:
