@@ -13,7 +13,7 @@ from dsv4lite.planning.memory import choose_numerics, in_gib
 from dsv4lite.text.forms import find_form, release_of
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.checkpoint import TensorInfo
-from dsv4lite.weights.loader import fit
+from dsv4lite.weights.loader import fit, packed_headers
 from dsv4lite.weights.source import ModelSource
 
 _MOST_PROBLEMS = 20
@@ -43,7 +43,7 @@ class CheckpointReport:
     Attributes:
         model: As it was given.
         architecture: ``model_type`` of its config.
-        quantized: Its matrices are FP8.
+        matrices: How they are stored: ``FP8``, ``unquantized``, or the name of a weight-only format.
         expert_format: Of the routed experts; ``None`` for a model without.
         groups: Its tensors; empty where there are no weights in the folder.
         vocab_size: Of the model.
@@ -58,7 +58,7 @@ class CheckpointReport:
     layers: int
     experts: int
     max_positions: int
-    quantized: bool
+    matrices: str
     expert_format: str | None
     groups: tuple[TensorGroup, ...]
     vocab_size: int
@@ -75,7 +75,7 @@ class CheckpointReport:
         lines = [
             f"{self.model}: {verdict}, {held}",
             f"  {'architecture':<22}{self.architecture}, {self.layers} layers{experts}",
-            f"  {'matrices':<22}{'FP8' if self.quantized else 'unquantized'}",
+            f"  {'matrices':<22}{self.matrices}",
             f"  {'longest sequence':<22}{self.max_positions:,} tokens",
         ]
         for group in self.groups:
@@ -122,7 +122,7 @@ def inspect_checkpoint(model: str, *, revision: str | None = None) -> Checkpoint
         layers=source.model.num_hidden_layers,
         experts=source.model.num_experts,
         max_positions=source.model.max_positions,
-        quantized=source.model.quantized,
+        matrices=source.form.name if source.form is not None else "FP8" if source.model.quantized else "unquantized",
         expert_format=source.expert_format if source.model.num_experts else None,
         groups=_groups(headers.values()),
         vocab_size=source.model.vocab_size,
@@ -139,7 +139,8 @@ def _misfits(config: EngineConfig, source: ModelSource) -> Iterable[str]:
         return ()
     numerics = replace(choose_numerics(config, source, torch.device("cpu")), device=torch.device("meta"))
     skeleton = source.family.build(source.model, numerics, None, with_mtp=source.drafter == "mtp")
-    found = fit(source.checkpoint.headers, skeleton.slots())
+    headers, form = source.checkpoint.headers, source.form
+    found = fit(headers if form is None else packed_headers(headers, form, str(source.folder)), skeleton.slots())
     return (*found.missing, *found.mismatched, *found.unexpected)
 
 

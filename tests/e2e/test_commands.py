@@ -12,7 +12,9 @@ import pytest
 
 from dsv4lite import plan_memory, tiny_model
 from dsv4lite.__main__ import main
+from dsv4lite.debug.inspection import inspect_checkpoint
 from tests.e2e.engines import SMALL, write_model
+from tests.packings import awq, write_packed
 
 GIB = 1 << 30
 
@@ -72,6 +74,12 @@ def test_inspect_lists_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["inspect", str(folder)]) == 1
     said = capsys.readouterr().out
     assert "2 problems" in said.splitlines()[0] and "norm.weight: missing" in said and "tokenizer.json is missing" in said
+
+
+def test_inspect_names_a_weight_only_format(tmp_path: Path) -> None:
+    report = inspect_checkpoint(str(write_packed(tmp_path, awq(32)).folder))
+    assert report.problems == () and report.matrices != "unquantized" and report.groups
+    assert report.matrices in str(report)
 
 
 def test_inspect_reads_a_folder_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
