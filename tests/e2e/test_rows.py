@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +43,26 @@ def test_error_of_a_row_names_it(lab: Lab) -> None:
     with LLM("m") as llm, pytest.raises(InvalidRequestError) as caught:
         llm.generate_batch(["one", Row(7, "my id")])  # type: ignore[list-item]
     assert "row 1 of the batch: Row(prompt=7, metadata='my id', params=None)" in caught.value.__notes__
+
+
+def test_rows_of_a_file_choose_tools_and_have_texts_of_logprobs(lab: Lab, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    hello = {"messages": [{"role": "user", "content": "Hello"}], "tools": [tool]}
+    rows = [
+        {**hello, "tool_choice": "none"},
+        {"custom_id": "a", "url": "/v1/chat/completions", "body": {**hello, "tool_choice": "g"}},
+        {"prompt": "Hello", "logprobs": 0},
+    ]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, rows)))
+    with LLM("m") as llm:
+        llm.generate_file(tmp_path / "in", tmp_path / "out", SamplingParams())
+        none = next(request for request in lab.engine.submitted if request.params.logprobs is None)
+        marker = lab.tokenizer.token_id("｜DSML｜")
+        assert none.params.bad_words_ids == ((marker,),)
+    found = {line["id"]: line for line in map(json.loads, (tmp_path / "out").read_text().splitlines())}
+    assert found["row-0"]["error"] is None and "tool_choice='g'" in found["row-1"]["error"]["message"]
+    logprobs = found["row-2"]["response"]["body"]["choices"][0]["logprobs"]
+    assert "".join(logprobs["tokens"]).startswith("Hello") and logprobs["token_logprobs"][0] == -1.0
 
 
 def test_bar_counts_rows(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
