@@ -18,6 +18,8 @@ from dsv4lite.request import CompletionOutput, Replay, SamplingParams
 from dsv4lite.training import completion_logprobs, load_model
 from tests.e2e.engines import FIRST_LETTER, MODEST, SMALL, opened, prompts_of, room_for, same_logprobs, write_model
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 # Two layers that select, in different stages of a pipeline of two.
 CONFIG = {**SMALL, "num_hidden_layers": 4, "compress_ratios": [4, 8, 4, 0, 0]}
 VOCAB, TOP_K = CONFIG["vocab_size"], CONFIG["index_topk"]

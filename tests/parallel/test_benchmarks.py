@@ -10,6 +10,8 @@ from types import ModuleType
 import pytest
 import torch
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 

@@ -18,6 +18,8 @@ from examples.benchmark import MODELS, arguments, communication, flash, floor_by
 from examples.benchmark_rollouts import main as benchmark_rollouts
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 RESIDENT = Numerics.choose(
     dtype=torch.bfloat16, quantized=True, deterministic=False, device=torch.device("cuda"), dense_fp8=True, expert_format="fp4"
 )
