@@ -168,6 +168,17 @@ def test_scores_and_trainer_make_the_recorded_choices(small: Path, llm: LLM) -> 
         assert torch.equal(completion_logprobs(model, *pair, ROLLOUT, replay=replay), one.logprobs.sampled)
 
 
+def test_given_choices_are_in_no_cached_prefix(small: Path, llm: LLM) -> None:
+    """Scores of the same prompt without them once started from the state that they had led to."""
+    completion = llm.generate(LONG, ROLLOUT).outputs[0]
+    llm.reset_prefix_cache()
+    expected = llm.score(LONG, completion.token_ids)
+    llm.reset_prefix_cache()
+    other = llm.score(LONG, completion.token_ids, replay=changed(replay_of(completion)))
+    assert not torch.equal(other.sampled, expected.sampled)
+    same_logprobs(llm.score(LONG, completion.token_ids), expected)
+
+
 def test_gradients_flow_through_replayed_choices(small: Path, llm: LLM) -> None:
     completion = llm.generate(LONG, ROLLOUT).outputs[0]
     model = load_model(str(small), device="cpu")
