@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Generator, Iterator, Sequence
 
 import pytest
 import torch
@@ -23,6 +24,22 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     gpu = sum(item.get_closest_marker("gpu") is not None for item in items)
     if gpu and not torch.cuda.is_available():
         raise pytest.UsageError(f"{gpu} of the chosen tests are marked gpu and need a CUDA device, but torch sees none")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let no garbage collection look at what stays anyway: a million objects of modules and of collected tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what is left is freed as ever when the interpreter ends
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
