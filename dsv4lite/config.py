@@ -21,6 +21,7 @@ from dsv4lite.paging import PAGE_TOKENS
 if TYPE_CHECKING:
     from dsv4lite.models.family import Family
     from dsv4lite.parallel.experts import DispatcherFactory
+    from dsv4lite.weights.formats import QuantFormat
 
 LoadFormat = Literal["auto", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -29,6 +30,7 @@ ExecutorKind = Literal["auto", "thread", "process", "external"]
 ReplicaPlacement = Literal["prefix", "round_robin"]
 Progress = Callable[["LoadProgress"], None]
 ModelFamily = Union["Family", None]
+QuantMethods = Mapping[str, Callable[[Mapping[str, Any]], "QuantFormat"]]
 ExpertDispatch = Union[Literal["auto", "local", "all_gather", "all_to_all"], "DispatcherFactory"]
 
 MAX_DRAFTS = 16
@@ -237,6 +239,11 @@ def _dispatcher(value: object) -> str:
     return "" if callable(value) or not problem else f"{problem}, or a callable that makes a Dispatcher of ExpertRanks"
 
 
+def _methods(value: object) -> str:
+    named = isinstance(value, Mapping) and all(isinstance(name, str) and callable(method) for name, method in value.items())
+    return "" if named else "must map names of quant_method to functions of a quantization_config"
+
+
 _SECONDS = number(lambda value: 0 < value <= threading.TIMEOUT_MAX, f" of seconds above 0, at most {int(threading.TIMEOUT_MAX)}")
 _RULES: Mapping[str, Rule] = {
     "model": lambda value: _text("must be a folder or a hub id", str, os.PathLike)(value or None),
@@ -261,6 +268,7 @@ _RULES: Mapping[str, Rule] = {
     "hf_overrides": lambda value: "" if isinstance(value, Mapping) else "must be a mapping",
     **dict.fromkeys((f"{axis}_parallel_size" for axis in ("tensor", "expert", "data", "pipeline")), integer(1)),
     "data_parallel_placement": one_of("prefix", "round_robin"),
+    "quant_formats": _methods,
     "redundant_experts": integer(0, optional=True),
     "rebalance_steps": integer(1),
     "dispatcher": _dispatcher,
@@ -314,6 +322,8 @@ class EngineConfig:
         dispatcher: How tokens get to experts on other ranks: a name, or what makes a ``parallel.experts.Dispatcher`` of a layer;
             child processes get it pickled, and do not import the host's ``__main__``.
         family: The model's family (``models.family.Family``) where it is none of those that ship; child processes get it pickled.
+        quant_formats: Weight-only formats of the host's own, by the ``quant_method`` of ``config.json``: what makes a
+            ``weights.formats.QuantFormat`` of its ``quantization_config``; child processes get it pickled.
         executor: Where ranks live. ``thread``: the first in the engine's thread, the others in child processes. ``process``: all in
             child processes. ``external``: in the host's own, each of which makes this same engine. ``auto``: ``external`` where
             groups are given, else ``thread`` for one rank and ``process`` for several.
@@ -358,6 +368,7 @@ class EngineConfig:
     rebalance_steps: int = 3000
     dispatcher: ExpertDispatch = "auto"
     family: ModelFamily = None
+    quant_formats: QuantMethods = field(default_factory=dict)
     executor: ExecutorKind = "auto"
     device_mesh: Any = None
     process_group: Any = None
@@ -374,7 +385,7 @@ class EngineConfig:
         layout, given = self.layout, [name for name in ("device_mesh", "process_group") if getattr(self, name) is not None]
         if self.redundant_experts is not None and layout.ep == 1:
             raise ConfigError(f"redundant_experts={self.redundant_experts} needs expert_parallel_size above 1")
-        for name in ("dispatcher", "family"):
+        for name in ("dispatcher", "family", "quant_formats"):
             self._check_portable(name)
         if len(given) == 2:
             raise ConfigError("device_mesh and process_group are two ways to name the host's ranks; give one of them")
@@ -468,6 +479,7 @@ class EngineSettings(TypedDict, total=False):
     dump_dir: str | None
     hf_overrides: Mapping[str, Any]
     family: ModelFamily
+    quant_formats: QuantMethods
     tensor_parallel_size: int
     expert_parallel_size: int
     data_parallel_size: int

@@ -45,7 +45,7 @@ def load_model(model: str | os.PathLike[str], **settings: Unpack[EngineSettings]
     source = ModelSource.open(config)
     numerics = choose_numerics(config, source, choose_device(config))
     built = source.build(numerics, with_mtp=False, seed=config.seed)
-    if not numerics.quantized:
+    if not numerics.quantized and source.form is None:
         for _, parameter in built.named_parameters():
             parameter.requires_grad_(parameter.is_floating_point())
     return cast(TrainableModel, built)

@@ -1,10 +1,11 @@
-"""Measure dsv4lite on one GPU or several: V4's real layers with random weights, fewer of them, by batch and context.
+"""Measure dsv4lite on one GPU or several: a model's real layers with random weights, fewer of them, by batch and context.
 
     python examples/benchmark.py --layers 8 --batch 1 8 64              # a table
     python examples/benchmark.py --layers 24 --batch 1 --json out.json
     python examples/benchmark.py --batch 1 2 4 8 16 32 64 128 --context 1024 8192 --plot throughput.svg
     python examples/benchmark.py --layers 43 --ep 2 --dp 2 --batch 1 8 64 256 --executor thread --profile
     python examples/benchmark.py --model pro --layers 8 --tp 4 --batch 1 8 64
+    python examples/benchmark.py --model v2-lite --layers 27 --batch 1 8 64 256
     python examples/benchmark.py --model shipped --layers 6 --device cpu --tp 2 --batch 1 4 --context 64 --prefill 1x256
 
 Prints how long the start took and on what, the time of a decode step and how near it comes to the bytes it must read, the host's
@@ -20,16 +21,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import json
 import logging
 import math
 import random
 import resource
+import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -39,9 +44,8 @@ from dsv4lite import AsyncLLM, EngineConfig, SamplingParams, tiny_model
 from dsv4lite.api.streams import AsyncStream
 from dsv4lite.device import choose_device
 from dsv4lite.layout import AXES, Layout
-from dsv4lite.models.deepseek_v4.config import V4Config
-from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
-from dsv4lite.models.family import FAMILIES
+from dsv4lite.models.config import ModelConfig
+from dsv4lite.models.family import FAMILIES, Family
 from dsv4lite.models.shard import ModelShard
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.planning.memory import choose_numerics, weight_bytes
@@ -101,16 +105,87 @@ def shipped(layers: int) -> dict[str, Any]:
     return {"num_hidden_layers": layers, "compress_ratios": [*([0, 0] + [4, 128] * layers)[:layers], 0]}
 
 
-MODELS = {"flash": flash, "pro": pro, "shipped": shipped}
+def v2_lite(layers: int) -> dict[str, Any]:
+    """Return V2-Lite's configuration with ``layers`` layers."""
+    scaling = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+    return {
+        "model_type": "deepseek_v2",
+        "torch_dtype": "bfloat16",
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "rope_theta": 10000,
+        "rope_scaling": {**scaling, "mscale": 0.707, "mscale_all_dim": 0.707},
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6,
+    }
 
 
-def floor_bytes(model: V4Config, numerics: Numerics, layout: Layout, batches: Sequence[int]) -> list[float]:
+def v3(layers: int) -> dict[str, Any]:
+    """Return V3's configuration with ``layers`` layers, of which one is dense: three of 61 are."""
+    lite = v2_lite(layers)
+    return {
+        **lite,
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_scaling": {**lite["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0},
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        },
+    }
+
+
+def v32(layers: int) -> dict[str, Any]:
+    """Return V3.2's configuration with ``layers`` layers, of which one is dense."""
+    own = {"model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+    like = v3(layers)
+    return {**like, **own, "quantization_config": {**like["quantization_config"], "scale_fmt": "ue8m0"}}
+
+
+MODELS = {"flash": flash, "pro": pro, "shipped": shipped, "v2-lite": v2_lite, "v3": v3, "v3.2": v32}
+
+
+def floor_bytes(
+    model: ModelConfig, numerics: Numerics, layout: Layout, batches: Sequence[int], family: Family = FAMILIES["deepseek_v4"]
+) -> list[float]:
     """Return the bytes of weights that a step of each batch must read on one GPU, on one of each stage after the other."""
     totals = [0.0] * len(batches)
     for rank in range(0, layout.world, layout.stage):
         mesh = Mesh.outline(layout, rank)
-        shard = ModelShard.of(model, V4_TENSORS, mesh)
-        weights = weight_bytes(FAMILIES["deepseek_v4"], model, numerics, mesh, with_mtp=False)
+        shard = ModelShard.of(model, family.tensors, mesh)
+        weights = weight_bytes(family, model, numerics, mesh, with_mtp=False)
         for i, batch in enumerate(batches):
             totals[i] += weights_read(model, numerics, shard, weights, batch / layout.dp)
     return totals
@@ -208,11 +283,23 @@ def communication(kernels: list[dict[str, Any]]) -> float:
     )
 
 
+def written(config: dict[str, Any]) -> str:
+    """Return a folder with this ``config.json`` and the tokenizer of the checkpoint that ships with the package."""
+    folder = Path(tempfile.mkdtemp(prefix="benchmark-"))
+    atexit.register(shutil.rmtree, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(tiny_model(), name), folder)
+    return str(folder)
+
+
 def configured(args: argparse.Namespace) -> EngineConfig:
     """Return the settings of the engine to measure."""
+    shapes = MODELS[args.model](args.layers)
+    whole = "model_type" in shapes
     return EngineConfig(
-        model=tiny_model(),
-        hf_overrides=MODELS[args.model](args.layers),
+        model=written(shapes) if whole else tiny_model(),
+        hf_overrides={} if whole else shapes,
         load_format="dummy",
         device=args.device,
         max_model_len=args.max_model_len,
@@ -238,7 +325,7 @@ async def measure(llm: AsyncLLM, args: argparse.Namespace, result: dict[str, Any
     numerics = choose_numerics(config, source, choose_device(config))
     title = f"{'batch':>6}{'context':>9}{'step ms':>10}{'floor ms':>10}{'share':>8}{'host ms':>9}{'tok/s':>9}"
     print(title + (f"{'sums ms':>9}{'share':>8}{'us a layer':>12}{'idle ms':>9}{'late ms':>9}" if args.profile else ""))
-    floors = [count / BYTES_PER_SECOND for count in floor_bytes(source.model, numerics, config.layout, args.batch)]
+    floors = [count / BYTES_PER_SECOND for count in floor_bytes(source.model, numerics, config.layout, args.batch, source.family)]
     for batch, floor in zip(args.batch, floors, strict=True):
         for context in args.context:
             kernels: list[dict[str, Any]] | None = [] if args.profile and batch in (args.profile_batch or args.batch) else None
@@ -277,7 +364,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     config = configured(args)
     on_gpu = args.device != "cpu" and torch.cuda.is_available()
     device = torch.cuda.get_device_name() if on_gpu else "cpu"
-    name = f"V4-{args.model.capitalize()}/{args.layers}" + (f", {config.layout}" if config.layout.world > 1 else "")
+    family = "" if args.model.startswith("v") else "V4-"
+    name = f"{family}{args.model.title()}/{args.layers}" + (f", {config.layout}" if config.layout.world > 1 else "")
     result: dict[str, Any] = {
         "device": device,
         "model": name,

@@ -30,6 +30,7 @@ from dsv4lite.scheduling.step_plan import StepPlan, StepShape
 from dsv4lite.speculation.drafters import draft, make_drafter
 from dsv4lite.state.spec import StateSizes
 from dsv4lite.state.store import StateCache
+from dsv4lite.weights.formats import QuantMethod
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 
@@ -79,7 +80,14 @@ class ReplayReport:
         return "\n".join([*lines, "no op is wrong" if self.first is None else f"first op that is wrong: {self.first}"])
 
 
-def replay(path: str | Path, *, model: str | None = None, device: str | None = None, family: Family | None = None) -> ReplayReport:
+def replay(
+    path: str | Path,
+    *,
+    model: str | None = None,
+    device: str | None = None,
+    family: Family | None = None,
+    quant_formats: Mapping[str, QuantMethod] | None = None,
+) -> ReplayReport:
     """Run a saved step again.
 
     While it runs, names in the modules of models stand for watched ops (``debug/watch.py``); so one thread at a time.
@@ -87,6 +95,7 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
     Args:
         model: Folder or hub id of the checkpoint; default is the one that the step ran on.
         family: Of the model, where it is none of those that ship.
+        quant_formats: As in ``EngineConfig``.
         device: Where; default is where the step ran if that is here, else the CPU, in the same arithmetic.
 
     Raises:
@@ -96,7 +105,9 @@ def replay(path: str | Path, *, model: str | None = None, device: str | None = N
     dump = StepDump.load(path)
     if not dump.plan.sequences:
         raise ConfigError(f"dump={str(path)!r} has no sequence: the state of each was larger than a file may be")
-    settings = {**dump.settings, "family": family} | ({} if model is None else {"model": model})
+    settings = {**dump.settings, "family": family, "quant_formats": quant_formats or {}} | (
+        {} if model is None else {"model": model}
+    )
     saved = dump.numerics.device
     home = str(saved) if saved.type == "cpu" or (saved.index or 0) < torch.cuda.device_count() else "cpu"
     where = choose_device(EngineConfig.from_dict({**settings, "device": device or home}))

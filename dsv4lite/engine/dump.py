@@ -193,7 +193,7 @@ def _text(value: object) -> str:
 
 
 def _numerics(values: Mapping[str, Any]) -> Numerics:
-    dtypes = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.uint8)}
+    dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
     types = {name: dtypes[values[name]] for name in ("dtype", "matrix_dtype", "scale_dtype")}
     return Numerics(**{**values, **types, "device": torch.device(values["device"])})
 

@@ -80,7 +80,8 @@ def padding(tokens: int, model: Model) -> Batch:
 
     Ranks that share experts run it with the same number of tokens.
     """
-    nowhere = SequencePlan(-1, NO_SLOT, 0, (0,) * tokens, (0,), 0, (NO_PAGE,), sample=False)
+    pages = (0,) * -(-tokens // PAGE_TOKENS)  # read, as a prompt's would be, and never written
+    nowhere = SequencePlan(-1, NO_SLOT, 0, (0,) * tokens, pages, 0, (NO_PAGE,), sample=False)
     token_ids_T, paging, longest = make_paging([nowhere], model.numerics.device)
     batch = model.batch(token_ids_T, paging, max_tokens=longest)
     paging.positions_T.fill_(-1)

@@ -48,7 +48,7 @@ from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 
 # Settings that may differ between ranks.
-_OWN_TO_A_RANK = "family model tokenizer device device_mesh process_group executor progress compile_cache_dir".split()
+_OWN_TO_A_RANK = "family quant_formats model tokenizer device device_mesh process_group executor progress compile_cache_dir".split()
 _SAMPLE_BYTES = 4096
 
 
@@ -251,6 +251,7 @@ def _facts(config: EngineConfig, source: ModelSource, device: torch.device) -> d
         "device": device.type,
         **software(),
         "family": source.family.name,
+        "weight-only format": "none" if source.form is None else source.form.name,
         "the model's config": _digest([repr(source.model)]),
         "the checkpoint": "dummy" if source.checkpoint is None else _digest(_samples(source.checkpoint)),
     }

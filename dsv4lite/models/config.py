@@ -63,6 +63,10 @@ class ModelConfig:
         """How many hidden layers select what longer sequences attend to, how many entries each of them, and tokens of an entry."""
         return 0, 0, 1
 
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a hidden layer has routed experts."""
+        return self.num_experts > 0
+
     @property
     def drafter(self) -> DrafterKind | None:
         """The kind of drafter that the config describes."""

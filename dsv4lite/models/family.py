@@ -188,6 +188,8 @@ class Family:
         free_rows: KV rows may be FP8 or unquantized, whatever the weights are, and are unquantized unless settings say otherwise;
             else they are FP8 in quantized models and unquantized in others.
         row_reads: Least bytes of one layer's state that a decode step reads of a sequence: for the roofline.
+        weight_only: Matrices may be of weight-only formats (``weights/formats.py``), and dense ones whose names end so are widened
+            at load all the same; ``None`` if they may not.
         drafters: A tensor that only a checkpoint with this kind of drafter has.
         chat: Returns the name of the chat format (``text.forms.FORMS``); what config does not tell apart, the tokenizer does.
     """
@@ -201,6 +203,7 @@ class Family:
     workspace: Callable[..., PassBytes]
     row_reads: Callable[[Any, Numerics], int]
     free_rows: bool = False
+    weight_only: tuple[str, ...] | None = None
     drafters: Mapping[DrafterKind, str] = field(default_factory=dict)
     chat: Callable[[Any], str] | None = None
 
@@ -220,6 +223,7 @@ def _mla(name: str) -> Family:
         workspace=mla_workspace.workspace,
         row_reads=mla_state.row_reads,
         free_rows=True,
+        weight_only=("attn.wkv_b.weight",),
         drafters={"mtp": "mtp.0.eh_proj.weight"},
         chat=(lambda config: name) if name in ("deepseek_v3", "deepseek_v32") else None,
     )

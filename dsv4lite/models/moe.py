@@ -78,15 +78,17 @@ class Tokens(NamedTuple):
 class Experts(nn.Module):
     """Routed clamped SwiGLU experts, or one rank's part of their width; w1 (gate) and w3 (up) share a matrix.
 
-    They stay as the checkpoint stores them, in tiles, or are unquantized.
+    They stay as the checkpoint stores them, in tiles or with four bits, or are unquantized.
     """
 
     def __init__(self, config: ModelConfig, numerics: Numerics, count: int, width: int) -> None:
         super().__init__()
         hidden, self.limit, self.width, self.count = config.hidden_size, config.swiglu_limit, width, count
         self.partial = width < config.expert_width
-        self.tiled = numerics.resident_experts != "unquantized" and can_tile(hidden, width)
-        stack: Callable[..., Matrix | TiledStack] = TiledStack if self.tiled else partial(Matrix, rounds_input=True)
+        four_bit = numerics.resident_experts == "four_bit"
+        self.tiled = numerics.resident_experts in ("fp4", "fp8") and can_tile(hidden, width)
+        unquantized = partial(Matrix, rounds_input=True, four_bit=four_bit)
+        stack: Callable[..., Matrix | TiledStack] = TiledStack if self.tiled else unquantized
         self.w13 = stack(count, 2 * width, hidden, numerics=numerics)
         self.w2 = stack(count, hidden, width, numerics=numerics)
 

@@ -164,8 +164,11 @@ def check_layout(config: ModelConfig, tensors: Tensors, layout: Layout) -> None:
         raise ConfigError(f"pp={layout.pp} stages for {config.num_hidden_layers} layers; each needs at least one")
 
 
-def layouts_for(config: ModelConfig, tensors: Tensors, devices: int) -> tuple[Layout, ...]:
+def layouts_for(config: ModelConfig, tensors: Tensors, devices: int, block: tuple[int, int] | None = None) -> tuple[Layout, ...]:
     """Return every layout of so many devices in which a model can be shared, those with fewer stages first.
+
+    Args:
+        block: Of weight-only formats, the rows and columns that ranks can cut matrices by.
 
     Raises:
         ConfigError: There is none.
@@ -178,7 +181,7 @@ def layouts_for(config: ModelConfig, tensors: Tensors, devices: int) -> tuple[La
             layout = Layout(tp=tp, ep=ep, dp=stage // tp, pp=pp)
             try:
                 check_layout(config, tensors, layout)
-                _check_blocks(config, tensors, layout)
+                _check_blocks(config, tensors, layout, block)
             except ConfigError:
                 continue
             found.append(layout)
@@ -187,14 +190,14 @@ def layouts_for(config: ModelConfig, tensors: Tensors, devices: int) -> tuple[La
     return tuple(found)
 
 
-def _check_blocks(config: ModelConfig, tensors: Tensors, layout: Layout) -> None:
+def _check_blocks(config: ModelConfig, tensors: Tensors, layout: Layout, block: tuple[int, int] | None) -> None:
     """Raise ``ConfigError`` if a cut goes through a scale block, or through the tiles of experts."""
-    if not config.quantized:
+    if not config.quantized and block is None:
         return
-    if config.num_experts and not can_tile(config.hidden_size, config.expert_width // width_ranks(layout)):
+    if config.quantized and config.num_experts and not can_tile(config.hidden_size, config.expert_width // width_ranks(layout)):
         raise ConfigError(f"{layout} cuts experts of {config.expert_width} through tiles")
     shards = shards_of(config, tensors, layout, 0)
-    blocks = {"dense": FORMATS["fp8"].block, "expert": FORMATS[config.expert_format].block}
+    blocks = {"dense": block or FORMATS["fp8"].block, "expert": block or FORMATS[config.expert_format].block}
     for name, spec in tensors.specs(_one_expert(config)).items():
         shards.cut(name, spec.shape, blocks.get(spec.kind, ()))
 

@@ -163,6 +163,8 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
                 "dtype='float32' with a quantized checkpoint: its arithmetic is defined in bfloat16; leave dtype='auto'"
             )
         dtype = torch.bfloat16
+    elif source.form is not None and config.dtype == "auto":
+        dtype = torch.bfloat16
     else:
         dtype = source.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         if source.dtype == torch.float16:
@@ -185,6 +187,9 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
         dense_fp8=source.dense_fp8,
         scale_dtype=source.scale_dtype,
         expert_format=source.expert_format,
+        dense_four_bit=source.dense_four_bit,
+        drafter_four_bit=source.drafter_four_bit,
+        group=0 if source.form is None else source.form.group,
     )
 
 
@@ -382,8 +387,9 @@ def make_plan(
 def _formats(numerics: Numerics) -> str:
     """Name the formats of weights and state."""
     unquantized = str(numerics.matrix_dtype).removeprefix("torch.")
-    matrices = "FP8" if numerics.resident_fp8 else unquantized
-    experts = unquantized if numerics.resident_experts == "unquantized" else numerics.resident_experts.upper()
+    matrices = "FP8" if numerics.resident_fp8 else "4-bit" if numerics.resident_four_bit else unquantized
+    names = {"unquantized": unquantized, "four_bit": "4-bit"}
+    experts = names.get(numerics.resident_experts, numerics.resident_experts.upper())
     rows = "FP8" if numerics.fp8_rows else str(numerics.dtype).removeprefix("torch.")
     return f"{matrices} matrices, {experts} experts, {rows} KV rows"
 
@@ -496,7 +502,7 @@ def _best_plan(
     model, tensors, reads = source.model, source.family.tensors, source.family.row_reads(source.model, numerics)
     rates = chip or CHIPS["h200"]  # orders the layouts; the plan has times only for a named chip
     found: list[tuple[float, LayoutPlan, MemoryPlan]] = []
-    for layout in layouts_for(model, tensors, devices):
+    for layout in layouts_for(model, tensors, devices, None if source.form is None else source.form.block):
         sizes = {setting: getattr(layout, axis) for axis, setting in AXES.items()}
         # The ranks of a stage hold equally much, and take equally long.
         firsts = range(0, layout.world, layout.stage)

@@ -19,7 +19,7 @@ from dsv4lite.weights.quant import Numerics
 
 HOP_S = 10e-6
 _FLOAT = 4
-_EXPERT_ITEM = {"fp4": 0.5 + 1 / 32, "fp8": 1.0}
+_EXPERT_ITEM = {"fp4": 0.5 + 1 / 32, "fp8": 1.0, "four_bit": 0.5 + 1 / 32}
 
 
 def stage_roofline(
@@ -44,7 +44,7 @@ def weights_read(model: ModelConfig, numerics: Numerics, shard: ModelShard, weig
     expert = 3 * model.hidden_size * shard.expert_part(model.expert_width) * item
     tokens = sequences * shard.gathered
     used = slots * (1 - pow(1 - model.experts_per_token / experts, tokens))
-    idle = len(shard.layers) * (slots - used) * expert
+    idle = sum(map(model.has_experts, shard.layers)) * (slots - used) * expert
     if shard.first:  # of the embedding only the tokens' rows are read
         idle += len(shard.vocab) * model.hidden_size * numerics.dtype.itemsize
     return weights - idle

@@ -30,7 +30,7 @@ from dsv4lite.parallel.shard import Cut
 from dsv4lite.weights.names import NameTables, Piece, translate
 
 T = TypeVar("T", "TensorInfo", "TensorInfo | HeldTensor")
-ExpertFormat = Literal["fp4", "fp8", "unquantized"]
+ExpertFormat = Literal["fp4", "fp8", "four_bit", "unquantized"]
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,

@@ -11,12 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dsv4lite.config import Progress
 from dsv4lite.errors import CheckpointError
+from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.parallel.shard import Shards, blocks_of
 from dsv4lite.weights.checkpoint import Checkpoint, Described, HeldTensor, Wanted, read_tensors
+from dsv4lite.weights.formats import Header, PackedCut, PackedTensor, QuantFormat, assemble
 from dsv4lite.weights.quant import Slot
 from dsv4lite.weights.tensors import FORMATS, MatrixFormat
 
@@ -34,10 +37,10 @@ class OwnFormat(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """What goes into one slot: a tensor, its scale if it has one, and which part of each."""
+    """What goes into one slot: a tensor, its scale if it has one, and which part of each; or a packed matrix."""
 
     slot: Slot
-    weight: Wanted | HeldTensor
+    weight: Wanted | HeldTensor | PackedCut
     scale: Wanted | HeldTensor | None = None
 
 
@@ -62,6 +65,7 @@ def load(
     progress: Progress | None = None,
     shards: Shards | None = None,
     whole: bool = True,
+    form: QuantFormat | None = None,
 ) -> None:
     """Fill every slot from a checkpoint.
 
@@ -69,19 +73,36 @@ def load(
         slots: Official tensor name to its place. A scale has no slot of its own: it comes with its weight.
         shards: Which part of each tensor this rank holds; default is all.
         whole: The slots are those of a whole model: tensors without one are errors.
+        form: How the checkpoint packs matrices.
 
     Raises:
         CheckpointError: The checkpoint does not fit the model (lists all problems; nothing was stored), or cannot be read.
         ConfigError: A tensor cannot be cut as ``shards`` says.
     """
-    headers = checkpoint.headers
+    headers: Mapping[str, Header] = checkpoint.headers
+    if form is not None:
+        headers = packed_headers(checkpoint.headers, form, str(checkpoint.folder))
     if not whole:
         headers = {name: headers[name] for slot in slots for name in (slot, scale_name(slot)) if name in headers}
     for _, slot, weight, scale in read_assigned(match(headers, slots, shards), progress=progress):
         slot.store(weight, scale)
 
 
-def match(headers: Mapping[str, Described], slots: Mapping[str, Slot], shards: Shards | None = None) -> dict[str, Assignment]:
+def packed_headers(headers: Mapping[str, Described], form: QuantFormat, where: str) -> dict[str, Header]:
+    """Return a checkpoint's tensors, packed matrices among them.
+
+    Raises:
+        CheckpointError: Lists the parts that are missing, or of the wrong shape or dtype.
+    """
+    found, incomplete, problems = assemble(headers, form)
+    for name, leaves in incomplete.items():
+        problems += [f"{name[: -len('weight')]}{leaf}: missing; {form.name} needs it" for leaf in leaves]
+    if problems:
+        raise CheckpointError(f"{where}: packed matrices do not fit quantization_config:", problems=problems)
+    return found
+
+
+def match(headers: Mapping[str, Header], slots: Mapping[str, Slot], shards: Shards | None = None) -> dict[str, Assignment]:
     """Find for every slot what goes into it, without reading data; see ``fit``.
 
     Raises:
@@ -98,10 +119,10 @@ def match(headers: Mapping[str, Described], slots: Mapping[str, Slot], shards: S
 
 
 def fit(
-    headers: Mapping[str, Described],
+    headers: Mapping[str, Header],
     slots: Mapping[str, Slot],
     shards: Shards | None = None,
-    formats: Mapping[str, OwnFormat] | None = None,
+    formats: Mapping[str, OwnFormat | QuantFormat] | None = None,
 ) -> Fit:
     """Compare tensors with the slots of a model, without reading data.
 
@@ -111,7 +132,7 @@ def fit(
         headers: By official name.
         slots: Those that are to be filled.
         shards: Which part of each tensor this rank holds; default is all.
-        formats: For an update: of the model's quantized matrices. Floats for one of these will be quantized.
+        formats: For an update: of the model's quantized matrices. Floats for one of these will be quantized, if its format can.
 
     Raises:
         ConfigError: A tensor cannot be cut as ``shards`` says.
@@ -130,21 +151,51 @@ def fit(
 
 def read_assigned(
     assignments: Mapping[str, Assignment], *, progress: Progress | None = None
-) -> Iterator[tuple[str, Slot, Tensor, Tensor | None]]:
+) -> Iterator[tuple[str, Slot, Tensor | FourBit, Tensor | None]]:
     """Read what goes into the slots: yields name, slot, this rank's part of the weight and of its scale, both as stored.
 
     Raises:
-        CheckpointError: A file cannot be read.
+        CheckpointError: A file cannot be read, or a packed matrix is not what its format can read.
     """
-    wanted = [part for a in assignments.values() for part in (a.weight, a.scale) if part is not None]
+    packed = {name: a.weight for name, a in assignments.items() if isinstance(a.weight, PackedCut)}
+    single = (part for a in assignments.values() for part in (a.weight, a.scale) if isinstance(part, Wanted | HeldTensor))
+    wanted = [*single, *(part for cut in packed.values() for part in cut.parts.values())]
     held = ((part.name, part.tensor) for part in wanted if isinstance(part, HeldTensor))
     stored = read_tensors([part for part in wanted if isinstance(part, Wanted)], progress=progress)
-    stream = chain(held, ((info.name, tensor) for info, tensor in stored))
+    devices = {name: assignments[name].slot.tensors[0].device for name in packed}
+    stream = _unpacked(chain(held, ((info.name, tensor) for info, tensor in stored)), packed, devices)
     for name, weight, scale in paired(stream, {name for name, a in assignments.items() if a.scale is not None}):
         yield name, assignments[name].slot, weight, scale
 
 
-def paired(tensors: Iterable[tuple[str, Tensor]], with_scale: set[str]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+def _unpacked(
+    tensors: Iterable[tuple[str, Tensor]], packed: Mapping[str, PackedCut], devices: Mapping[str, torch.device]
+) -> Iterator[tuple[str, Tensor | FourBit]]:
+    """Yield tensors, and in place of the last part of a packed matrix the matrix; parts that came before are copied.
+
+    A packed matrix is read on its own device: there it takes no time.
+    """
+    parts = {
+        part.name if isinstance(part, HeldTensor) else part.info.name: (name, leaf)
+        for name, cut in packed.items()
+        for leaf, part in cut.parts.items()
+    }
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        if name not in parts:
+            yield name, tensor
+            continue
+        owner, leaf = parts[name]
+        came = waiting.setdefault(owner, {})
+        last = len(came) + 1 == len(packed[owner].parts)
+        came[leaf] = tensor.to(devices[owner], copy=not last)
+        if last:
+            yield owner, packed[owner].read(waiting.pop(owner))
+
+
+def paired(
+    tensors: Iterable[tuple[str, Tensor | FourBit]], with_scale: set[str]
+) -> Iterator[tuple[str, Tensor | FourBit, Tensor | None]]:
     """Join weights with their scales, whichever comes first.
 
     What has to wait for its partner is copied. The usual writer of the file format puts scales before weights, so only scales wait.
@@ -165,6 +216,7 @@ def paired(tensors: Iterable[tuple[str, Tensor]], with_scale: set[str]) -> Itera
         if owner not in with_scale:
             yield name, tensor, None
             continue
+        assert isinstance(tensor, Tensor)
         partner = waiting.pop(owner, None)
         if partner is None:
             waiting[owner] = tensor.clone()
@@ -186,21 +238,36 @@ def weight_name(name: str) -> str:
     return name.removesuffix(".scale") + ".weight" if name.endswith(".scale") else name
 
 
-def own_formats(headers: Mapping[str, Described]) -> dict[str, OwnFormat]:
+def own_formats(headers: Mapping[str, Header]) -> dict[str, OwnFormat | QuantFormat]:
     """Return how a checkpoint stores each of its quantized matrices."""
-    return {
+    packed = {name: info.format for name, info in headers.items() if isinstance(info, PackedTensor)}
+    return packed | {
         name: OwnFormat(MATRIX_FORMATS[info.dtype], headers[scale_name(name)].dtype)
         for name, info in headers.items()
         if info.dtype in MATRIX_FORMATS and scale_name(name) in headers
     }
 
 
-def _assign(slot: Slot, info: Described, scale: Described | None, shards: Shards | None, own: OwnFormat | None, found: Fit) -> None:
+def _assign(
+    slot: Slot,
+    info: Header,
+    scale: Header | None,
+    shards: Shards | None,
+    own: OwnFormat | QuantFormat | None,
+    found: Fit,
+) -> None:
     """Check a tensor against its slot; add to ``found`` what goes there, or what is wrong with it."""
     name, problems, before = info.name, found.mismatched, len(found.mismatched)
+    packed = info if isinstance(info, PackedTensor) and slot.kind == "matrix" else None
+    if packed is None and isinstance(own, QuantFormat) and own.quantize is None:
+        leaves = ", ".join(part.leaf for part in own.parts)
+        problems.append(f"{name}: dtype {info.dtype}, but floats are not rounded to {own.name}, which the model has; send {leaves}")
+        return
+    group = packed.format if packed else own if isinstance(own, QuantFormat) else None
+    own = own if isinstance(own, OwnFormat) else None
     form = MATRIX_FORMATS.get(info.dtype) if slot.kind == "matrix" else None
     allowed = _INTEGERS if name.endswith(_INTEGER_TENSORS) else _FLOATS
-    if form is None and info.dtype not in allowed:
+    if form is None and packed is None and info.dtype not in allowed:
         known = (*MATRIX_FORMATS, *allowed) if slot.kind == "matrix" else allowed
         problems.append(f"{name}: dtype {info.dtype}, expected {' or '.join(known)}")
         return
@@ -212,7 +279,7 @@ def _assign(slot: Slot, info: Described, scale: Described | None, shards: Shards
     if len(shape) != len(slot.shape):
         problems.append(f"{name}: shape {list(shape)}, expected {list(slot.shape)}")
         return
-    block = form.block if form else own.form.block if own else ()
+    block = group.block if group else form.block if form else own.form.block if own else ()
     cut = None if shards is None else shards.cut(name, shape, block)
     held = shape if cut is None else tuple(part.stop - part.start for part in cut)
     if held != slot.shape:
@@ -237,10 +304,11 @@ def _assign(slot: Slot, info: Described, scale: Described | None, shards: Shards
     if len(problems) > before:
         return
     parts = (blocks_of(cut, (1, form.pack)), blocks_of(cut, form.block)) if cut else ((), ())
+    assert not isinstance(scale, PackedTensor)
     found.assignments[name] = Assignment(slot, info.cut(parts[0]), scale.cut(parts[1]))
 
 
-def _unexpected(headers: Mapping[str, Described], slots: Mapping[str, Slot], shards: Shards | None) -> list[str]:
+def _unexpected(headers: Mapping[str, Header], slots: Mapping[str, Slot], shards: Shards | None) -> list[str]:
     """Return the tensors that have no place in the model and are not left out on purpose."""
     found = []
     for name in headers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Literal
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dsv4lite.errors import CheckpointError
 from dsv4lite.kernels.experts import Tiles
+from dsv4lite.kernels.four_bit import FourBit, four_bit_linear, round_four_bit
 from dsv4lite.kernels.gemm import (
     ROW_TILE,
     float_linear,
@@ -41,8 +42,12 @@ class Numerics:
         matrix_dtype: Resident form of unquantized matrices. On CPU all are widened to float32 once, at load.
         device: Where everything lives.
         resident_fp8: Matrices that the checkpoint stores in FP8 stay codes and scales; otherwise they are widened, too.
-        scale_dtype: Of their scales: uint8 for e8m0 bytes, or float32.
-        resident_experts: Form of routed experts: ``fp4`` and ``fp8`` lie in tiles (``kernels/experts``), others are widened.
+        scale_dtype: Of their scales: uint8 for e8m0 bytes, or float32; or of weights of four bits.
+        resident_experts: Form of routed experts: ``fp4`` and ``fp8`` lie in tiles (``kernels/experts``), ``four_bit`` stays so
+            (``kernels/four_bit``), others are widened.
+        resident_four_bit: Matrices that the checkpoint stores with four bits, weight-only, stay so.
+        drafter_four_bit: The model's own drafter has four bits where other layers have; otherwise its matrices are widened.
+        group: Inputs that share a scale in weights of four bits.
         fp8_rows: KV rows are FP8: a choice where the family leaves it (``Family.free_rows``), else as in ``quantized``.
     """
 
@@ -54,6 +59,9 @@ class Numerics:
     resident_fp8: bool = False
     scale_dtype: torch.dtype = torch.uint8
     resident_experts: ExpertFormat = "unquantized"
+    resident_four_bit: bool = False
+    drafter_four_bit: bool = False
+    group: int = 0
     fp8_rows: bool = False
 
     @classmethod
@@ -68,6 +76,9 @@ class Numerics:
         dense_fp8: bool = False,
         scale_dtype: torch.dtype = torch.uint8,
         expert_format: ExpertFormat = "unquantized",
+        dense_four_bit: bool = False,
+        drafter_four_bit: bool = False,
+        group: int = 0,
     ) -> Numerics:
         """Pick the resident form for a device.
 
@@ -77,6 +88,8 @@ class Numerics:
             dense_fp8: The checkpoint stores every dense matrix in FP8.
             scale_dtype: That of the class.
             expert_format: How the checkpoint stores routed experts.
+            dense_four_bit: It stores every dense matrix with four bits, weight-only.
+            drafter_four_bit, group: Those of the class.
         """
         on_cpu = device.type == "cpu"
         return cls(
@@ -87,9 +100,19 @@ class Numerics:
             device=device,
             resident_fp8=dense_fp8 and not on_cpu,
             scale_dtype=scale_dtype,
-            resident_experts=expert_format if quantized and not on_cpu else "unquantized",
+            resident_experts=expert_format if (quantized or expert_format == "four_bit") and not on_cpu else "unquantized",
+            resident_four_bit=dense_four_bit and not on_cpu,
+            drafter_four_bit=drafter_four_bit,
+            group=group,
             fp8_rows=quantized if fp8_rows is None else fp8_rows,
         )
+
+    @property
+    def of_drafter(self) -> Numerics:
+        """The arithmetic of the model's own drafter."""
+        if self.group == 0 or self.drafter_four_bit:
+            return self
+        return replace(self, resident_four_bit=False, resident_experts="unquantized")
 
     def fp8_bytes(self, width: int) -> int:
         """Return the bytes of a row of inputs in FP8, codes and scales, if products of this arithmetic take such."""
@@ -107,15 +130,21 @@ class Matrix(nn.Module):
     Several matrices of the checkpoint that share an input may lie in one, row block under row block; ``rows`` names a block.
 
     Attributes:
-        weight: Unquantized numbers, or FP8 codes.
+        weight: Unquantized numbers, FP8 codes, or two codes of four bits in a byte.
         scale: uint8 e8m0 bytes or float32 of FP8 codes, of the rows of a whole stack [S, ceil(in / 128)]: one per 128 rows, as the
             checkpoint has them, or one per row where a boundary between its matrices goes through 128 rows. ``None`` if
-            unquantized.
+            unquantized, or of four bits.
         rounds_input: Inputs are rounded to FP8, 1x128, before the product (specification 4.1).
     """
 
     def __init__(
-        self, *shape: int, numerics: Numerics, rounds_input: bool = False, fp8: bool = False, boundaries: Sequence[int] = ()
+        self,
+        *shape: int,
+        numerics: Numerics,
+        rounds_input: bool = False,
+        fp8: bool = False,
+        boundaries: Sequence[int] = (),
+        four_bit: bool | None = None,
     ) -> None:
         """Allocate.
 
@@ -123,13 +152,20 @@ class Matrix(nn.Module):
             shape: ``[out, in]`` or ``[E, out, in]``.
             numerics: Resident form, and whether inputs are rounded at all.
             rounds_input: Quantized models round the inputs.
-            fp8: Quantized checkpoints store it in FP8, one scale per 128 x 128.
+            fp8: Quantized checkpoints store it in FP8, one scale per 128 x 128, or weight-only.
+            four_bit: It stays with four bits; ``None``: as ``numerics`` has it for matrices with ``fp8``.
             boundaries: Rows at which one matrix of the checkpoint ends and another begins.
         """
         super().__init__()
         self.shape, self.row_tile = shape, numerics.row_tile
         self.rounds_input = rounds_input and numerics.quantized
         self.scale: nn.Parameter | None = None
+        self.groups: nn.ParameterList | None = None
+        if fp8 and numerics.resident_four_bit if four_bit is None else four_bit:
+            parts = FourBit.empty(*shape, group=numerics.group, scale_dtype=numerics.scale_dtype, device=numerics.device)
+            self.weight, *groups = (nn.Parameter(part, requires_grad=False) for part in parts)
+            self.groups = nn.ParameterList(groups)
+            return
         dtype = numerics.matrix_dtype
         if fp8 and numerics.resident_fp8:
             dtype = torch.float8_e4m3fn
@@ -141,9 +177,9 @@ class Matrix(nn.Module):
         )
 
     @property
-    def stored(self) -> Tensor:
+    def stored(self) -> Tensor | FourBit:
         """The weight as kernels take it."""
-        return self.weight
+        return self.weight if self.groups is None else FourBit(self.weight, *self.groups)
 
     def rows(self, begin: int, end: int, *, expert: int = 0) -> MatrixSlot:
         """Return the place of one checkpoint matrix: rows ``begin`` to ``end``, of one expert in a stack."""
@@ -152,7 +188,7 @@ class Matrix(nn.Module):
 
     def whole(self) -> MatrixSlot:
         """Return the place of a checkpoint matrix whose rows are those of this one, or of this stack."""
-        return MatrixSlot(self, 0, prod(self.weight.shape[:-1]))
+        return MatrixSlot(self, 0, prod(self.shape[:-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +203,19 @@ class MatrixSlot:
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical ``(out, in)``."""
-        return (self.end - self.begin, self.matrix.weight.shape[-1])
+        return (self.end - self.begin, self.matrix.shape[-1])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that hold it, with others."""
+        if isinstance(stored := self.matrix.stored, FourBit):
+            return tuple(stored)
         return (self.matrix.weight,) if self.matrix.scale is None else (self.matrix.weight, self.matrix.scale)
 
     def values(self) -> Tensor:
         """Return the numbers of the matrix, float32."""
+        if isinstance(stored := self.matrix.stored, FourBit):
+            return stored.rows(self.begin, self.end).dequantize()
         home, scales = self.matrix.weight.detach().flatten(0, -2)[self.begin : self.end], self.matrix.scale
         if scales is None:
             return home.float()
@@ -187,12 +227,19 @@ class MatrixSlot:
     def _scale_per_row(self, scales: Tensor) -> bool:
         return len(scales) == prod(self.matrix.weight.shape[:-1])
 
-    def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
-        """Convert a matrix of the checkpoint to the resident form.
+    def store(self, weight: Tensor | FourBit, scale: Tensor | None = None) -> None:
+        """Convert a matrix of the checkpoint to the resident form; floats are rounded to four bits if that is it.
 
         Raises:
             CheckpointError: The resident form is FP8, and the matrix is not FP8 with scales of that form.
         """
+        if isinstance(stored := self.matrix.stored, FourBit):
+            if not isinstance(weight, FourBit):
+                weight = round_four_bit(weight, group=stored.group, scale_dtype=stored.scales.dtype)
+            for place, part in zip(stored.rows(self.begin, self.end), weight, strict=True):
+                place.detach().copy_(part)
+            return
+        weight = weight.dequantize() if isinstance(weight, FourBit) else weight
         home, scales = self.matrix.weight.detach().flatten(0, -2)[self.begin : self.end], self.matrix.scale
         if scales is None:
             home.copy_(dequantize_matrix(weight, scale))
@@ -261,12 +308,13 @@ class TileSlot:
         """Return the numbers of the matrix, float32."""
         return self.stack.stored.dequantize(self.expert, self.half)
 
-    def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
+    def store(self, weight: Tensor | FourBit, scale: Tensor | None = None) -> None:
         """Write a matrix of the checkpoint into its tiles.
 
         Raises:
             CheckpointError: The matrix is in another format than the tiles.
         """
+        assert isinstance(weight, Tensor)
         tiles = self.stack.stored
         if scale is None or weight.dtype not in ((torch.int8, torch.uint8) if tiles.fp4 else (torch.float8_e4m3fn,)):
             raise _misfit(
@@ -295,9 +343,9 @@ class TensorSlot:
         """Return its numbers, float32, or its ids, int64."""
         return self.tensor.detach().float() if self.tensor.is_floating_point() else self.tensor
 
-    def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
+    def store(self, weight: Tensor | FourBit, scale: Tensor | None = None) -> None:
         """Copy the tensor, cast to the resident dtype."""
-        assert scale is None
+        assert scale is None and isinstance(weight, Tensor)
         with torch.no_grad():
             self.tensor.copy_(weight)
 
@@ -327,12 +375,13 @@ class IdSlot(TensorSlot):
             return f"{self.name}: {len(repeated)} rows have an id twice, the first one row {row}: {weight[row].tolist()}"
         return ""
 
-    def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
+    def store(self, weight: Tensor | FourBit, scale: Tensor | None = None) -> None:
         """Copy the table.
 
         Raises:
             CheckpointError: An id is out of range, or twice in a row.
         """
+        assert isinstance(weight, Tensor)
         if problem := self.problem(weight):
             raise CheckpointError(f"{problem}. Fetch the checkpoint again, or take the config.json that came with it")
         TensorSlot.store(self, weight, scale)  # dataclasses with slots know no super()
@@ -358,7 +407,7 @@ class CopiedSlot:
         """Return the numbers of the matrix, float32."""
         return self.places[0].values()
 
-    def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
+    def store(self, weight: Tensor | FourBit, scale: Tensor | None = None) -> None:
         """Store the matrix in every place."""
         for place in self.places:
             place.store(weight, scale)
@@ -384,7 +433,10 @@ def linear(
         rounded: ``x`` in FP8, where it exists already.
         out: Where the result is wanted, contiguous.
     """
-    dtype, weight, tile = dtype or x_TK.dtype, matrix.weight, matrix.row_tile
+    dtype, weight, tile = dtype or x_TK.dtype, matrix.stored, matrix.row_tile
+    if isinstance(weight, FourBit):
+        result = four_bit_linear(x_TK, weight, dtype, tile)
+        return result if out is None else out.copy_(result)
     if matrix.scale is None:
         x_TK = round_fp8(x_TK, ACTIVATION_GROUP) if matrix.rounds_input else x_TK
         return float_linear(x_TK, weight, dtype, tile, out=out)

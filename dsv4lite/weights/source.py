@@ -21,16 +21,17 @@ from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.shard import Shards
 from dsv4lite.weights.checkpoint import (
+    DTYPES,
     Checkpoint,
     ExpertFormat,
     HeldTensor,
-    TensorInfo,
     locate,
     read_config,
     read_generation_config,
 )
 from dsv4lite.weights.dummy import dummy_tensors, fill_tiles
-from dsv4lite.weights.loader import OwnFormat, load, match, own_formats, read_assigned, scale_name
+from dsv4lite.weights.formats import Header, PackedTensor, QuantFormat, find_format
+from dsv4lite.weights.loader import OwnFormat, load, match, own_formats, packed_headers, read_assigned, scale_name
 from dsv4lite.weights.names import NameTables
 from dsv4lite.weights.quant import CopiedSlot, Numerics, Slot, TileSlot
 from dsv4lite.weights.tensors import FORMATS, TensorSpec, stored_form
@@ -47,7 +48,18 @@ def log_progress(report: LoadProgress) -> None:
         log.info("%s: %d of %d %s", report.phase, report.done, report.total, report.unit)
 
 
-def _dense_scales(specs: Mapping[str, TensorSpec], headers: Mapping[str, TensorInfo]) -> str | None:
+def _four_bit(specs: Mapping[str, TensorSpec], headers: Mapping[str, Header], widened: tuple[str, ...]) -> set[str]:
+    """Return which of dense matrices, experts and those of drafters are all packed with four bits, but for ``widened`` ones."""
+    found: dict[str, set[bool]] = {}
+    for name, spec in specs.items():
+        if spec.kind in ("dense", "expert") and name in headers and not name.endswith(widened):
+            info = headers[name]
+            of = "drafter" if name.startswith("mtp.") else spec.kind
+            found.setdefault(of, set()).add(isinstance(info, PackedTensor) and info.format.group > 0)
+    return {of for of, packed in found.items() if packed == {True}}
+
+
+def _dense_scales(specs: Mapping[str, TensorSpec], headers: Mapping[str, Header]) -> str | None:
     """Return what the scales are if every dense matrix of a checkpoint is FP8 with the same kind of scales."""
     dense = [name for name, spec in specs.items() if spec.kind == "dense" and name in headers]
     stored = {(headers[name].dtype, headers[scale_name(name)].dtype if scale_name(name) in headers else None) for name in dense}
@@ -72,7 +84,11 @@ class ModelSource:
         dtype: What the unquantized tensors are stored in.
         dense_fp8: Every dense matrix is stored in FP8, with e8m0 scales or, if the family's releases have such, float32 ones; not
             so where some are unquantized.
-        scale_dtype: Of these scales: uint8 or float32.
+        scale_dtype: Of these scales: uint8 or float32; or of weights of four bits.
+        form: The weight-only format of its matrices.
+        dense_four_bit: Every dense matrix but those that are widened anyway has four bits in that format; not so where some others
+            are unquantized.
+        drafter_four_bit: So have all matrices of its own drafter, of either kind; these do not count above.
         checkpoint: ``None`` for random weights.
     """
 
@@ -85,6 +101,9 @@ class ModelSource:
     expert_format: ExpertFormat
     dense_fp8: bool
     scale_dtype: torch.dtype = torch.uint8
+    form: QuantFormat | None = None
+    dense_four_bit: bool = False
+    drafter_four_bit: bool = False
     checkpoint: Checkpoint | None
 
     @property
@@ -132,18 +151,29 @@ class ModelSource:
             raw, generation_config = dict(checkpoint.config), dict(checkpoint.generation_config)
         raw = {**raw, **config.hf_overrides}
         family = find_family(raw, config.family)
+        form = None if family.weight_only is None else find_format(raw, config.quant_formats)
+        if form is not None:
+            raw = {**raw, "quantization_config": None}  # what families read of it are roundings of activations
         model = family.read_config(raw)
+        four_bit: set[str] = set()
         if checkpoint is None:
             dtype = str(raw.get("torch_dtype") or raw.get("dtype"))
             stored: object = raw.get("expert_dtype", model.expert_format) if model.quantized else "unquantized"
             expert_format: ExpertFormat = "fp4" if stored == "fp4" else "fp8" if stored == "fp8" else "unquantized"
             scales: str | None = ("F8_E8M0" if model.byte_scales else "F32") if model.quantized else None
+            if form is not None and form.group:
+                expert_format, four_bit, scales = "four_bit", {"dense", "drafter"}, form.scale_code(())
         else:
             if "embed.weight" not in checkpoint.headers:
                 raise CheckpointError(f"{folder} has no embedding; is it a whole model?", problems=["embed.weight: missing"])
-            dtype, expert_format = checkpoint.headers["embed.weight"].dtype, checkpoint.expert_format
-            scales = _dense_scales(family.tensors.specs(model), checkpoint.headers)
-            model = replace(model, quantized=checkpoint.quantized)
+            dtype, specs = checkpoint.headers["embed.weight"].dtype, family.tensors.specs(model)
+            if form is None:
+                expert_format, scales = checkpoint.expert_format, _dense_scales(specs, checkpoint.headers)
+                model = replace(model, quantized=checkpoint.quantized)
+            else:
+                headers = packed_headers(checkpoint.headers, form, str(folder))
+                four_bit, scales = _four_bit(specs, headers, family.weight_only or ()), form.scale_code(headers.values())
+                expert_format = "four_bit" if "expert" in four_bit else "unquantized"
         return cls(
             folder=folder,
             generation_config=generation_config,
@@ -152,8 +182,11 @@ class ModelSource:
             model=model,
             dtype=_FLOATS.get(dtype, torch.bfloat16),
             expert_format=expert_format,
-            dense_fp8=scales == "F8_E8M0" or (scales == "F32" and not model.byte_scales),
-            scale_dtype=torch.float32 if scales == "F32" else torch.uint8,
+            dense_fp8=form is None and (scales == "F8_E8M0" or (scales == "F32" and not model.byte_scales)),
+            scale_dtype=torch.uint8 if form is None and scales != "F32" else DTYPES[scales or "F32"],
+            form=form,
+            dense_four_bit="dense" in four_bit,
+            drafter_four_bit="drafter" in four_bit,
             checkpoint=checkpoint,
         )
 
@@ -208,7 +241,7 @@ class ModelSource:
         """
         shards = shards_of(self.model, self.family.tensors, mesh.layout, mesh.rank)
         if self.checkpoint is not None:
-            load(self.checkpoint, slots, progress=progress, shards=shards, whole=whole)
+            load(self.checkpoint, slots, progress=progress, shards=shards, whole=whole, form=self.form)
             return
         self._fill_stacks(slots, shards, seed)
         form: dict[str, Any] = {"expert_format": self.expert_format, "quantized": self.model.quantized}
@@ -221,10 +254,11 @@ class ModelSource:
                     slot.store(weight, scale)
                 made.clear()
 
-    def formats(self) -> dict[str, OwnFormat]:
+    def formats(self) -> dict[str, OwnFormat | QuantFormat]:
         """Return how the model stores each of its quantized matrices."""
         if self.checkpoint is not None:
-            return own_formats(self.checkpoint.headers)
+            headers = self.checkpoint.headers
+            return own_formats(headers if self.form is None else packed_headers(headers, self.form, str(self.folder)))
         form: dict[str, Any] = {"expert_format": self.expert_format, "quantized": self.model.quantized}
         return {
             name: OwnFormat(FORMATS[found], FORMATS[found].scales[0])

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsv4lite.errors import CheckpointError, ConfigError, WeightUpdateError, shown
+from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.quantize import quantize_matrix
 from dsv4lite.parallel.shard import Cut, Shards
 from dsv4lite.weights.checkpoint import Described, HeldTensor, TensorInfo, locate, official, read_headers, read_tensors
 from dsv4lite.weights.delta import MARK, Blocks
+from dsv4lite.weights.formats import Header, PackedCut, QuantFormat, assemble
 from dsv4lite.weights.host_memory import HostMemory
 from dsv4lite.weights.loader import MATRIX_FORMATS, OwnFormat, fit, read_assigned, scale_name, weight_name
 from dsv4lite.weights.names import NameTables
@@ -190,7 +192,7 @@ class Transaction:
         self,
         slots: Mapping[str, Slot],
         names: NameTables,
-        formats: Mapping[str, OwnFormat],
+        formats: Mapping[str, OwnFormat | QuantFormat],
         shards: Shards,
         device: torch.device,
         *,
@@ -198,8 +200,10 @@ class Transaction:
     ) -> None:
         self._slots, self._names, self._formats, self._shards, self._device = slots, names, formats, shards, device
         self._staging = staging
-        self._staged: dict[str, tuple[Tensor, Tensor | None]] = {}
-        self._waiting: dict[str, Described] = {}  # weights and scales whose partner did not come yet
+        self._form = next((own for own in formats.values() if isinstance(own, QuantFormat)), None)
+        self._staged: dict[str, tuple[Tensor | FourBit, Tensor | None]] = {}
+        self._waiting: dict[str, Described] = {}  # weights and scales whose partner did not come yet, parts of packed matrices
+        self._incomplete: dict[str, list[str]] = {}  # of these matrices, the leaves that did not come yet
         self._seen: set[str] = set()
         self._filled: set[str] = set()
         self._parts: dict[str, dict[str, Tensor]] = {}  # of blocks whose other parts did not come yet
@@ -222,8 +226,13 @@ class Transaction:
                 raise _refused(unexpected=[f"{name}: given twice" for name in sorted(twice)])
             self._seen.update(arrived)
             headers = {**self._waiting, **arrived}
-            self._waiting = {name: _lasting(info) for name, info in headers.items() if self._waits(info, headers)}
-            ready = {name: info for name, info in headers.items() if name not in self._waiting}
+            ready = self._assembled(headers)
+            self._waiting = {
+                name: _lasting(info)
+                for name, info in headers.items()
+                if self._is_part(info) or (ready.get(name) is info and self._waits(info, headers))
+            }
+            ready = {name: info for name, info in ready.items() if name not in self._waiting}
             slots = {name: self._slots[name] for name in ready if name in self._slots}
             found = fit(ready, slots, self._shards, self._formats)
         except CheckpointError as error:
@@ -233,7 +242,9 @@ class Transaction:
         if found.missing or found.unexpected or found.mismatched:
             raise _refused(missing=found.missing, unexpected=found.unexpected, mismatched=found.mismatched)
         for name, slot, weight, scale in read_assigned(found.assignments):
-            self._accept(name, slot, self._patched(name, slot, weight) if weight.is_meta else weight, scale)
+            if isinstance(weight, Tensor) and weight.is_meta:
+                weight = self._patched(name, slot, weight)
+            self._accept(name, slot, weight, scale, packed=isinstance(found.assignments[name].weight, PackedCut))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -245,6 +256,20 @@ class Transaction:
         except OSError as error:
             raise _refused(mismatched=[f"{name}: cannot be opened: {error}"]) from error
         return HeldTensor(name=name, tensor=held)
+
+    def _assembled(self, headers: Mapping[str, Described]) -> Mapping[str, Header]:
+        """Return tensors without the parts of packed matrices, and in their place the matrices that are complete."""
+        if self._form is None:
+            return headers
+        found, self._incomplete, problems = assemble(headers, self._form)
+        if problems:
+            raise _refused(mismatched=problems)
+        return found
+
+    def _is_part(self, info: Described) -> bool:
+        """Return whether a tensor is a part of a packed matrix that is not complete."""
+        owner = info.name.rpartition(".")[0] + ".weight"
+        return self._form is not None and owner in self._incomplete and self._form.owns(info.name, info)
 
     def _block_headers(self, parts: Sequence[Described]) -> dict[str, Described]:
         """Return tensors without memory, by official name, for those whose blocks are complete with these parts."""
@@ -275,7 +300,8 @@ class Transaction:
         """Return this rank's part of a tensor that comes in blocks: the present numbers, with the new ones."""
         own = self._formats.get(name)
         try:
-            return self._blocks.pop(name).write(slot.values(), place, None if own is None else own.form.block)
+            block = own.block if isinstance(own, QuantFormat) else None if own is None else own.form.block
+            return self._blocks.pop(name).write(slot.values(), place, block)
         except ValueError as error:
             raise _refused(mismatched=[f"{name}: {error}"]) from error
 
@@ -286,17 +312,23 @@ class Transaction:
             return False
         return owner not in headers if info.name != owner else info.dtype in MATRIX_FORMATS and scale_name(owner) not in headers
 
-    def _accept(self, name: str, slot: Slot, weight: Tensor, scale: Tensor | None) -> None:
+    def _accept(self, name: str, slot: Slot, weight: Tensor | FourBit, scale: Tensor | None, *, packed: bool) -> None:
         own = self._formats.get(name)
-        if own is not None and scale is None:
+        if isinstance(own, QuantFormat):
+            if not packed:
+                assert own.quantize is not None and isinstance(weight, Tensor)
+                weight = own.quantize(weight.to(self._device))
+        elif own is not None and scale is None:
+            assert isinstance(weight, Tensor)
             weight, scale = quantize_matrix(weight.to(self._device), fp4=own.form is FORMATS["fp4"])
             scale = scale.float() if own.scale == "F32" else scale
-        if isinstance(slot, IdSlot) and (problem := slot.problem(weight)):
+        if isinstance(slot, IdSlot) and isinstance(weight, Tensor) and (problem := slot.problem(weight)):
             raise _refused(mismatched=[problem])
         if self._staging is None:
             slot.store(weight, scale)
         else:
-            self._staged[name] = (self._aside(weight), None if scale is None else self._aside(scale))
+            aside = FourBit(*map(self._aside, weight)) if isinstance(weight, FourBit) else self._aside(weight)
+            self._staged[name] = (aside, None if scale is None else self._aside(scale))
         self._filled.add(name)
 
     def _aside(self, tensor: Tensor) -> Tensor:
@@ -309,11 +341,13 @@ class Transaction:
         Raises:
             WeightUpdateError: Lists what is missing.
         """
-        waiting = {weight_name(name): name for name in self._waiting}
-        missing = [f"{scale_name(owner) if owner == name else owner}: missing; {name} came" for owner, name in waiting.items()]
+        waiting = {weight_name(name): name for name, info in self._waiting.items() if not self._is_part(info)}
+        missing = [f"{name[: -len('weight')]}{leaf}: missing" for name, leaves in self._incomplete.items() for leaf in leaves]
+        missing += [f"{scale_name(owner) if owner == name else owner}: missing; {name} came" for owner, name in waiting.items()]
         missing += [f"{name}: only {' and '.join(parts)} of its blocks came" for name, parts in self._parts.items()]
         if not partial:
-            missing += [f"{name}: missing" for name in self._slots if name not in self._filled and name not in waiting]
+            known = {*self._filled, *waiting, *self._incomplete}
+            missing += [f"{name}: missing" for name in self._slots if name not in known]
         if missing:
             raise _refused(missing=missing)
 

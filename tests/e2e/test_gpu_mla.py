@@ -1,4 +1,4 @@
-"""MLA models as whole engines on a CUDA device, with captured steps: bfloat16 and block FP8, bfloat16 and FP8 rows."""
+"""MLA models as whole engines on a CUDA device, with captured steps: bfloat16, block FP8, four bits; bfloat16 and FP8 rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from dsv4lite.llm import LLM
 from dsv4lite.request import SamplingParams
 from tests.e2e.engines import engine_of, opened, prompts_of
 from tests.e2e.test_engine_determinism import STRANGERS, Reference, ask_all, asks
-from tests.mla import RELEASED_HEADS, V3, V31, write_random_model
+from tests.mla import RELEASED_HEADS, V3, V31, raw_config, write_random_model
+from tests.packings import awq, compressed, nvfp4, write_random_packed
 
 pytestmark = pytest.mark.gpu
 
@@ -22,6 +23,7 @@ DEVICE = "cuda"
 BLOCK_FP8 = {"q_lora_rank": 128, "quantization_config": V3["quantization_config"]}
 POWERS = {"q_lora_rank": 128, "quantization_config": V31["quantization_config"]}
 INDEXER = {"index_n_heads": 16, "index_head_dim": 128, "index_topk": 128}
+PACKED = {"v3_awq": awq(128), "v3_int4_of_32": compressed(32, symmetric=True), "v3_nvfp4": nvfp4("modelopt")}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "v2_lite": ("v2_lite", {"num_attention_heads": 16, "num_key_value_heads": 16}, {}),
     "v3_fp8_rows": ("v3", {}, {"kv_cache_dtype": "fp8"}),
@@ -29,6 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "v32": ("v32", {"q_lora_rank": 128, **INDEXER}, {}),
     "v32_block_fp8": ("v32", {**POWERS, **INDEXER}, {"kv_cache_dtype": "fp8"}),
     "v31_block_fp8": ("v3", POWERS, {"kv_cache_dtype": "fp8"}),
+    **dict.fromkeys(PACKED, ("v3", {"q_lora_rank": 128}, {})),
 }
 """By name: variant, settings of its config, settings of the engine."""
 PROMPTS = prompts_of([1 + (i * 83) % 400 for i in range(16)], 96, seed=8)
@@ -45,7 +48,10 @@ class OnGpu(Reference):
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     variant, config, _ = MODELS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    write_random_model(folder, variant, **RELEASED_HEADS, **config)
+    if request.param in PACKED:
+        write_random_packed(folder, raw_config(variant, **RELEASED_HEADS, **config), PACKED[request.param])
+    else:
+        write_random_model(folder, variant, **RELEASED_HEADS, **config)
     return folder
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ def launches(capability: int) -> list[Specialization]:
 def _works() -> Iterator[Callable[[], object]]:
     fp4 = {"quantized": True, "dense_fp8": True, "expert_format": "fp4"}
     block_fp8 = {"quantized": True, "dense_fp8": True, "scale_dtype": torch.float32, "expert_format": "fp8"}
+    int4 = {"quantized": False, "expert_format": "four_bit", "dense_four_bit": True, "group": 128, "scale_dtype": torch.float16}
     small = json.loads((Path(tiny_model()) / "config.json").read_text())
     for config, numerics in (
         (small, fp4),
@@ -126,6 +128,9 @@ def _works() -> Iterator[Callable[[], object]]:
         (V3, block_fp8 | {"fp8_rows": False}),
         (V32, block_fp8 | {"fp8_rows": True}),
         (V32, {"quantized": False}),
+        (V3, int4),
+        (V3, int4 | {"dtype": torch.float32, "group": 32, "scale_dtype": torch.bfloat16}),
+        (V3, int4 | {"group": 16, "scale_dtype": torch.float8_e4m3fn}),
     ):
         yield from _steps(_mla(config, numerics), FEWER_PREFILLS, FEWER_DECODES)
     yield from (_sampling, _runs, _ranks, _products, _experts, _selection, _updates)
@@ -176,9 +181,15 @@ def _selection() -> None:
 
 
 def _updates() -> None:
-    """What quantizes new weights."""
+    """What quantizes and stores new weights."""
     for dtype in (torch.bfloat16, torch.float32):
         quantize_packed_fp4(_empty(2048, 4096, dtype=dtype))
+    for fp4, half in product((True, False), (None, 1)):
+        rows, columns = 2048, 4096
+        codes, scales = Tiles.shapes(1, rows * (1 if half is None else 2), columns, fp4=fp4)
+        weight = _empty(rows, columns // 2, dtype=torch.uint8) if fp4 else _empty(rows, columns, dtype=torch.float8_e4m3fn)
+        scale = _empty(rows, columns // 32, dtype=torch.uint8) if fp4 else _empty(rows // 128, columns // 128)
+        Tiles(_empty(*codes, dtype=torch.uint8), _empty(*scales, dtype=torch.int32)).store(0, weight, scale, half)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -44,6 +44,7 @@ KINDS = {
     "_latent_kernel": "KIND",
     "_heads_kernel": "FP4_LOG",
     "route_kernel": "GROUPED",
+    "_store_tiles_kernel": "FP4",
     **dict.fromkeys(("_absorbed_kernel", "_latent_rows_kernel", "_key_kernel", "_scores_kernel"), "FP8"),
 }
 LEAST_CAPABILITY = {"gemm.decode_1_triton": 89}  # of modules whose kernels need e4m3

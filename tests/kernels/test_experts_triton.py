@@ -9,9 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.experts import TILE_ROWS, ExpertInputs, ExpertSum, Tiles, experts_outputs, scale_words, sum_experts
+from dsv4lite.kernels.experts import (
+    TILE_ROWS,
+    ExpertInputs,
+    ExpertSum,
+    Tiles,
+    experts_outputs,
+    scale_words,
+    store_matrix,
+    sum_experts,
+)
 from dsv4lite.kernels.quantize import quantize_fp8
-from tests.kernels.tensors import DEVICE, ON_GPU
+from tests.kernels.tensors import DEVICE, ON_GPU, launch
+from tests.kernels.test_experts import matrix
 
 pytest.importorskip("triton")
 
@@ -334,3 +344,23 @@ def test_blocks_suffice_for_any_routing() -> None:
             chosen = (torch.rand(tokens, count, generator=rng) + pull).topk(top_k).indices
             needed = int((torch.bincount(chosen.flatten(), minlength=count) + rows - 1).div(rows, rounding_mode="floor").sum())
             assert needed <= most_blocks(tokens * top_k, count, rows) <= tokens * top_k
+
+
+@pytest.mark.parametrize("half", [None, 0, 1])
+@pytest.mark.parametrize("kind", ["fp4", "fp8", "fp8 float scales"])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 128), (192, 384), (512, 1536)] if ON_GPU else [(64, 384)])
+def test_matrices_are_stored_as_by_the_reference(rows: int, columns: int, kind: str, half: int | None) -> None:
+    weight, scale = (part.to(DEVICE) for part in matrix(rows, columns, kind))
+    if kind == "fp4":  # groups whose scales are too small for their row: by one power of two, by some, and by all
+        low = scale.view(torch.uint8)
+        low[3, 1:4] = (low[3].amax() - torch.tensor([27, 29, 200], device=DEVICE).clamp_max(low[3].amax())).to(torch.uint8)
+        low[5] = torch.arange(columns // 32, device=DEVICE)
+    shapes = Tiles.shapes(1, rows * (1 if half is None else 2), columns, fp4=kind == "fp4")
+    stored = []
+    for store in (store_matrix.reference, lambda *given: launch(store_matrix, *given)):
+        codes = torch.full(shapes[0][1:], 255, dtype=torch.uint8, device=DEVICE)
+        words = torch.full(shapes[1][1:], -1, dtype=torch.int32, device=DEVICE)
+        store(codes, words, weight, scale, half)
+        stored.append((codes, words))
+    for wanted, got in zip(*stored, strict=True):
+        assert torch.equal(got, wanted)

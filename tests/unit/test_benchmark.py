@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from xml.etree import ElementTree
@@ -12,11 +13,14 @@ import pytest
 import torch
 
 from dsv4lite.layout import Layout
+from dsv4lite.models.deepseek_mla.config import parse_config as read_mla
 from dsv4lite.models.deepseek_v4.config import parse_config
+from dsv4lite.models.family import FAMILIES
 from dsv4lite.weights.quant import Numerics
-from examples.benchmark import MODELS, arguments, communication, flash, floor_bytes, plot, pro, run, ticks
+from examples.benchmark import MODELS, arguments, communication, flash, floor_bytes, plot, pro, run, ticks, v2_lite
 from examples.benchmark_rollouts import main as benchmark_rollouts
 from tests import tiny
+from tests.mla import V2_LITE, V3, V32
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -95,6 +99,20 @@ def test_floor_is_what_layers_and_head_take() -> None:
             extra = 5e6 if layer < 2 else 35e6 if layer % 2 == 0 else 14e6
             expected += 107e6 + 25e6 + extra + 13.4e6 * experts
         assert floor(layers, batch) == pytest.approx(expected, rel=0.01)
+
+
+def test_mla_shapes_are_those_of_the_releases() -> None:
+    for name, released in (("v2-lite", V2_LITE), ("v3", V3), ("v3.2", V32)):
+        layers = released["num_hidden_layers"]
+        ours = {**MODELS[name](layers), "first_k_dense_replace": released["first_k_dense_replace"]}
+        ids = {key: released[key] for key in ("bos_token_id", "eos_token_id")}
+        assert read_mla({**ours, **ids}) == read_mla({**released, "num_nextn_predict_layers": 0})
+
+
+def test_floor_counts_the_layers_that_have_experts() -> None:
+    family, numerics = FAMILIES["deepseek_v2"], replace(RESIDENT, resident_experts="fp8")
+    one, all_experts = floor_bytes(read_mla(v2_lite(3)), numerics, Layout(), [1, 10**6], family)
+    assert all_experts - one == pytest.approx(2 * (64 - 6) * 3 * 2048 * 1408)
 
 
 def test_floor_of_several_gpus_is_what_one_of_them_reads() -> None:

@@ -43,6 +43,7 @@ LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
 UPWARD = {
     ("config", "models.family"): "the type of a family of the host's own",
     ("config", "parallel.experts"): "the type of what makes a dispatcher",
+    ("config", "weights.formats"): "the type of a weight-only format of the host's own",
     ("request", "text.parse"): "the type of a parsed tool call",
     ("request", "text.structured"): "a grammar given as a dict becomes a value when a request has one",
 }
@@ -96,8 +97,8 @@ CACHES = {
     "kernels.counters._counters": "scratch of one stream, zero between kernels; engines have streams of their own",
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
-MAX_PACKAGE_LINES = 38_758
-MAX_TEST_LINES = 37_385
+MAX_PACKAGE_LINES = 38_842
+MAX_TEST_LINES = 37_458
 MAX_FUNCTION_LINES = 80
 
 # Debts. These may only shrink: public names that docs/api.md does not describe yet and ops without tests

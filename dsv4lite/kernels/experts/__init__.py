@@ -1,4 +1,4 @@
-"""Routed experts, with weights in FP4 or FP8 or unquantized: rows grouped by expert, two matrix products, an ordered sum.
+"""Routed experts, weights in FP4 or FP8, of four bits or unquantized: rows grouped by expert, two matrix products, an ordered sum.
 
     a, b = r(x @ w1_e.T), r(x @ w3_e.T)                                      quantized: x in FP8, per 128 channels
     u    = r(silu(min(a, limit)) * clamp(b, -limit, limit) * weight)         quantized: then to FP8, again per 128
@@ -12,7 +12,8 @@ float32, one after the other, whatever else is computed: a token's result depend
 multiplies the dequantized numbers in float32, rounded values differ in their last place here and there, and where that moves an FP8
 code of ``u``, by what one code is worth: at most 2^-5 of the largest result, 2^-9 in the root of the mean square.
 Unquantized: products are accumulated in float32. The kernels' sums have another order, which follows from the weights' shape alone:
-against the reference a result differs by 2^-14 of the largest in float32, and by 2^-6 of it in bfloat16.
+against the reference a result differs by 2^-14 of the largest in float32, and by 2^-6 of it in bfloat16. Weights of four bits
+(``kernels/four_bit``) are the same to both products, dequantized in float32; the kernels round them to the inputs' dtype first.
 
 Tensor cores take FP4 numbers as e5m2, which has room for 27 scales: enough for those of a whole row, so each number is multiplied
 by its group's scale, relative to the row's, while it is widened, and sums need none. A group whose scale is less than 2^-26 of the
@@ -39,6 +40,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import op
+from dsv4lite.kernels.four_bit import FourBit, kernels_take
 from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.quantize import (
     FP8_GROUP,
@@ -100,22 +102,15 @@ class Tiles:
             half: ``weight`` has N / 2 rows, which fill row bit 3 = ``half`` (see above); by default it has all.
         """
         device = self.codes.device
-        codes, words = self._numbers(weight.to(device), scale.to(device))
-        if half is None:
-            halves = zip(_split_halves(codes), _split_halves(words), strict=True)
-            for bit, (codes, words) in enumerate(halves):
-                self._store_half(expert, codes, words, bit)
-        else:
-            self._store_half(expert, codes, words, half)
+        store_matrix(self.codes[expert], self.scales[expert], weight.to(device), scale.to(device), half)
 
     def load(self, expert: int, half: int | None = None) -> tuple[Tensor, Tensor]:
         """Return a matrix as ``store`` takes it; the scales of FP8 as float32 per row and 128 columns."""
+        stored = self.codes[expert], self.scales[expert]
         if half is None:
-            codes, words = (
-                _join_halves(*parts) for parts in zip(self._load_half(expert, 0), self._load_half(expert, 1), strict=True)
-            )
+            codes, words = (_join_halves(*parts) for parts in zip(_load_half(*stored, 0), _load_half(*stored, 1), strict=True))
         else:
-            codes, words = self._load_half(expert, half)
+            codes, words = _load_half(*stored, half)
         if self.fp4:
             return pack_fp4(codes), _e8m0(words)
         return codes.view(torch.float8_e4m3fn), words.view(torch.float32)
@@ -127,37 +122,48 @@ class Tiles:
             return dequantize_fp4(unpack_fp4(codes), scale, 32)
         return dequantize_fp8(codes, scale, TILE_COLUMNS)
 
-    def _numbers(self, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a matrix as one byte per code, uint8 [N, K], and one word per row and 128 columns, int32 [N, K / 128]."""
-        if self.fp4:
-            return _fit(unpack_fp4(weight), scale.view(torch.uint8))
+
+@op("experts.store_triton:store_matrix_triton")
+def store_matrix(codes: Tensor, words: Tensor, weight: Tensor, scale: Tensor, half: int | None) -> None:
+    """Write a matrix into its tiles.
+
+    Args:
+        codes, words: What ``Tiles`` has of it.
+        weight, scale, half: See ``Tiles.store``.
+    """
+    fp4 = codes.shape[-1] == _FP4_BYTES
+    if fp4:
+        numbers, scales = _fit(unpack_fp4(weight), scale.view(torch.uint8))
+    else:
         rows = e8m0_to_float(scale).repeat_interleave(128, 0)[: weight.shape[0]]
-        return weight.view(torch.uint8), rows.contiguous().view(torch.int32)
-
-    def _homes(self, expert: int) -> tuple[Tensor, Tensor]:
-        """Return views of a matrix: codes [tiles, chunks, P, 4, 8, 4, 2, 2 halves, 4], scales [tiles, chunks, 4, 2 halves, 8]."""
-        return self.codes[expert].unflatten(-1, (-1, 4, 8, 4, 2, 2, 4)), self.scales[expert].unflatten(-1, (4, 2, 8))
-
-    def _store_half(self, expert: int, codes: Tensor, words: Tensor, half: int) -> None:
-        home, scales = self._homes(expert)
-        if self.fp4:
-            eight = codes.unflatten(-1, (-1, 2, 8, 4)).transpose(-3, -2)  # [N, K / 64, 8, 2, 4]
+        numbers, scales = weight.view(torch.uint8), rows.contiguous().view(torch.int32)
+    parts = [(numbers, scales)] if half is not None else zip(_split_halves(numbers), _split_halves(scales), strict=True)
+    for bit, (part, part_scales) in enumerate(parts, half or 0):
+        home, home_scales = _homes(codes, words)
+        if fp4:
+            eight = part.unflatten(-1, (-1, 2, 8, 4)).transpose(-3, -2)  # [N, K / 64, 8, 2, 4]
             first, second = (eight & 8).unbind(-2)
-            codes = (pack_fp4(eight.flatten(-2) & 7) | first << 4 | second).flatten(1)
+            part = (pack_fp4(eight.flatten(-2) & 7) | first << 4 | second).flatten(1)
         tiles, chunks, pieces = home.shape[:3]
-        home[..., half, :] = codes.view(tiles, 4, 8, chunks, pieces, 2, 4, 4).permute(0, 3, 4, 1, 2, 6, 5, 7)
-        scales[..., half, :] = words.view(tiles, 4, 8, chunks).permute(0, 3, 1, 2)
+        home[..., bit, :] = part.view(tiles, 4, 8, chunks, pieces, 2, 4, 4).permute(0, 3, 4, 1, 2, 6, 5, 7)
+        home_scales[..., bit, :] = part_scales.view(tiles, 4, 8, chunks).permute(0, 3, 1, 2)
 
-    def _load_half(self, expert: int, half: int) -> tuple[Tensor, Tensor]:
-        """Return what ``_numbers`` does, of half of the rows."""
-        home, scales = self._homes(expert)
-        codes = home[..., half, :].permute(0, 3, 4, 1, 2, 6, 5, 7).flatten(3).flatten(0, 2)
-        if self.fp4:
-            words = codes.unflatten(-1, (-1, 8, 4))
-            signs = torch.stack([words >> 4 & 8, words & 8], -2)  # [N / 2, K / 64, 8, 2, 4]
-            eight = unpack_fp4(words & 0x77).view(signs.shape) | signs
-            codes = eight.transpose(-3, -2).flatten(1)
-        return codes, scales[..., half, :].permute(0, 2, 3, 1).flatten(0, 2).contiguous()
+
+def _homes(codes: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of a matrix: codes [tiles, chunks, P, 4, 8, 4, 2, 2 halves, 4], scales [tiles, chunks, 4, 2 halves, 8]."""
+    return codes.unflatten(-1, (-1, 4, 8, 4, 2, 2, 4)), words.unflatten(-1, (4, 2, 8))
+
+
+def _load_half(codes: Tensor, words: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """Return half of the rows: uint8 [N / 2, K], a byte for each code, and int32 [N / 2, K / 128], words of scales."""
+    home, scales = _homes(codes, words)
+    rows = home[..., half, :].permute(0, 3, 4, 1, 2, 6, 5, 7).flatten(3).flatten(0, 2)
+    if codes.shape[-1] == _FP4_BYTES:
+        bytes_ = rows.unflatten(-1, (-1, 8, 4))
+        signs = torch.stack([bytes_ >> 4 & 8, bytes_ & 8], -2)  # [N / 2, K / 64, 8, 2, 4]
+        eight = unpack_fp4(bytes_ & 0x77).view(signs.shape) | signs
+        rows = eight.transpose(-3, -2).flatten(1)
+    return rows, scales[..., half, :].permute(0, 2, 3, 1).flatten(0, 2).contiguous()
 
 
 def scale_words(scale: Tensor, base: Tensor) -> Tensor:
@@ -213,7 +219,7 @@ class ExpertInputs(NamedTuple):
         x_scales: Scale bytes of the codes, uint8 [T, D / 128]; ``None`` with unquantized weights.
         slots_TK: Which experts, int64; ascending, so that the sum is in their order. E means none, and adds nothing.
         weight_TK: float32, applied before ``w2``.
-        w13: Gate and up, [E, 2 I, D]; unquantized, the rows of w1 (gate) lie above those of w3 (up).
+        w13: Gate and up, [E, 2 I, D]; outside of tiles, the rows of w1 (gate) lie above those of w3 (up).
         w2: [E, D, I].
         limit: Of the activation.
         partial: These experts have a part of the width, other ranks the rest: each one's result stays float32.
@@ -226,8 +232,8 @@ class ExpertInputs(NamedTuple):
     x_scales: Tensor | None
     slots_TK: Tensor
     weight_TK: Tensor
-    w13: Tiles | Tensor
-    w2: Tiles | Tensor
+    w13: Tiles | FourBit | Tensor
+    w2: Tiles | FourBit | Tensor
     limit: float
     partial: bool = False
     row_tile: int | None = None
@@ -268,7 +274,13 @@ def experts_forward(given: ExpertInputs, shared_TD: Tensor | None = None) -> Ten
     return sum_experts(ExpertSum(given.slots_TK, experts_outputs(given), shared_TD, given.sizes[0]))
 
 
-@op("experts.triton:experts_outputs_triton", suits=lambda given: not given.round_inputs)
+def _suits(given: ExpertInputs) -> bool:
+    if isinstance(given.w2, FourBit):
+        return isinstance(given.w13, FourBit) and kernels_take(given.w13.group) and kernels_take(given.w2.group)
+    return not given.round_inputs
+
+
+@op("experts.triton:experts_outputs_triton", suits=_suits)
 def experts_outputs(given: ExpertInputs) -> Tensor:
     """Return each expert's result, [T, K, D] in ``given.dtype``: zero without an expert, or from a kernel anything."""
     x_TD, one = _quantized_expert(given) if isinstance(given.w2, Tiles) else _unquantized_expert(given)
@@ -304,20 +316,25 @@ def _quantized_expert(given: ExpertInputs) -> tuple[Tensor, Expert]:
 
 
 def _unquantized_expert(given: ExpertInputs) -> tuple[Tensor, Expert]:
-    """Return the same of unquantized weights."""
+    """Return the same of unquantized weights, and of those of four bits."""
     w13, w2, dtype, row_tile = given.w13, given.w2, given.x.dtype, given.row_tile
-    assert isinstance(w13, Tensor) and isinstance(w2, Tensor)
-    width, wide = w2.shape[2], torch.float32 if given.partial else w2.dtype
+    assert not isinstance(w13, Tiles) and not isinstance(w2, Tiles)
+    numbers = torch.float32 if isinstance(w2, FourBit) else w2.dtype
+    width, wide = w2.shape[2], torch.float32 if given.partial else numbers
 
     def as_input(x: Tensor) -> Tensor:
-        return (round_fp8(x, FP8_GROUP) if given.round_inputs else x).to(w2.dtype)
+        return (round_fp8(x, FP8_GROUP) if given.round_inputs else x).to(numbers)
 
     def one(expert: int, x: Tensor, weight_N1: Tensor) -> Tensor:
-        h_NI = matmul_rows(x, w13[expert], row_tile).to(dtype)
+        h_NI = matmul_rows(x, _matrix(w13, expert), row_tile).to(dtype)
         u_NI = as_input((swiglu(h_NI[:, :width], h_NI[:, width:], given.limit) * weight_N1).to(dtype))
-        return matmul_rows(u_NI.to(wide), w2[expert].to(wide), row_tile).float()
+        return matmul_rows(u_NI.to(wide), _matrix(w2, expert).to(wide), row_tile).float()
 
     return as_input(given.x), one
+
+
+def _matrix(stack: FourBit | Tensor, expert: int) -> Tensor:
+    return stack.of_expert(expert).dequantize() if isinstance(stack, FourBit) else stack[expert]
 
 
 @op("experts.triton:combine_triton", suits=lambda parts: not parts.outputs_TKD.requires_grad)

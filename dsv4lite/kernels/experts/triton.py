@@ -23,6 +23,8 @@ from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native
 from dsv4lite.kernels.experts import HALF_ROWS, TILE_ROWS, ExpertInputs, ExpertSum, Tiles
 from dsv4lite.kernels.experts.grouping_triton import Block, Blocks, Groups, block_for, group_triton
 from dsv4lite.kernels.experts.unquantized_triton import unquantized_outputs_triton
+from dsv4lite.kernels.four_bit import FourBit
+from dsv4lite.kernels.four_bit.triton import four_bit_outputs_triton
 from dsv4lite.kernels.pdl import let_successor_in
 from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.widen_triton import place, side_by_side, widen_fp4, widen_fp8
@@ -374,6 +376,8 @@ class Work:
 
 def experts_outputs_triton(given: ExpertInputs, *, block: Block | None = None) -> Tensor:
     """Launch ``experts_outputs``; ``block`` is for measurements."""
+    if isinstance(given.w2, FourBit):
+        return four_bit_outputs_triton(given, block=block)
     if not isinstance(given.w2, Tiles):
         return unquantized_outputs_triton(given, block=block)
     (tokens, hidden), top_k, (experts, _, width) = given.x.shape, given.slots_TK.shape[1], given.sizes

@@ -32,7 +32,7 @@ UNQUANTIZED_BLOCKS: Blocks = (
 
 
 @triton.jit
-def _times(w, x, total, GPU: tl.constexpr):
+def times(w, x, total, GPU: tl.constexpr):
     """Return ``w @ x.T + total``, float32."""
     if not GPU:  # the interpreter multiplies bfloat16 as integers
         w, x = w.to(tl.float32), x.to(tl.float32)
@@ -63,8 +63,8 @@ def _gate_up_kernel(
         # Reference: h_TI = matmul_rows(x, w13[expert], row_tile).to(dtype)
         inside = (k + channel < HIDDEN)[None, :]
         a = tl.load(inputs + k, mask=inside & valid[:, None], other=0.0)
-        gate = _times(tl.load(rows + k, mask=inside, other=0.0), a, gate, GPU)
-        up = _times(tl.load(rows + WIDTH * HIDDEN + k, mask=inside, other=0.0), a, up, GPU)
+        gate = times(tl.load(rows + k, mask=inside, other=0.0), a, gate, GPU)
+        up = times(tl.load(rows + WIDTH * HIDDEN + k, mask=inside, other=0.0), a, up, GPU)
     # Reference: u_TI = (swiglu(h_TI[:, :width], h_TI[:, width:], limit) * weight_T1).to(dtype)
     WIDE: tl.constexpr = x.dtype.element_ty == tl.float32
     gate = tl.minimum(rounded(gate, WIDE, GPU), limit)
@@ -97,7 +97,7 @@ def _down_kernel(
         # Reference: matmul_rows(u_TI, w2[expert], row_tile).to(dtype); float32 if it is a part
         inside = (k + channel < WIDTH)[None, :]
         a = tl.load(inputs + k, mask=inside & valid[:, None], other=0.0)
-        total = _times(tl.load(rows + k, mask=inside, other=0.0), a, total, GPU)
+        total = times(tl.load(rows + k, mask=inside, other=0.0), a, total, GPU)
     total = rounded(total, y.dtype.element_ty == tl.float32, GPU).to(y.dtype.element_ty)
     tl.store(y + pair[None, :] * HIDDEN + column[:, None], total, mask=valid[None, :] & (column < HIDDEN)[:, None])
 

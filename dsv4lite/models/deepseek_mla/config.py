@@ -194,6 +194,9 @@ class MlaConfig(ModelConfig):
         """The kind of drafter that the config describes."""
         return "mtp" if self.num_mtp_layers else None
 
+    def has_experts(self, layer: int) -> bool:
+        return self.routed[layer]
+
 
 def parse_config(raw: Mapping[str, Any]) -> MlaConfig:
     """Read the ``config.json`` of an MLA model.

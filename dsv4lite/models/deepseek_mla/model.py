@@ -254,7 +254,7 @@ class DeepseekMla(nn.Module):
             self.norm = parameter(c.hidden_size, numerics=numerics)
         self.blocks = tuple(Block(c, numerics, shard, routed=c.routed[i]) for i in shard.layers)
         self.layers = nn.ModuleList(self.blocks)
-        self.mtps = tuple(Mtp(c, numerics, shard) for _ in range(c.num_mtp_layers if drafts else 0))
+        self.mtps = tuple(Mtp(c, numerics.of_drafter, shard) for _ in range(c.num_mtp_layers if drafts else 0))
         self.mtp = nn.ModuleList(self.mtps)
         yarn = c.yarn or Yarn(factor=1.0, original_positions=c.max_positions)
         self.frequencies = rope_frequencies(

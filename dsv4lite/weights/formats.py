@@ -1,0 +1,388 @@
+"""Weight-only formats of checkpoints: which tensors make one matrix, and what numbers they stand for.
+
+A ``QuantFormat`` describes one way of packing. ``QUANT_METHODS`` has those that ship, by the ``quant_method`` of ``config.json``;
+``EngineConfig.quant_formats`` adds the host's own. Which matrices are packed is told by the tensors that come, so lists such as
+``ignore`` and ``modules_to_not_convert`` need no reading.
+
+All packings of int4 become one form, and so do those of NVFP4 (``kernels/four_bit``): on a GPU weights stay in it, elsewhere they
+are dequantized to float32 once, at load. Sources of the packings: AutoAWQ's GEMM version, AutoGPTQ and GPTQModel,
+compressed-tensors' ``pack-quantized`` and ``nvfp4-pack-quantized``, ModelOpt's NVFP4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import lcm, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4lite.errors import CheckpointError, UnsupportedError, shown
+from dsv4lite.kernels.four_bit import FourBit, round_four_bit
+from dsv4lite.kernels.quantize import pack_fp4
+from dsv4lite.parallel.shard import Cut
+from dsv4lite.weights.checkpoint import Described, HeldTensor, Wanted
+
+OUT, IN = 0, 1
+_SCALES = ("F16", "BF16", "F32")
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which nibble of a word each of its eight columns is in
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the tensors that make a matrix ``[out, in]``.
+
+    Attributes:
+        leaf: Last component of its name: ``qweight`` of ``model.layers.0.mlp.up_proj.qweight``.
+        dtypes: Codes of the file format, such as ``I32``, of which it has one.
+        dims: For each dimension the axis of the matrix, ``OUT`` or ``IN``, and how many of its elements one stored element is for;
+            ``()`` is one number for the whole matrix.
+    """
+
+    leaf: str
+    dtypes: tuple[str, ...]
+    dims: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantFormat:
+    """How a checkpoint packs matrices.
+
+    Attributes:
+        name: For messages.
+        parts: The tensors that make a matrix; the first has the codes, and one dimension for each axis.
+        read: From a matrix's parts by leaf, or from those of a rank's rows and columns, to what is stored: ``FourBit``, or floats
+            ``[out, in]``. Parts are on the model's device, and may be overwritten later. Raises ``ValueError`` with what is wrong.
+        unread: Leaves of tensors beside them that change nothing.
+        group: Inputs that share a scale, if ``read`` returns ``FourBit``; 0 if it returns floats.
+        scales: The part whose dtype those scales have.
+        quantize: From new weights, floats ``[out, in]`` of a rank, to what ``read`` returns; ``None`` if updates must be packed.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    read: Callable[[Mapping[str, Tensor]], FourBit | Tensor]
+    unread: tuple[str, ...] = ()
+    group: int = 0
+    scales: str = ""
+    quantize: Callable[[Tensor], FourBit | Tensor] | None = None
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Least rows and columns of a matrix that ranks can cut it by."""
+        per = [[step for part in self.parts for at, step in part.dims if at == axis] for axis in (OUT, IN)]
+        return lcm(*per[OUT]), lcm(*per[IN])
+
+    def owns(self, name: str, info: Described) -> bool:
+        """Return whether a tensor is a part of a matrix, or one that changes nothing; a ``weight`` may be a whole matrix."""
+        leaf = name.rpartition(".")[2]
+        whole = leaf == "weight" and all(info.dtype not in part.dtypes for part in self.parts if part.leaf == leaf)
+        return leaf in self.unread or (not whole and any(part.leaf == leaf for part in self.parts))
+
+    def scale_code(self, tensors: Iterable[Header]) -> str:
+        """Return the dtype of the scales of packed matrices among ``tensors``: float32 if several, the first known one if none."""
+        if not self.group:
+            return "F32"
+        found = {info.parts[self.scales].dtype for info in tensors if isinstance(info, PackedTensor)}
+        if len(found) > 1:
+            return "F32"
+        return found.pop() if found else next(part.dtypes[0] for part in self.parts if part.leaf == self.scales)
+
+
+QuantMethod = Callable[[Mapping[str, Any]], QuantFormat]
+"""From the ``quantization_config`` of a ``config.json`` to a format; raises ``ConfigError`` or ``UnsupportedError``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedTensor:
+    """A matrix that several tensors make, described as ``TensorInfo`` describes one.
+
+    Attributes:
+        name: Official name, ``X.weight``.
+        shape: Of the matrix, ``(out, in)``.
+        parts: By leaf.
+    """
+
+    name: str
+    format: QuantFormat
+    shape: tuple[int, ...]
+    parts: Mapping[str, Described]
+
+    @property
+    def dtype(self) -> str:
+        """Name of the format, where others have a dtype."""
+        return self.format.name
+
+    def cut(self, cut: Cut) -> PackedCut:
+        """Return a part of it, one slice per dimension in elements of the matrix; without slices all of it."""
+        found = {}
+        for part in self.format.parts:
+            places = tuple(slice(cut[axis].start // per, -(-cut[axis].stop // per)) for axis, per in part.dims) if cut else ()
+            found[part.leaf] = self.parts[part.leaf].cut(places)
+        return PackedCut(self, found)
+
+
+Header = Described | PackedTensor
+"""A tensor of a checkpoint, or several that make one matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCut:
+    """A rank's part of a packed matrix: what to read of each tensor, by leaf."""
+
+    info: PackedTensor
+    parts: Mapping[str, Wanted | HeldTensor]
+
+    def read(self, tensors: Mapping[str, Tensor]) -> FourBit | Tensor:
+        """Return the matrix, from the tensors by leaf.
+
+        Raises:
+            CheckpointError: They are not what the format can read.
+        """
+        try:
+            return self.info.format.read(tensors)
+        except ValueError as error:
+            raise CheckpointError(f"{self.info.name}: {error}") from error
+
+
+def find_format(raw: Mapping[str, Any], given: Mapping[str, QuantMethod]) -> QuantFormat | None:
+    """Return the weight-only format of a ``config.json``; ``None`` if it has none, or block FP8, which families read themselves.
+
+    Args:
+        given: The host's own methods, which come before those that ship.
+
+    Raises:
+        ConfigError, UnsupportedError: The method is not known, or its settings are wrong, or of a variant that is not supported.
+    """
+    quantization, methods = raw.get("quantization_config"), {**QUANT_METHODS, **given}
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") in (None, "fp8"):
+        return None
+    method = quantization["quant_method"]
+    if not isinstance(method, str) or method not in methods:
+        known = ", ".join(("fp8", *methods))
+        raise UnsupportedError(f"{_method(quantization)} is not supported (known: {known}); quant_formats takes what reads it")
+    return methods[method](quantization)
+
+
+def assemble(headers: Mapping[str, Described], form: QuantFormat) -> tuple[dict[str, Header], dict[str, list[str]], list[str]]:
+    """Put the tensors of each packed matrix together.
+
+    Returns:
+        All tensors and packed matrices by official name; the leaves that are missing, by the name of the matrix, whose parts are
+        left out; and lines that say what is wrong with parts.
+    """
+    found: dict[str, Header] = {}
+    groups: dict[str, dict[str, Described]] = {}
+    for name, info in headers.items():
+        owner, _, leaf = name.rpartition(".")
+        if not form.owns(name, info):
+            found[name] = info
+        elif leaf not in form.unread:
+            groups.setdefault(owner, {})[leaf] = info
+    incomplete: dict[str, list[str]] = {}
+    problems: list[str] = []
+    for owner, parts in groups.items():
+        name, missing = f"{owner}.weight", [part.leaf for part in form.parts if part.leaf not in parts]
+        if missing:
+            incomplete[name] = missing
+            continue
+        wrong = [f"{name}: given twice, packed and not"] if name in found else _misfits(form, parts)
+        problems += wrong
+        if not wrong:
+            found[name] = PackedTensor(name=name, format=form, shape=_shape(form.parts[0], parts), parts=parts)
+    return found, incomplete, problems
+
+
+def _shape(part: Part, parts: Mapping[str, Described]) -> tuple[int, int]:
+    sizes = {axis: size * per for size, (axis, per) in zip(parts[part.leaf].shape, part.dims, strict=True)}
+    return sizes[OUT], sizes[IN]
+
+
+def _misfits(form: QuantFormat, parts: Mapping[str, Described]) -> list[str]:
+    """Return what is wrong with the dtypes and shapes of a matrix's parts."""
+    problems = []
+    for part in form.parts:
+        info = parts[part.leaf]
+        if info.dtype not in part.dtypes:
+            problems.append(f"{info.name}: dtype {info.dtype}, expected {' or '.join(part.dtypes)} ({form.name})")
+        if not part.dims:
+            if prod(info.shape) != 1:
+                problems.append(f"{info.name}: shape {list(info.shape)}, expected one number ({form.name})")
+        elif len(info.shape) != len(part.dims):
+            problems.append(f"{info.name}: shape {list(info.shape)}, expected {len(part.dims)} dimensions ({form.name})")
+    if problems:
+        return problems
+    shape = _shape(form.parts[0], parts)
+    for part in form.parts[1:]:
+        expected = [shape[axis] / per for axis, per in part.dims]
+        if part.dims and list(parts[part.leaf].shape) != expected:
+            whole = [int(size) if size == int(size) else size for size in expected]
+            rule = " x ".join(f"{per} {('rows', 'inputs')[axis]}" for axis, per in part.dims)
+            info = parts[part.leaf]
+            problems.append(
+                f"{info.name}: shape {list(info.shape)}, expected {whole}: one for {rule} of a matrix {list(shape)}; "
+                f"check the group size in quantization_config ({form.name})"
+            )
+    return problems
+
+
+# ------------------------------------------------------------------------------------------------------------------ int4
+
+
+def _int4(quantization: Mapping[str, Any], key: str = "bits", **wanted: object) -> int:
+    """Return the group size of a config that must have 4 bits, and other values that are wanted or absent."""
+    for name, value in {key: 4, **wanted}.items():
+        if quantization.get(name, value) != value:
+            given = shown(quantization[name])
+            raise UnsupportedError(f"{_method(quantization)} with {name}={given} is not supported; it must be {value!r}")
+    group = quantization.get("group_size", 128)
+    if type(group) is not int or group < 8 or group % 8:
+        raise UnsupportedError(
+            f"{_method(quantization)} with group_size={shown(group)} is not supported; it must be a multiple of 8"
+        )
+    return group
+
+
+def _method(quantization: Mapping[str, Any]) -> str:
+    return f"quantization_config.quant_method={shown(quantization.get('quant_method'))}"
+
+
+def _nibbles(words: Tensor, dim: int) -> Tensor:
+    """Return the eight unsigned numbers of each int32, the lowest bits first, in place of it along ``dim``; uint8."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    spread = words.movedim(dim, -1)[..., None] >> shifts & 15
+    return spread.to(torch.uint8).flatten(-2).movedim(-1, dim)
+
+
+def awq(quantization: Mapping[str, Any]) -> QuantFormat:
+    """AutoAWQ's GEMM packing: ``qweight`` int32 [in, out / 8], ``qzeros`` [in / group, out / 8], ``scales`` [in / group, out].
+
+    Column j of each eight is nibble 0, 4, 1, 5, 2, 6, 3, 7 of its word, of codes and of zero points. ``w = (q - z) * s``.
+    """
+    group = _int4(quantization, version="gemm")
+
+    def columns(words: Tensor) -> Tensor:
+        nibbles: Tensor = _nibbles(words, 1).unflatten(1, (-1, 8))
+        return nibbles[..., list(_AWQ_ORDER)].flatten(1).t()
+
+    def read(parts: Mapping[str, Tensor]) -> FourBit:
+        codes, zeros = columns(parts["qweight"]), columns(parts["qzeros"])
+        return FourBit(pack_fp4(codes), parts["scales"].t(), zeros)
+
+    packed, scales = (("qweight", 1), ("qzeros", group)), Part("scales", _SCALES, ((IN, group), (OUT, 1)))
+    words = (Part(leaf, ("I32",), ((IN, per), (OUT, 8))) for leaf, per in packed)
+    return QuantFormat(name="AWQ", parts=(*words, scales), read=read, group=group, scales="scales")
+
+
+def gptq(quantization: Mapping[str, Any]) -> QuantFormat:
+    """AutoGPTQ's packing: ``qweight`` int32 [in / 8, out], ``qzeros`` [in / group, out / 8], ``scales``, ``g_idx`` [in].
+
+    Numbers of a word are in order. ``w = (q - z) * s``, where ``checkpoint_format: gptq``, the default, stores ``z - 1`` in four
+    bits, and ``gptq_v2`` stores ``z``. ``g_idx`` says the group of each input: other orders than 0, 0, …, 1, 1, … are refused.
+    """
+    group = _int4(quantization)
+    if quantization.get("desc_act") and not quantization.get("static_groups"):
+        raise UnsupportedError("quantization_config.desc_act=True is not supported: quantize without, or with static_groups=True")
+    version = quantization.get("checkpoint_format") or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        raise UnsupportedError(f"quantization_config.checkpoint_format={shown(version)}: known are 'gptq' and 'gptq_v2'")
+
+    def read(parts: Mapping[str, Tensor]) -> FourBit:
+        codes, zeros, order = _nibbles(parts["qweight"], 0).t(), _nibbles(parts["qzeros"], 1).t(), parts["g_idx"]
+        if not torch.equal(order - order[0], torch.arange(len(order), dtype=order.dtype, device=order.device) // group):
+            raise ValueError(f"g_idx is not in the order of the inputs, {group} to a group; quantize with desc_act=False")
+        return FourBit(pack_fp4(codes), parts["scales"].t(), zeros if version == "gptq_v2" else zeros + 1 & 15)
+
+    parts = (
+        Part("qweight", ("I32",), ((IN, 8), (OUT, 1))),
+        Part("qzeros", ("I32",), ((IN, group), (OUT, 8))),
+        Part("scales", _SCALES, ((IN, group), (OUT, 1))),
+        Part("g_idx", ("I32", "I64"), ((IN, 1),)),
+    )
+    return QuantFormat(name="GPTQ", parts=parts, read=read, group=group, scales="scales")
+
+
+def compressed_tensors(quantization: Mapping[str, Any]) -> QuantFormat:
+    """compressed-tensors' ``pack-quantized`` int4, and ``nvfp4-pack-quantized``.
+
+    int4: ``weight_packed`` int32 [out, in / 8], its numbers in order and 8 more than the signed codes; ``weight_scale``
+    [out, in / group]; of asymmetric weights ``weight_zero_point`` int32 [out / 8, in / group], packed alike. ``w = (q - z) * s``.
+    NVFP4: ``weight_packed`` uint8, ``weight_scale`` e4m3, and ``weight_global_scale``, which divides: ``m = 1 / g``, in float32.
+    """
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise UnsupportedError(f"quantization_config.config_groups={shown(groups)} is not supported; one group of weights is")
+    (only,) = groups.values()
+    weights = only.get("weights") if isinstance(only, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise UnsupportedError("quantization_config.config_groups: its group has no weights")
+    weights = {"quant_method": "compressed-tensors", **weights}
+    kind = quantization.get("format")
+    if kind == "nvfp4-pack-quantized":
+        return _nvfp4("NVFP4 of compressed-tensors", "weight_packed", "weight_global_scale", divides=True)
+    if kind != "pack-quantized":
+        raise UnsupportedError(
+            f"quantization_config.format={shown(kind)} is not supported; known are 'pack-quantized' and 'nvfp4-pack-quantized'"
+        )
+    group = _int4(weights, "num_bits", type="int", strategy="group")
+    if weights.get("actorder") not in (None, "static", "weight"):  # with which groups are in the order of the inputs
+        raise UnsupportedError(f"quantization_config: actorder={shown(weights['actorder'])} is not supported; 'static' is")
+    packed = Part("weight_packed", ("I32",), ((OUT, 1), (IN, 8)))
+    scales = Part("weight_scale", _SCALES, ((OUT, 1), (IN, group)))
+    zeros = Part("weight_zero_point", ("I32",), ((OUT, 8), (IN, group)))
+    symmetric = weights.get("symmetric", True) is True
+
+    def read(parts: Mapping[str, Tensor]) -> FourBit:
+        codes, scale = _nibbles(parts["weight_packed"], 1), parts["weight_scale"]
+        if symmetric:
+            return FourBit(pack_fp4(codes), scale, torch.full_like(scale, 8, dtype=torch.uint8))
+        return FourBit(pack_fp4(codes), scale, _nibbles(parts["weight_zero_point"], 0))
+
+    return QuantFormat(
+        name="int4 of compressed-tensors",
+        parts=(packed, scales) if symmetric else (packed, scales, zeros),
+        read=read,
+        unread=("weight_shape",),
+        group=group,
+        scales="weight_scale",
+        quantize=partial(round_four_bit, group=group, scale_dtype=torch.bfloat16) if symmetric else None,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------- NVFP4
+
+
+def modelopt(quantization: Mapping[str, Any]) -> QuantFormat:
+    """ModelOpt's NVFP4: ``weight`` uint8 [out, in / 2], ``weight_scale`` e4m3 [out, in / 16]; ``weight_scale_2`` multiplies."""
+    algorithm = quantization.get("quant_algo")
+    if algorithm != "NVFP4":
+        raise UnsupportedError(f"quantization_config.quant_algo={shown(algorithm)} is not supported; ModelOpt's 'NVFP4' is")
+    return _nvfp4("NVFP4 of ModelOpt", "weight", "weight_scale_2", divides=False)
+
+
+def _nvfp4(name: str, codes: str, factor: str, *, divides: bool) -> QuantFormat:
+    """Weight-only: what there is of scales for activations and KV rows is not read."""
+
+    def read(parts: Mapping[str, Tensor]) -> FourBit:
+        rows, whole = parts[codes], parts[factor].reshape(1, 1)
+        return FourBit(rows, parts["weight_scale"], (1 / whole if divides else whole).expand(len(rows), 1))
+
+    parts = (
+        Part(codes, ("U8",), ((OUT, 1), (IN, 2))),
+        Part("weight_scale", ("F8_E4M3",), ((OUT, 1), (IN, 16))),
+        Part(factor, ("F32",)),
+    )
+    unread = ("input_global_scale", "input_scale", "k_scale", "v_scale")
+    return QuantFormat(name=name, parts=parts, read=read, unread=unread, group=16, scales="weight_scale")
+
+
+QUANT_METHODS: Mapping[str, QuantMethod] = {
+    "awq": awq,
+    "gptq": gptq,
+    "compressed-tensors": compressed_tensors,
+    "modelopt": modelopt,
+}
+"""By ``quant_method`` of ``quantization_config``."""

@@ -1,0 +1,367 @@
+"""Weight-only checkpoints: their numbers, the engine on them, how ranks share them, and what is wrong with broken ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dsv4lite.config import MTP, EngineConfig
+from dsv4lite.errors import CheckpointError, ConfigError, WeightUpdateError
+from dsv4lite.layout import Layout
+from dsv4lite.models.shard import shards_of
+from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.planning.memory import choose_numerics, plan_memory
+from dsv4lite.request import SamplingParams
+from dsv4lite.weights.formats import awq as awq_method
+from dsv4lite.weights.source import ModelSource
+from dsv4lite.weights.update import NamedTensors
+from tests.e2e.engines import opened, prompts_of, write_tokenizer
+from tests.mla import BLOCKS
+from tests.packings import Packing, Packs, awq, compressed, gptq, is_packed, nvfp4, write_packed, write_random_packed
+from tests.tiny import write_checkpoint
+
+PACKINGS: Mapping[str, Packing] = {
+    "awq": awq(128),
+    "awq, groups of 32": awq(32),
+    "gptq": gptq(128, "gptq", symmetric=False),
+    "gptq, symmetric": gptq(64, "gptq", symmetric=True),
+    "gptq_v2": gptq(128, "gptq_v2", symmetric=False),
+    "compressed-tensors": compressed(128, symmetric=True),
+    "compressed-tensors, zero points": compressed(32, symmetric=False),
+    "nvfp4 of compressed-tensors": nvfp4("compressed-tensors"),
+    "nvfp4 of modelopt": nvfp4("modelopt"),
+}
+PROMPT = prompts_of((70,), 96, seed=4)[0]
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+Q_A = "model.layers.0.self_attn.q_a_proj."
+BOUND = 1e-4  # between log-probabilities of two implementations in float32
+
+
+@pytest.fixture(scope="module", params=PACKINGS)
+def packs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Packs:
+    return write_packed(tmp_path_factory.mktemp("packs"), PACKINGS[request.param])
+
+
+def built(folder: Path, **changes: Any) -> tuple[Any, ModelSource]:
+    """Return a model that is loaded, and what it was made from."""
+    config = EngineConfig(model=str(folder), device="cpu", dtype="float32")
+    source = ModelSource.open(config)
+    numerics = replace(choose_numerics(config, source, torch.device("cpu")), **changes)
+    return source.build(numerics, with_mtp=False), source
+
+
+def test_numbers_are_those_of_the_packing_to_the_bit(packs: Packs) -> None:
+    model, source = built(packs.folder)
+    assert source.form is not None and source.expert_format == "four_bit" and source.dense_four_bit
+    slots = model.slots()
+    assert slots.keys() == packs.numbers.keys()
+    for name, slot in slots.items():
+        assert torch.equal(slot.values(), packs.numbers[name].float()), name
+
+
+def test_numbers_that_stay_packed_are_the_same(packs: Packs) -> None:
+    """As on a GPU: dense matrices and experts with four bits, but not the up-projections, which attention reads as they are."""
+    _, source = built(packs.folder)
+    assert source.form is not None
+    stays = {"resident_experts": "four_bit", "resident_four_bit": True}
+    model, _ = built(packs.folder, **stays)
+    for name, slot in model.slots().items():
+        assert torch.equal(slot.values(), packs.numbers[name].float()), name
+    assert model.blocks[1].ffn.experts.w13.weight.dtype == torch.uint8
+    assert model.blocks[1].attn.wkv_b.weight.dtype == torch.float32
+    with torch.no_grad():
+        packed, wide = (m.logits(m.one_pass(PROMPT)) for m in (model, built(packs.plain)[0]))
+    assert (packed - wide).abs().max() < BOUND
+
+
+def test_engine_says_what_the_dequantized_models_say(packs: Packs) -> None:
+    """In float32: transformers' model with the dequantized numbers, and this library's own."""
+    with torch.no_grad():
+        wanted = packs.model(torch.tensor([PROMPT]), use_cache=False).logits[0].log_softmax(-1)
+    chosen = wanted[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    with opened(packs.folder, dtype="float32") as llm:
+        scores, tokens = llm.score(PROMPT[:1], PROMPT[1:]), llm.generate(PROMPT, GREEDY).token_ids
+    assert (scores.sampled - chosen).abs().max() < BOUND
+    with opened(packs.plain) as llm:
+        assert llm.generate(PROMPT, GREEDY).token_ids == tokens
+
+
+# Ranks.
+
+
+@pytest.mark.parametrize("name", ["awq, groups of 32", "gptq, symmetric", "compressed-tensors, zero points", "nvfp4 of modelopt"])
+def test_ranks_hold_their_parts_of_the_numbers(tmp_path: Path, name: str) -> None:
+    packs, layout = write_packed(tmp_path, PACKINGS[name]), Layout(tp=2)
+    for rank in range(2):
+        _, source = built(packs.folder)
+        config = EngineConfig(model=str(packs.folder), device="cpu", dtype="float32")
+        numerics = choose_numerics(config, source, torch.device("cpu"))
+        numerics = replace(numerics, resident_experts="four_bit", resident_four_bit=True)
+        slots = source.build(numerics, Mesh.outline(layout, rank), with_mtp=False).slots()
+        shards = shards_of(source.model, source.family.tensors, layout, rank)
+        halves = 0
+        for official, slot in slots.items():
+            whole = packs.numbers[official].float()
+            part = whole[shards.cut(official, whole.shape)]
+            assert torch.equal(slot.values(), part), official
+            halves += part.numel() < whole.numel()
+        assert halves > 10
+
+
+def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
+    folder = write_packed(tmp_path, PACKINGS["compressed-tensors, zero points"]).folder
+    found = []
+    for size in (1, 2):
+        with opened(folder, dtype="float32", tensor_parallel_size=size) as llm:
+            found.append((llm.generate(PROMPT, GREEDY).token_ids, llm.score(PROMPT[:1], PROMPT[1:]).sampled))
+    assert found[0][0] == found[1][0]
+    assert (found[0][1] - found[1][1]).abs().max() < BOUND
+
+
+# Plans.
+
+
+def test_plan_counts_packed_bytes_on_a_gpu_and_floats_on_a_cpu(tmp_path: Path) -> None:
+    packs = write_packed(tmp_path, PACKINGS["awq"])
+    on_gpu = plan_memory(str(packs.folder), gpu="h200", max_model_len=256)
+    assert "4-bit matrices, 4-bit experts, bfloat16 KV rows" in on_gpu.planned_for
+    packed = [t for name, t in packs.numbers.items() if t.dim() == 2 and is_packed(name, kind_of(name)) and "wkv_b" not in name]
+    others = [t for name, t in packs.numbers.items() if not any(t is one for one in packed)]
+    # Codes, then scales in float16 and zero points in bytes; norms and the router's bias are float32.
+    least = sum(t.numel() // 2 + 3 * t.numel() // 128 for t in packed) + sum(t.numel() * (2 if t.dim() == 2 else 4) for t in others)
+    weights = on_gpu.per_device[0].weights
+    assert least <= weights <= least + 4096
+    on_cpu = plan_memory(str(packs.folder), device="cpu", max_model_len=256).per_device[0].weights
+    embedding = packs.numbers["embed.weight"].numel()
+    assert on_cpu >= 4 * sum(t.numel() for t in packs.numbers.values()) - 2 * embedding
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a matrix by its name."""
+    return "other" if name.split(".")[-2] in ("embed", "head", "gate") else "dense"
+
+
+def test_some_unpacked_dense_matrix_widens_the_dense_ones_and_leaves_experts_packed(tmp_path: Path) -> None:
+    packs = write_packed(tmp_path, PACKINGS["awq"], unpacked=("attn.wkv_a.weight",))
+    model, source = built(packs.folder)
+    assert source.expert_format == "four_bit" and not source.dense_four_bit
+    for name, slot in model.slots().items():
+        assert torch.equal(slot.values(), packs.numbers[name].float()), name
+
+
+def test_random_weights_have_the_format_of_the_config(tmp_path: Path) -> None:
+    folder = write_packed(tmp_path, PACKINGS["nvfp4 of modelopt"]).folder
+    config = EngineConfig(model=str(folder), device="cpu", load_format="dummy")
+    source = ModelSource.open(config)
+    numerics = choose_numerics(config, source, torch.device("cpu"))
+    assert numerics.dtype == torch.bfloat16 and numerics.scale_dtype == torch.float8_e4m3fn and source.dense_four_bit
+    numerics = replace(numerics, resident_experts="four_bit", resident_four_bit=True)
+    model = source.build(numerics, with_mtp=False)
+    values = model.slots()["layers.1.ffn.experts.3.w2.weight"].values()
+    assert 0.5 < values.std() * values.shape[1] ** 0.5 < 2
+
+
+# Updates.
+
+
+@pytest.mark.parametrize(
+    ("name", "leaves", "last"),
+    [
+        ("awq", "AWQ, .* qweight, qzeros, scales", "scales"),
+        ("nvfp4 of modelopt", "NVFP4 of .* weight, weight_scale,", "weight_scale"),
+    ],
+)
+def test_packed_tensors_replace_packed_matrices_and_floats_are_refused(tmp_path: Path, name: str, leaves: str, last: str) -> None:
+    first, second = (write_packed(tmp_path / str(seed), PACKINGS[name], seed=seed) for seed in (0, 1))
+    with opened(second.folder, dtype="float32") as llm:
+        wanted, sums = llm.generate(PROMPT, GREEDY).token_ids, llm.weight_checksums()
+    with opened(first.folder, dtype="float32") as llm:
+        before = llm.generate(PROMPT, GREEDY).token_ids
+        with pytest.raises(WeightUpdateError, match=rf"attn\.wq_a\.weight: dtype F32, .* {leaves}"):
+            with llm.update_weights(1) as update:
+                update.load(NamedTensors(second.numbers))
+        with pytest.raises(WeightUpdateError, match=rf"layers\.0\.attn\.wq_a\.{last}: missing"):
+            with llm.update_weights(2, partial=True) as update:
+                parts = {name: t for name, t in tensors_of(second.folder) if not name.endswith(Q_A + last)}
+                update.load(NamedTensors(parts))
+        assert llm.generate(PROMPT, GREEDY).token_ids == before != wanted
+        with llm.update_weights(3) as update:
+            update.load(NamedTensors(dict(reversed(list(tensors_of(second.folder))))))
+        assert llm.generate(PROMPT, GREEDY).token_ids == wanted and llm.weight_checksums() == sums
+
+
+def test_floats_are_rounded_to_symmetric_int4_of_compressed_tensors(tmp_path: Path) -> None:
+    """What the packing of this test does too."""
+    packs = write_packed(tmp_path, PACKINGS["compressed-tensors"])
+    with opened(packs.folder, dtype="float32") as llm:
+        before = llm.weight_checksums()
+        with llm.update_weights(1) as update:
+            update.load(NamedTensors(packs.numbers))
+        assert llm.weight_checksums() == before
+        name = "layers.1.ffn.experts.2.w1.weight"
+        other, sums = packs.numbers[name].flip(0) * 1.7, []
+        for version, weight in ((2, other), (3, PACKINGS["compressed-tensors"].pack(other)[1])):
+            with llm.update_weights(version, partial=True) as update:
+                update.load(NamedTensors({name: weight}))
+            sums.append(llm.weight_checksums())
+    assert sums[0] == sums[1] and {key for key, value in sums[0].items() if value != before[key]} == {name}
+
+
+def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    yield from load_file(folder / "model.safetensors").items()
+
+
+# A format of the host's own.
+
+
+def test_format_of_the_documentation_serves_and_updates(tmp_path: Path) -> None:
+    """A byte for each number and a scale for each row, from the page's own text."""
+    page = (Path(__file__).parents[2] / "docs/quantization.md").read_text(encoding="utf-8")
+    (text,) = (block for block in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "QuantFormat" in block)
+    names: dict[str, Any] = {}
+    exec(text, names)
+
+    def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        scale = weight.abs().amax(1) / 127
+        codes = (weight / scale[:, None]).round()
+        return {"codes": codes.to(torch.int8), "row_scale": scale}, codes * scale[:, None]
+
+    first, second = (write_packed(tmp_path / str(i), Packing({"quant_method": "int8_rows"}, pack), seed=i) for i in (0, 1))
+    settings: dict[str, Any] = {"dtype": "float32", "quant_formats": names["config"].quant_formats}
+    found = []
+    for folder in (first.plain, second.plain):
+        with opened(folder) as llm:
+            found.append(llm.generate(PROMPT, GREEDY).token_ids)
+    assert found[0] != found[1]
+    with opened(first.folder, **settings) as llm:
+        assert llm.generate(PROMPT, GREEDY).token_ids == found[0]
+        with llm.update_weights(1) as update:
+            update.load(NamedTensors(dict(tensors_of(second.folder))))
+        assert llm.generate(PROMPT, GREEDY).token_ids == found[1]
+        sums = llm.weight_checksums()
+        name = "layers.0.ffn.w1.weight"
+        with llm.update_weights(2, partial=True) as update:
+            update.load(NamedTensors({name: first.numbers[name] + 1.0}))
+        assert {key for key, value in llm.weight_checksums().items() if value != sums[key]} == {name}
+    plan = plan_memory(str(first.folder), gpu="h200", max_model_len=256, quant_formats=settings["quant_formats"])
+    assert "bfloat16 matrices, bfloat16 experts, bfloat16 KV rows" in plan.planned_for
+    with pytest.raises(ConfigError, match=r"known: fp8, awq, gptq.*quant_formats"), opened(first.folder):
+        pass
+
+
+# Broken checkpoints.
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Sound checkpoints, to be broken."""
+    names = ("awq", "gptq", "compressed-tensors", "nvfp4 of modelopt")
+    return {name: write_packed(tmp_path_factory.mktemp("sound"), PACKINGS[name]).folder for name in names}
+
+
+def refused(folder: Path, path: Path, quantization: Mapping[str, Any], tensors: Mapping[str, Tensor | None]) -> str:
+    """Change a checkpoint's ``quantization_config`` and tensors; return what the engine says of it."""
+    raw = json.loads((folder / "config.json").read_text())
+    stored = {**load_file(folder / "model.safetensors"), **tensors}
+    write_checkpoint(
+        path,
+        {**raw, "quantization_config": {**raw["quantization_config"], **quantization}},
+        ((name, tensor) for name, tensor in stored.items() if tensor is not None),
+    )
+    write_tokenizer(path, raw["vocab_size"])
+    with pytest.raises((CheckpointError, ConfigError)) as caught, opened(path):
+        pass
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "wanted"),
+    [
+        ("awq", {"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes' is not supported (known: fp8, awq, gptq"),
+        ("awq", {"quant_method": ["awq"]}, "quant_method=['awq'] is not supported"),
+        ("awq", {"bits": 8}, "quant_method='awq' with bits=8 is not supported; it must be 4"),
+        ("awq", {"version": "gemv"}, "version='gemv' is not supported; it must be 'gemm'"),
+        ("awq", {"group_size": -1}, "group_size=-1 is not supported"),
+        ("awq", {"group_size": 64}, "layers.0.attn.wq_a.scales: shape [2, 128], expected [4, 128]: one for 64 inputs x 1 rows"),
+        ("awq", {"group_size": 96}, "layers.0.attn.wq_a.scales: shape [2, 128], expected [2.66"),
+        ("gptq", {"desc_act": True}, "desc_act=True is not supported"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+        ("compressed-tensors", {"config_groups": {}}, "config_groups={} is not supported; one group"),
+        (
+            "compressed-tensors",
+            {"config_groups": {"g": {"weights": {"num_bits": 4, "actorder": "group"}}}},
+            "actorder='group' is not",
+        ),
+        ("compressed-tensors", {"config_groups": {"g": {"weights": {"num_bits": 8}}}}, "with num_bits=8 is not supported"),
+        ("compressed-tensors", {"format": "marlin-24"}, "format='marlin-24' is not supported"),
+        ("nvfp4 of modelopt", {"quant_algo": "FP8"}, "quant_algo='FP8' is not supported; ModelOpt's 'NVFP4' is"),
+    ],
+)
+def test_settings_that_are_not_supported_are_named(
+    broken: Mapping[str, Path], tmp_path: Path, name: str, quantization: Mapping[str, Any], wanted: str
+) -> None:
+    assert wanted in refused(broken[name], tmp_path, quantization, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "leaf", "tensor", "wanted"),
+    [
+        ("awq", "scales", None, "layers.0.attn.wq_a.scales: missing; AWQ needs it"),
+        ("gptq", "g_idx", torch.arange(256).flip(0).int(), "layers.0.attn.wq_a.weight: g_idx is not in the order of the inputs"),
+        ("awq", "qweight", torch.zeros(256, 16), "layers.0.attn.wq_a.qweight: dtype F32, expected I32 (AWQ)"),
+        ("awq", "qweight", torch.zeros(264, 16).int(), "layers.0.attn.wq_a.scales: shape [2, 128], expected [2.06"),
+        ("awq", "qweight", torch.zeros(16).int(), "layers.0.attn.wq_a.qweight: shape [16], expected 2 dimensions (AWQ)"),
+        ("nvfp4 of modelopt", "weight_scale_2", torch.ones(2), "wq_a.weight_scale_2: shape [2], expected one number"),
+        ("compressed-tensors", "weight", torch.zeros(128, 256), "layers.0.attn.wq_a.weight: given twice"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    broken: Mapping[str, Path], tmp_path: Path, name: str, leaf: str, tensor: Tensor | None, wanted: str
+) -> None:
+    assert wanted in refused(broken[name], tmp_path, {}, {Q_A + leaf: tensor})
+
+
+def test_ranks_do_not_cut_groups(broken: Mapping[str, Path]) -> None:
+    _, source = built(broken["awq"])
+    numerics = replace(choose_numerics(EngineConfig(model="any"), source, torch.device("cpu")), dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"ffn\.w2\.weight: tp=2 cuts .* \[256, 384\] every 192 .* blocks of 128; choose a size"):
+        source.build(numerics, Mesh.outline(Layout(tp=2), 1), with_mtp=False)
+
+
+def test_quant_formats_must_be_functions_by_name(tmp_path: Path) -> None:
+    for wrong in ({"mine": 1}, {1: awq_method}, [awq_method]):
+        with pytest.raises(ConfigError, match="quant_formats="):
+            EngineConfig(model=str(tmp_path), quant_formats=wrong)  # type: ignore[arg-type]
+
+
+def test_layouts_that_cut_groups_are_not_advised(tmp_path: Path) -> None:
+    folders = {group: write_packed(tmp_path / str(group), awq(group)).folder for group in (64, 128)}
+    plans = {group: plan_memory(str(folder), gpu="h200", devices=2, max_model_len=256) for group, folder in folders.items()}
+    sizes = {group: {entry.layout.tp for entry in plan.layouts} for group, plan in plans.items()}
+    assert sizes == {64: {1, 2}, 128: {1}}
+
+
+def test_drafter_that_is_not_packed_leaves_the_others_packed(tmp_path: Path) -> None:
+    numbers = write_random_packed(tmp_path, {**BLOCKS, "quantization_config": None}, PACKINGS["awq"])
+    settings = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32")
+    source = ModelSource.open(settings)
+    assert (source.expert_format, source.dense_four_bit, source.drafter_four_bit) == ("four_bit", True, False)
+    numerics = choose_numerics(settings, source, torch.device("cpu"))
+    model = source.build(replace(numerics, resident_experts="four_bit", resident_four_bit=True), with_mtp=True)
+    for name, slot in model.slots().items():
+        assert torch.equal(slot.values(), numbers[name]), name
+    held = {name: tensor.dtype for name, tensor in model.named_parameters() if name.endswith("ffn.experts.w2.weight")}
+    assert held == {"layers.1.ffn.experts.w2.weight": torch.uint8, "layers.2.ffn.experts.w2.weight": torch.uint8} | {
+        "mtp.0.block.ffn.experts.w2.weight": torch.float32
+    }
+    with opened(tmp_path, dtype="float32", speculative=MTP(1)) as llm:
+        assert len(llm.generate(PROMPT, GREEDY).token_ids) == 12
