@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import importlib
 import inspect
 import re
-import runpy
 import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,8 +21,14 @@ from dsv4lite import __main__ as program
 from tests.e2e.engines import SMALL, prompts_of, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-ELSEWHERE = ("_parallel_size", "device_mesh")  # code with one of these needs several processes; other tests start them
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+ELSEWHERE = (
+    "_parallel_size",
+    "device_mesh",
+    "import ray",
+)  # code with one of these starts processes; other tests run it
+LONG = "tools=tools"  # the prompt of code with this has more than 1,000 letters
+OPTIONAL = {"prometheus_client", "starlette"}  # not among the test extra's packages everywhere
 HUB = re.compile(r"(deepseek-ai|path/to)/[\w.-]+")
 
 
@@ -39,13 +45,17 @@ class Block:
         return f"{self.page}:{self.line}"
 
 
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
 def blocks() -> list[Block]:
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             line = text.count("\n", 0, match.start()) + 1
-            found.append(Block(page=page.name, line=line, language=match[1], text=match[2]))
+            found.append(Block(page=name_of(page), line=line, language=match[1], text=match[2]))
     return found
 
 
@@ -65,14 +75,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_model(folder, {**SMALL, "max_position_embeddings": 220}))
 
 
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same for prompts that are longer."""
+    return str(write_model(tmp_path_factory.mktemp("long"), {**SMALL, "max_position_embeddings": 2000}))
+
+
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_code_of_the_pages_runs(
-    block: Block, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    block: Block, model: str, long_model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if LONG in block.text:
+        model = long_model
     text = HUB.sub(model, block.text)
     code = compile("\n" * block.line + text, block.page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     if any(setting in text for setting in ELSEWHERE):
         return
+    for package in OPTIONAL & set(re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)):
+        pytest.importorskip(package)
+    if "integrations.lm_eval" in text:
+        pytest.importorskip("lm_eval")
     monkeypatch.setattr(config, "tiny_model", lambda: model)
     monkeypatch.delitem(vars(dsv4lite), "tiny_model", raising=False)  # where it was looked up before
     names: dict[str, Any] = {name: getattr(dsv4lite, name) for name in dsv4lite.__all__}
@@ -90,20 +112,33 @@ def test_commands_of_the_pages_parse(command: str) -> None:
     if words[:3] == ["python", "-m", "dsv4lite"]:
         if words[3:] != ["--help"]:
             program._parser().parse_args(words[3:])
-    else:
+    elif words[1:3] == ["-m", "mkdocs"]:
+        assert (ROOT / words[-1]).is_file()
+    elif words[1] != "-m":
         assert (ROOT / words[1]).is_file()
+    else:
+        assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file()
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "examples/bench").glob("*.py")), ids=lambda file: file.stem)
-def test_kernel_benchmarks_load_without_a_gpu(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "examples/benchmarks/kernels").glob("*.py")))
+def test_kernel_benchmarks_load_without_a_gpu(name: str) -> None:
     pytest.importorskip("triton")
-    monkeypatch.syspath_prepend(file.parent)
-    assert runpy.run_path(str(file))["__doc__"]
+    assert importlib.import_module(f"examples.benchmarks.kernels.{name}").__doc__
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_programs_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    files = re.findall(r"\b(?:examples|tests)/[\w/]+\.(?:py|sh)\b", text)
+    modules = re.findall(r"-m ((?:examples|tests)\.[\w.]+\w)", text)
+    for file in [*files, *(module.replace(".", "/") + ".py" for module in modules)]:
+        assert (ROOT / file).is_file(), file
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_of_the_pages_have_targets(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         if "://" in target:
             continue
         path, _, anchor = target.partition("#")

@@ -12,7 +12,7 @@ import torch
 from dsv4lite.config import MTP, tiny_model
 from dsv4lite.llm import LLM
 from dsv4lite.request import SamplingParams
-from examples.benchmark import flash
+from examples.benchmarks.engine import flash
 
 pytestmark = pytest.mark.gpu
 PLAIN = {**flash(4), "n_routed_experts": 16, "quantization_config": None, "torch_dtype": "bfloat16"}

@@ -81,7 +81,11 @@ def scores(llm: LLM, completions: list[list[int]]) -> Tensor:
 
 
 def test_captured_steps_agree_with_the_references(folder: Path) -> None:
-    """Tokens that captured steps of many sequences choose are as likely on the CPU, and there nearly the likeliest."""
+    """Tokens that captured steps of many sequences choose are as likely on the CPU, and there nearly the likeliest.
+
+    A last place of bfloat16 more in one of 64 results of products moves the CPU's log-probabilities of ``v2_lite`` by 0.008 in the
+    median and by 0.02 at nine tenths, those of ``v3_block_fp8``, whose inputs are rounded to FP8, by 0.06 and 0.17.
+    """
     free = OnGpu(folder, False, ())
     with free.open(max_num_seqs=16) as gpu:
         assert engine_of(gpu)._runner._graphs is not None
@@ -92,5 +96,6 @@ def test_captured_steps_agree_with_the_references(folder: Path) -> None:
         best = [list(output.outputs[0].token_ids) for output in cpu.generate_batch(PROMPTS, GREEDY)]
         likeliest = scores(cpu, best)
     error = (ours - theirs).abs()
-    assert error.median() < 0.02 and error.quantile(0.9) < 0.2, (error.median(), error.quantile(0.9))
+    median, most = (0.16, 0.5) if "block_fp8" in folder.name else (0.02, 0.2)
+    assert error.median() < median and error.quantile(0.9) < most, (error.median(), error.quantile(0.9))
     assert abs(theirs.mean() - likeliest.mean()) < 0.1 * likeliest.mean().abs() + 0.02

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
+from examples.benchmarks import balancing, placement
+
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-
-@pytest.fixture
-def balancing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("benchmark_balancing")
-
-
-@pytest.fixture
-def placement(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("benchmark_placement")
-
-
-def test_biases_make_choices_follow_the_law(balancing: ModuleType) -> None:
+def test_biases_make_choices_follow_the_law() -> None:
     bias = balancing.biases(16, 3, 1.0, torch.Generator().manual_seed(1))
     scores = torch.nn.functional.softplus(torch.randn(20_000, 16, generator=torch.Generator().manual_seed(2))).sqrt()
     counts = torch.bincount((scores + bias).topk(3).indices.flatten(), minlength=16) / 60_000
@@ -37,9 +23,7 @@ def test_biases_make_choices_follow_the_law(balancing: ModuleType) -> None:
     assert counts.argsort(descending=True).tolist() != list(range(16)), "popular experts lie anywhere"
 
 
-def test_moved_experts_even_out_the_load_and_change_no_bit(
-    balancing: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_moved_experts_even_out_the_load_and_change_no_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "--model shipped --layers 1 --device cpu --dp 2 --ep 2 --batch 2 --prompts 2x32 --tokens 4 --redundant-experts 2"
     result = asyncio.run(balancing.run(balancing.arguments([*line.split(), "--rebalance-steps", "40"]), tmp_path))
     uneven, even = result["busiest"]
@@ -48,15 +32,13 @@ def test_moved_experts_even_out_the_load_and_change_no_bit(
     assert "same bits: 4 of 4 outputs" in capsys.readouterr().out
 
 
-def test_moves_amid_what_is_measured_are_refused(balancing: ModuleType, tmp_path: Path) -> None:
+def test_moves_amid_what_is_measured_are_refused(tmp_path: Path) -> None:
     line = "--model shipped --layers 1 --device cpu --ep 2 --batch 1 --prompts 1x16 --tokens 4 --redundant-experts 2"
     with pytest.raises(SystemExit, match="raise --rebalance-steps"):
         asyncio.run(balancing.run(balancing.arguments([*line.split(), "--rebalance-steps", "5"]), tmp_path))
 
 
-def test_more_of_the_prompts_comes_from_the_cache_if_they_follow_it(
-    placement: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_of_the_prompts_comes_from_the_cache_if_they_follow_it(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--layers 1 --device cpu --executor thread --rounds 1 --documents 4 --document-tokens 256 --questions 4 --in-flight 2"
     in_turn, by_prefix = placement.measure(placement.arguments(line.split()))
     assert (in_turn["placement"], by_prefix["placement"]) == ("round_robin", "prefix")

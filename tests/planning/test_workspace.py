@@ -28,7 +28,7 @@ from dsv4lite.state.spec import StateSizes
 from dsv4lite.state.store import StateCache
 from dsv4lite.weights.checkpoint import read_config
 from dsv4lite.weights.quant import Numerics
-from examples.benchmark import flash
+from examples.benchmarks.engine import flash
 
 triton_jit = pytest.importorskip("triton.runtime.jit")
 META = torch.device("meta")

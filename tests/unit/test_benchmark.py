@@ -1,4 +1,4 @@
-"""What ``examples/benchmark.py`` draws, and what it counts."""
+"""What ``examples/benchmarks/engine.py`` draws, and what it counts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dsv4lite.models.deepseek_mla.config import parse_config as read_mla
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.family import FAMILIES
 from dsv4lite.weights.quant import Numerics
-from examples.benchmark import MODELS, arguments, communication, flash, floor_bytes, plot, pro, run, ticks, v2_lite
-from examples.benchmark_rollouts import main as benchmark_rollouts
+from examples.benchmarks.engine import MODELS, arguments, communication, flash, floor_bytes, plot, pro, run, ticks, v2_lite
+from examples.benchmarks.rollouts import main as benchmark_rollouts
 from tests import tiny
 from tests.mla import V2_LITE, V3, V32
 

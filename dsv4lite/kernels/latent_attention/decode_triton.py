@@ -33,8 +33,8 @@ def _tile_for(heads: int, fp8: bool, itemsize: int, capability: int) -> Tile:
     if not large:
         return Tile(heads=16, rows=32 if capability == 80 else 16, num_warps=4, num_stages=2)
     if heads >= MOST_HEADS and capability == 90:
-        return Tile(heads=MOST_HEADS, rows=32 if fp8 else 64, num_warps=8, num_stages=3 if fp8 else 2)
-    return Tile(heads=16, rows=64, swap=True, num_warps=4, num_stages=3 if fp8 else 2)
+        return Tile(heads=MOST_HEADS, rows=64, num_warps=8, num_stages=2)
+    return Tile(heads=16, rows=32 if fp8 else 64, num_warps=4, num_stages=2)
 
 
 @triton.jit
@@ -92,22 +92,17 @@ def _fetch(
 
 
 @triton.jit
-def _logits(q0, q1, k0, k1, always, SWAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the products of queries and rows, [H, R] or, swapped, [R, H]; ``always`` is true."""
-    if SWAP:
-        logits = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
-        logits = tl.dot(k1, tl.trans(q1), logits, input_precision=PRECISION)
+def _logits(q0, q1, k0, k1, always, PRECISION: tl.constexpr):
+    """Return the products of queries and rows, [H, R]; ``always`` is true."""
+    # A product that the compiler sees going into another one is computed by each group of four warps as a whole. A branch hides
+    # that it does, so that the groups share it.
+    if always:
+        logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+        more = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
     else:
-        # A product that the compiler sees going into another one is computed by each group of four warps as a whole. A branch
-        # hides that it does, so that the groups share it.
-        if always:
-            logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-            more = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-        else:
-            logits = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-            more = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-        logits += more
-    return logits
+        logits = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+        more = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+    return logits + more
 
 
 @triton.jit(do_not_specialize=["columns", "begin"])
@@ -115,11 +110,10 @@ def _absorbed_kernel(
     query, q, cos, sin, memory, selected, positions, sequences, grow, out, stats, q_row, columns, scale, begin,
     H: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, TAIL: tl.constexpr,
     ROW: tl.constexpr, PLACES: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    SWAP: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, TURNS: tl.constexpr, GPU: tl.constexpr,
+    STAGES: tl.constexpr, FP8: tl.constexpr, TURNS: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     FLOAT32: tl.constexpr = query.dtype.element_ty == tl.float32
     PRECISION: tl.constexpr = "tf32x3" if FLOAT32 else "tf32"
-    AXIS: tl.constexpr = 0 if SWAP else 1
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
@@ -148,7 +142,7 @@ def _absorbed_kernel(
         q1 = rotate_tail(q1.to(tl.float32), cos + angle, sin + angle, HEADS, ROPE, TAIL, ROPE, FLOAT32, GPU).to(q1.dtype)
     if not GPU:
         q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
-    acc = tl.zeros((PADDED, HEADS) if SWAP else (HEADS, PADDED), tl.float32)
+    acc = tl.zeros((HEADS, PADDED), tl.float32)
     peak = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     data, live = _locate(split, count, listed, memory, selected, grow, TOP_K, ROW, PLACES, ROWS)
@@ -158,23 +152,18 @@ def _absorbed_kernel(
         k0 = _widened(latents, scales, GPU) if FP8 else latents
         if FLOAT32 or not GPU:
             k0, k1 = k0.to(tl.float32), k1.to(tl.float32)
-        logits = _logits(q0, q1, k0, k1, piece < pieces, SWAP, PRECISION) * scale
+        logits = _logits(q0, q1, k0, k1, piece < pieces, PRECISION) * scale
         # Reference: sparse_attention, one block; exponentials of two instead of e.
         row = tl.arange(0, ROWS) < count - piece * ROWS
-        logits = tl.where(row[:, None] if SWAP else row[None, :], logits, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(logits, AXIS))
+        logits = tl.where(row[None, :], logits, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(logits, 1))
         shrink = tl.exp2(peak - new_peak)
-        p = tl.exp2(logits - (new_peak[None, :] if SWAP else new_peak[:, None]))
-        total = total * shrink + tl.sum(p, AXIS)
+        p = tl.exp2(logits - new_peak[:, None])
+        total = total * shrink + tl.sum(p, 1)
         p = narrowed(p, FLOAT32, GPU)
-        if SWAP:
-            acc = tl.dot(tl.trans(k0), p, acc * shrink[None, :], input_precision=PRECISION)
-        else:
-            acc = tl.dot(p, k0, acc * shrink[:, None], input_precision=PRECISION)
+        acc = tl.dot(p, k0, acc * shrink[:, None], input_precision=PRECISION)
         peak = new_peak
 
-    if SWAP:
-        acc = tl.trans(acc)
     if SPLITS > 1:
         place = split * (tl.num_programs(0) // BLOCKS).to(tl.int64) * H
         tl.store(out + (place + at) * LATENT + column, acc, mask=valued)
@@ -250,7 +239,7 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
         query_THL, q, *given.angles(), memory, selected, *tables, parts, stats, q.stride(0), paging.grow_SP.stride(0),
         given.scale * LOG2_E, begin,
         **layer, NOPE=given.nope, ROPE=given.rope, TAIL=max(16, triton.next_power_of_2(given.rope)), ROW=row,
-        PLACES=rows.rows_per_page, HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages, FP8=fp8,
+        PLACES=rows.rows_per_page, HEADS=tile.heads, STAGES=tile.num_stages, FP8=fp8,
         TURNS=given.cos is not None,
         num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Measure what moving experts brings where some are much more popular than others.
 
-    python examples/benchmark_balancing.py --layers 2 --ep 2                        # V4-Flash's shapes on two GPUs
-    python examples/benchmark_balancing.py --model shipped --layers 2 --device cpu --dp 2 --ep 2 --batch 4 --prompts 4x64 \\
+    python -m examples.benchmarks.balancing --layers 2 --ep 2                        # V4-Flash's shapes on two GPUs
+    python -m examples.benchmarks.balancing --model shipped --layers 2 --device cpu --dp 2 --ep 2 --batch 4 --prompts 4x64 \\
         --tokens 8 --redundant-experts 2 --rebalance-steps 60
 
 Writes a checkpoint with random weights whose routers have biases such that tokens choose experts by Zipf's law, every layer its
@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark import MODELS, decode, params, prefill, prompts_of
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import softplus
@@ -34,6 +33,7 @@ from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.weights.checkpoint import read_config
 from dsv4lite.weights.dummy import dummy_tensors
+from examples.benchmarks.engine import MODELS, decode, params, prefill, prompts_of
 
 VOCAB = 8192  # a small one, for a small checkpoint
 SHARD_BYTES = 2 << 30

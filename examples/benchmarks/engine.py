@@ -1,12 +1,12 @@
 """Measure dsv4lite on one GPU or several: a model's real layers with random weights, fewer of them, by batch and context.
 
-    python examples/benchmark.py --layers 8 --batch 1 8 64              # a table
-    python examples/benchmark.py --layers 24 --batch 1 --json out.json
-    python examples/benchmark.py --batch 1 2 4 8 16 32 64 128 --context 1024 8192 --plot throughput.svg
-    python examples/benchmark.py --layers 43 --ep 2 --dp 2 --batch 1 8 64 256 --executor thread --profile
-    python examples/benchmark.py --model pro --layers 8 --tp 4 --batch 1 8 64
-    python examples/benchmark.py --model v2-lite --layers 27 --batch 1 8 64 256
-    python examples/benchmark.py --model shipped --layers 6 --device cpu --tp 2 --batch 1 4 --context 64 --prefill 1x256
+    python -m examples.benchmarks.engine --layers 8 --batch 1 8 64              # a table
+    python -m examples.benchmarks.engine --layers 24 --batch 1 --json out.json
+    python -m examples.benchmarks.engine --batch 1 2 4 8 16 32 64 128 --context 1024 8192 --plot throughput.svg
+    python -m examples.benchmarks.engine --layers 43 --ep 2 --dp 2 --batch 1 8 64 256 --executor thread --profile
+    python -m examples.benchmarks.engine --model pro --layers 8 --tp 4 --batch 1 8 64
+    python -m examples.benchmarks.engine --model v2-lite --layers 27 --batch 1 8 64 256
+    python -m examples.benchmarks.engine --model shipped --layers 6 --device cpu --tp 2 --batch 1 4 --context 64 --prefill 1x256
 
 Prints how long the start took and on what, the time of a decode step and how near it comes to the bytes it must read, the host's
 part of it, the rate of prefill, and the sequences that fit. Weights are random and need no download (V4-Flash: 3.4 GB a layer).

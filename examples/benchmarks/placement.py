@@ -1,7 +1,7 @@
 """Measure what placing requests by their cached prefixes brings: questions about a few documents, on replicas of attention.
 
-    python examples/benchmark_placement.py                              # the shipped checkpoint's shapes, two replicas
-    python examples/benchmark_placement.py --model flash --layers 8 --documents 32 --document-tokens 4096 --in-flight 32
+    python -m examples.benchmarks.placement                              # the shipped checkpoint's shapes, two replicas
+    python -m examples.benchmarks.placement --model flash --layers 8 --documents 32 --document-tokens 4096 --in-flight 32
 
 Opens an engine for each placement (``data_parallel_placement``) and asks both the same questions in random order, one engine after
 the other, in rounds with other documents. Prints which part of the prompts came from the prefix cache, prompts per second, and how
@@ -20,10 +20,9 @@ from collections import defaultdict
 from contextlib import ExitStack
 from typing import Any
 
-from benchmark import MODELS
-
 from dsv4lite import LLM, SamplingParams, tiny_model
 from dsv4lite.config import ReplicaPlacement
+from examples.benchmarks.engine import MODELS
 
 PLACEMENTS: tuple[ReplicaPlacement, ...] = ("round_robin", "prefix")
 

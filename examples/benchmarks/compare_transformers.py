@@ -1,7 +1,7 @@
 """Time dsv4lite and transformers side by side: the same random V4 model, the same machine, the same run.
 
-    python examples/compare_transformers.py                 # both comparisons, as a table
-    python examples/compare_transformers.py --json out.json
+    python -m examples.benchmarks.compare_transformers                 # both comparisons, as a table
+    python -m examples.benchmarks.compare_transformers --json out.json
 
 One request decodes alone; then 64 requests of mixed lengths run, in transformers as padded batches of 16. The model has the shape
 of the checkpoint that ships with the package, in float32. Needs ``pip install 'dsv4lite[test]'``.

@@ -1,6 +1,6 @@
 """Measure the gaps between a stream's tokens while the host's own Python is busy.
 
-    python examples/token_gaps.py [--tokens 256] [--threads 1]
+    python -m examples.benchmarks.token_gaps [--tokens 256] [--threads 1]
 
 The engine thread shares the interpreter lock with its host. This prints the median and the 99th percentile of the gaps with an
 idle host, and with threads that do nothing but run Python.

@@ -1,9 +1,9 @@
 """Measure what a rollout loop waits for on one GPU: sleep, wake-up, and new weights, of random weights in V4's shapes.
 
-    python -m examples.benchmark_rollouts --layers 8
+    python -m examples.benchmarks.rollouts --layers 8
 
-Takes the settings of ``examples.benchmark``. New weights are bfloat16 tensors of the device, as a trainer has them, which the
-engine quantizes; the time to make the tensors is in the figures.
+Takes the settings of ``examples.benchmarks.engine``. New weights are bfloat16 tensors of the device, as a trainer has them, which
+the engine quantizes; the time to make the tensors is in the figures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dsv4lite.device import choose_device
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.weights.update import NamedTensors
-from examples.benchmark import arguments, configured, params
+from examples.benchmarks.engine import arguments, configured, params
 
 Report = list[tuple[str, float]]
 """What was measured, and seconds."""

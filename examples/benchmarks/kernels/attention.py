@@ -1,4 +1,6 @@
-"""Time attention, index scores and the selection on pages: ``python examples/bench/attention.py [--sweep]`` on a CUDA device.
+"""Time attention, index scores and the selection on pages, on a CUDA device.
+
+    python -m examples.benchmarks.kernels.attention [--sweep]
 
 Checks a few tokens against the references first. V4-Flash's sizes; graph replays, for decoding back to back and, as in a step, with
 no row in the L2 cache but queries and page numbers there.
@@ -11,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from timing import BANDWIDTH, distance, microseconds
 from torch import Tensor
 
 from dsv4lite.kernels.attention import AttentionInputs, paged_attention
@@ -19,6 +20,7 @@ from dsv4lite.kernels.indexer import IndexInputs, choose_paged, index_scores_pag
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope_angles
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowFormat, RowStore
+from examples.benchmarks.kernels.timing import BANDWIDTH, distance, microseconds
 from tests.kernels.paged import simulate
 
 HEADS, NOPE, TOP_K, INDEX_HEADS = 64, 448, 512, 64

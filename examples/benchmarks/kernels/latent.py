@@ -1,4 +1,4 @@
-"""Time the ops around attention at V4-Flash's shapes: ``python examples/bench/latent.py`` on a CUDA device.
+"""Time the ops around attention at V4-Flash's shapes: ``python -m examples.benchmarks.kernels.latent`` on a CUDA device.
 
 Checks each first. Replays a graph that walks through copies of the inputs larger than the L2 cache.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from timing import BANDWIDTH, microseconds
 from torch import Tensor
 
 from dsv4lite.kernels.compress import CompressInputs, compress_step, empty_state
@@ -17,6 +16,7 @@ from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowFormat, RowStore
+from examples.benchmarks.kernels.timing import BANDWIDTH, microseconds
 
 ROTATED = 150 << 20
 KV, KEY = Fp8Kv(448, 64), Fp4Key(128)

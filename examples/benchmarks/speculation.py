@@ -1,14 +1,14 @@
 """Measure what speculation costs and brings: step time and tokens per second by number of drafts, at an acceptance of your choice.
 
-    python examples/benchmark_speculation.py --layers 8 --batch 1 8 64 --acceptance 0.8
-    python examples/benchmark_speculation.py --device cpu --layers 0 --batch 1 --drafts 0 1 2
-    python examples/benchmark_speculation.py --layers 0 --context 64 --compare --tokens 256 --learn 512
-    python examples/benchmark_speculation.py --layers 0 --context 64 --compare none "MTP(1)" "MTP(4)" "NGram(4)"
+    python -m examples.benchmarks.speculation --layers 8 --batch 1 8 64 --acceptance 0.8
+    python -m examples.benchmarks.speculation --device cpu --layers 0 --batch 1 --drafts 0 1 2
+    python -m examples.benchmarks.speculation --layers 0 --context 64 --compare --tokens 256 --learn 512
+    python -m examples.benchmarks.speculation --layers 0 --context 64 --compare none "MTP(1)" "MTP(4)" "NGram(4)"
 
 The temperature is so high that the seed of a request alone decides its text. A first run without drafts records the texts. The
 measured drafter then proposes the recorded tokens, each with the given probability, so that acceptance is known and sequences have
 nothing in common. With ``--mtp`` the model's MTP block also drafts after each step: its cost counts, its drafts are not used.
-``--layers 0`` is the checkpoint that ships with the package. Other weights are those of ``benchmark.py``: V4-Flash's shapes, fewer
+``--layers 0`` is the checkpoint that ships with the package. Other weights are those of ``engine.py``: V4-Flash's shapes, fewer
 layers, random numbers.
 
 ``--compare`` compares adaptive drafting with none and with one draft of the MTP block at every step, or compares the engines that
@@ -34,9 +34,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmark import flash
-
 from dsv4lite import MTP, AsyncLLM, NGram, SamplingParams, tiny_model
+from examples.benchmarks.engine import flash
 
 START = 16  # steps before the measured ones
 DRAFTERS: Mapping[str, Any] = {

@@ -1,4 +1,6 @@
-"""Time the experts of few tokens at V4-Flash's shapes: ``python examples/bench/experts_decode_small.py`` on a CUDA device.
+"""Time the experts of few tokens at V4-Flash's shapes, on a CUDA device.
+
+    python -m examples.benchmarks.kernels.experts_decode_small
 
 Everything between the first products and the next sub-layer's streams, in seven launches and in three, after checking that both
 give the same bits. Replays a graph that walks through layers of weights, each far larger than the L2 cache.
@@ -7,8 +9,6 @@ give the same bits. Replays a graph that walks through layers of weights, each f
 from __future__ import annotations
 
 import torch
-from experts import EXPERTS, HIDDEN, TOP_K, WIDTH, tiles
-from timing import microseconds
 from torch import Tensor
 
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, experts_forward
@@ -21,6 +21,8 @@ from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Router
 from dsv4lite.kernels.routing.triton import route_triton
 from dsv4lite.kernels.swiglu.triton import swiglu_quantize_triton
+from examples.benchmarks.kernels.experts import EXPERTS, HIDDEN, TOP_K, WIDTH, tiles
+from examples.benchmarks.kernels.timing import microseconds
 
 COPIES = 3
 LIMIT = 10.0

@@ -1,6 +1,6 @@
 """Time the matrix products, and the best token of a row, at V4-Flash's shapes on a CUDA device.
 
-    python examples/bench/gemm.py [--only wo_a,wq_b] [--rows 1,16,64] [--sweep]
+    python -m examples.benchmarks.kernels.gemm [--only wo_a,wq_b] [--rows 1,16,64] [--sweep]
 
 Checks each product first. Replays a graph that walks through copies of the weights larger than the L2 cache. ``--sweep`` also tries
 other tiles, and then the best of them with other numbers of parts.
@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from timing import BANDWIDTH, ROTATED, distance, microseconds
 from torch import Tensor
 
 from dsv4lite.kernels.gemm import LIBRARY_ROWS, ROW_TILE, float_linear, fp8_linear, fp8_weight_linear
@@ -22,6 +21,7 @@ from dsv4lite.kernels.gemm.triton import float_linear_triton, fp8_linear_triton,
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.triton import argmax_finite_triton
+from examples.benchmarks.kernels.timing import BANDWIDTH, ROTATED, distance, microseconds
 
 ROWS = (1, 8, 16, 32, 64, 128, 512, 8192)
 FP8 = {"wq_a+wkv": (1536, 4096), "wq_b": (32768, 1024), "wq_b+index": (40960, 1024), "wo_b": (4096, 8192)}

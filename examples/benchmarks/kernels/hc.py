@@ -1,4 +1,4 @@
-"""Time hyper-connections, norm, quantizer and router: ``python examples/bench/hc.py [--sweep]`` on a CUDA device.
+"""Time hyper-connections, norm, quantizer and router: ``python -m examples.benchmarks.kernels.hc [--sweep]`` on a CUDA device.
 
 Checks each op first. Replays a graph that walks through copies of the inputs larger than the L2 cache.
 """
@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 
 import torch
-from timing import BANDWIDTH, ROTATED, distance, microseconds
 
 from dsv4lite.kernels.hc import HcInputs, HcMix, HcSettings, HcWeights, hc_enter, hc_expand
 from dsv4lite.kernels.hc import prefill_triton as hc_triton
@@ -18,6 +17,7 @@ from dsv4lite.kernels.hc.prefill_triton import Tile, collapse_triton, leave_ente
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Router, route
+from examples.benchmarks.kernels.timing import BANDWIDTH, ROTATED, distance, microseconds
 
 TOKENS = (1, 16, 64, 256, 512, 1024, 8192)
 EPS = 1e-6

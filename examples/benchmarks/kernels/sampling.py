@@ -1,4 +1,4 @@
-"""Time sampling by rows: ``python examples/bench/sampling.py`` on a CUDA device.
+"""Time sampling by rows: ``python -m examples.benchmarks.kernels.sampling`` on a CUDA device.
 
 Checks tokens against those of the reference first, then replays a graph that walks through copies of the logits larger than the L2
 cache. ``flat`` logits spread by 1, as those of random weights do; ``steep`` ones by 5.
@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Mapping
 
 import torch
-from timing import BANDWIDTH, ROTATED, microseconds
 from torch import Tensor
 
 from dsv4lite.kernels.sampling import argmax_finite
@@ -18,6 +17,7 @@ from dsv4lite.kernels.sampling.rows import Needs
 from dsv4lite.request import Request, SamplingParams
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.scheduling.step_plan import SequencePlan
+from examples.benchmarks.kernels.timing import BANDWIDTH, ROTATED, microseconds
 
 VOCABULARY = 129_280
 ROWS = (1, 8, 64, 256)

@@ -1,4 +1,6 @@
-"""Time all-reduces of float32 parts to bfloat16, by size: ``python examples/bench/all_reduce.py [ranks]``, a GPU each.
+"""Time all-reduces of float32 parts to bfloat16, by size, on a GPU for each rank.
+
+    python -m examples.benchmarks.kernels.all_reduce [RANKS]
 
 NCCL's all-reduce, alone and with the cast after it, and ``all_reduce``; microseconds of one call within a CUDA graph of 40.
 """
@@ -10,14 +12,14 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from ranks import run
-from timing import microseconds
 from torch import Tensor
 
 from dsv4lite.kernels.peer_memory import all_reduce
 from dsv4lite.layout import Layout
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.peer_memory import PeerMemory
+from examples.benchmarks.kernels.ranks import run
+from examples.benchmarks.kernels.timing import microseconds
 
 KIB = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 CALLS = 40

@@ -1,4 +1,4 @@
-"""Time routed experts at V4-Flash's shapes: ``python examples/bench/experts.py [--sweep]`` on a CUDA device.
+"""Time routed experts at V4-Flash's shapes: ``python -m examples.benchmarks.kernels.experts [--sweep]`` on a CUDA device.
 
 Checks the result first. Replays a graph that walks through layers of weights, each far larger than the L2 cache.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 
 import torch
-from timing import BANDWIDTH, distance, microseconds
 
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_forward, experts_outputs, scale_words, sum_experts
 from dsv4lite.kernels.experts.grouping_triton import Block
 from dsv4lite.kernels.experts.triton import experts_outputs_triton
 from dsv4lite.kernels.quantize import quantize_fp8
+from examples.benchmarks.kernels.timing import BANDWIDTH, distance, microseconds
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 4096, 2048, 256, 6
 COPIES = 3

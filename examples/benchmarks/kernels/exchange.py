@@ -1,4 +1,4 @@
-"""Time the exchange of few tokens between ranks: ``python examples/bench/exchange.py [ranks]``, a GPU each.
+"""Time the exchange of few tokens between ranks: ``python -m examples.benchmarks.kernels.exchange [ranks]``, a GPU each.
 
 NCCL's all-gather of packed rows with the unpacking, and its reduce-scatter with the sums before it and the cast after it, beside
 ``all_gather`` and ``reduce_scatter``; V4-Flash's width, microseconds of one call within a CUDA graph of forty.
@@ -11,8 +11,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from ranks import run
-from timing import microseconds
 from torch import Tensor
 
 from dsv4lite.kernels.experts.decode_small import ExpertSum
@@ -20,6 +18,8 @@ from dsv4lite.kernels.peer_memory import TokenRows, all_gather, reduce_scatter
 from dsv4lite.layout import Layout
 from dsv4lite.models.partial_sums import gather_rows, total_of_own
 from dsv4lite.parallel.mesh import Axis, Mesh
+from examples.benchmarks.kernels.ranks import run
+from examples.benchmarks.kernels.timing import microseconds
 
 HIDDEN, TOP_K = 4096, 6
 TOKENS = (1, 2, 4, 8, 16, 32)  # of each rank

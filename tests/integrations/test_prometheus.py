@@ -1,0 +1,45 @@
+"""The Prometheus collector, with the real package where it is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4lite.llm import LLM
+from dsv4lite.request import SamplingParams
+from tests.e2e.engines import MODEST, write_model
+
+
+@pytest.fixture
+def registry() -> Any:
+    return pytest.importorskip("prometheus_client").CollectorRegistry(auto_describe=True)
+
+
+def test_scrape_has_the_engine_s_counters_and_state(registry: Any, tmp_path: Path) -> None:
+    from prometheus_client import generate_latest
+
+    from dsv4lite.integrations.prometheus import COUNTERS, GAUGES, EngineCollector
+
+    llm = LLM(write_model(tmp_path), **MODEST)
+    registry.register(EngineCollector(llm, {"model": "small"}))
+    assert registry.get_sample_value("dsv4lite_state", {"model": "small", "dsv4lite_state": "new"}) == 1
+    assert registry.get_sample_value("dsv4lite_generated_tokens_total", {"model": "small"}) is None
+    with llm:
+        llm.generate([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))
+        stats = llm.stats()
+        wanted = {"steps_total": stats.steps, "generated_tokens_total": 4, "prompt_tokens_total": 3, "running_sequences": 0}
+        assert {name: registry.get_sample_value(f"dsv4lite_{name}", {"model": "small"}) for name in wanted} == wanted
+        text = generate_latest(registry).decode()
+        names = {*(f"{name}_total" for name in COUNTERS), *GAUGES}
+        assert {name for name in names if f"\ndsv4lite_{name}{{" not in text} == set()
+    assert registry.get_sample_value("dsv4lite_state", {"model": "small", "dsv4lite_state": "closed"}) == 1
+
+
+def test_engines_of_one_registry_differ_by_their_labels(registry: Any, tmp_path: Path) -> None:
+    from dsv4lite.integrations.prometheus import EngineCollector
+
+    for name in ("a", "b"):
+        registry.register(EngineCollector(LLM("anywhere"), {"model": name}))
+    assert [registry.get_sample_value("dsv4lite_weight_version", {"model": name}) for name in ("a", "b")] == [0, 0]
