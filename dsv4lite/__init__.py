@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from dsv4lite.request import Phase as Phase
     from dsv4lite.request import Replay as Replay
     from dsv4lite.request import RequestOutput as RequestOutput
+    from dsv4lite.request import Row as Row
     from dsv4lite.request import SamplingParams as SamplingParams
     from dsv4lite.request import Timing as Timing
     from dsv4lite.request import Usage as Usage
@@ -75,7 +76,7 @@ _HOME = {
         "api.update": "AsyncWeightUpdate",
         "api.jsonl": "FileReport",
         "config": "EngineConfig LoadProgress tiny_model MTP DSpark NGram Speculator",
-        "request": "SamplingParams RequestOutput CompletionOutput Delta Logprobs Replay Usage Timing Phase WeightSource",
+        "request": "SamplingParams RequestOutput CompletionOutput Delta Logprobs Replay Row Usage Timing Phase WeightSource",
         "text.structured": "StructuredOutputs",
         "text.parse": "ToolCall",
         "text.tokenizer": "Tokenizer",

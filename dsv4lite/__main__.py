@@ -19,6 +19,12 @@ from dsv4lite.config import tiny_model
 from dsv4lite.errors import DSV4LiteError
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_AXES = {
+    "tensor": "ranks that share attention's matrices and the vocabulary",
+    "expert": "ranks that share the routed experts",
+    "data": "replicas of attention",
+    "pipeline": "stages of layers",
+}
 _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -95,9 +101,29 @@ def _add_inspection(commands: Commands) -> None:
     plan.add_argument("--kv-cache-memory", type=_bytes, help="bytes for sequence state")
     plan.add_argument("--max-model-len", type=int, help="longest sequence in tokens")
     plan.add_argument("--max-num-seqs", type=int, default=64, help="sequences at once (default: 64)")
+    plan.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens of one step (default: 2048)")
+    plan.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of activations")
+    plan.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8", "bfloat16", "float32"), default="auto", help="of rows of the KV cache"
+    )
+    for axis, what in _AXES.items():
+        plan.add_argument(f"--{axis}-parallel-size", type=int, default=1, help=f"{what} (default: 1)")
     plan.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: auto)")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(run=_plan)
+
+    inspect = commands.add_parser(
+        "inspect",
+        help="show what a checkpoint holds, and what it lacks",
+        description="Read architecture, formats, tensors, tokenizer and chat format from config and headers alone. The exit status "
+        "is 1 if something is missing or does not fit.",
+    )
+    inspect.add_argument(
+        "model", nargs="?", default=tiny_model(), help="folder or hub id of a checkpoint (default: the shipped one)"
+    )
+    inspect.add_argument("--revision", help="hub revision")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.set_defaults(run=_inspect)
 
     replay = commands.add_parser(
         "replay",
@@ -198,10 +224,22 @@ def _plan(args: argparse.Namespace) -> int:
         kv_cache_memory_bytes=args.kv_cache_memory,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
         device=args.device,
+        **{f"{axis}_parallel_size": getattr(args, f"{axis}_parallel_size") for axis in _AXES},
     )
     print(json.dumps(asdict(plan), indent=2) if args.json else plan)
     return 0 if plan.fits else 1
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from dsv4lite.debug.inspection import inspect_checkpoint
+
+    report = inspect_checkpoint(args.model, revision=args.revision)
+    print(json.dumps(asdict(report), indent=2) if args.json else report)
+    return 1 if report.problems else 0
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -223,18 +261,25 @@ def _parity(args: argparse.Namespace) -> int:
 
 
 def _import_torch() -> None:
-    """Import torch without its warning that numpy is missing, which no command needs. The process is the command's own."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-        import torch  # noqa: F401
+    """Import torch without its warning that numpy is missing, which no command needs. The process is the command's own.
+
+    Ctrl-C waits until then: numpy and torch take an interrupt in their imports for an error of their own.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+            import torch  # noqa: F401
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status.
 
     Returns:
-        0 for success; 1 for a plan that does not fit, a bad op, unequal bits or rows that failed; 2 for an error; 128 and the
-        signal's number after Ctrl-C, or where the reader of the output has left.
+        0 for success; 1 for a plan that does not fit, a checkpoint that is not complete, a bad op, unequal bits or rows that
+        failed; 2 for an error; 128 and the signal's number after Ctrl-C, or where the reader of the output has left.
     """
     args = _parser().parse_args(argv)
     if args.verbose:

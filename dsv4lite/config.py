@@ -264,7 +264,9 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("enable_prefix_caching", "deterministic"), boolean),
     "speculative": _drafters,
     "seed": integer(-(2**63), 2**64 - 1),
-    "progress": lambda value: "" if isinstance(value, bool) or callable(value) else "must be True, False or a callable",
+    "progress": lambda value: (
+        "" if isinstance(value, bool) or value == "bar" or callable(value) else "must be True, False, 'bar' or a callable"
+    ),
     "hf_overrides": lambda value: "" if isinstance(value, Mapping) else "must be a mapping",
     **dict.fromkeys((f"{axis}_parallel_size" for axis in ("tensor", "expert", "data", "pipeline")), integer(1)),
     "data_parallel_placement": one_of("prefix", "round_robin"),
@@ -307,7 +309,8 @@ class EngineConfig:
         deterministic: Logits do not depend on what shares the batch, on chunking, or on preemption, bit for bit. On a CPU the
             engine then computes on one thread.
         seed: Seed of requests that give none.
-        progress: ``True`` logs loading progress; a callable receives ``LoadProgress``.
+        progress: ``True`` logs loading progress; ``"bar"`` shows bars of tqdm, which is the extra ``progress``; a callable receives
+            ``LoadProgress``.
         compile_cache_dir: Where compiled kernels are kept; default ``default_cache_dir()``.
         dump_dir: Where the first step that fails, or whose logits are not finite, is saved; until then no steps overlap.
         tensor_parallel_size: Ranks that share attention's matrices and the vocabulary.
@@ -355,7 +358,7 @@ class EngineConfig:
     speculative: Speculative = None
     deterministic: bool = False
     seed: int = 0
-    progress: bool | Progress = False
+    progress: bool | Literal["bar"] | Progress = False
     compile_cache_dir: str | None = None
     dump_dir: str | None = None
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -474,7 +477,7 @@ class EngineSettings(TypedDict, total=False):
     speculative: Speculative
     deterministic: bool
     seed: int
-    progress: bool | Progress
+    progress: bool | Literal["bar"] | Progress
     compile_cache_dir: str | None
     dump_dir: str | None
     hf_overrides: Mapping[str, Any]

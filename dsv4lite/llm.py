@@ -17,12 +17,23 @@ from typing import TYPE_CHECKING, Literal, Self, Unpack
 import anyio
 import anyio.to_thread
 
-from dsv4lite.api.batch import OnError
+from dsv4lite.api.batch import BatchRow, OnError
 from dsv4lite.api.blocking import Block, Completions, Stream, WeightUpdate, blocking, finish
 from dsv4lite.api.bridge import ThreadBridge, current_loop
 from dsv4lite.api.common import BaseLLM, BatchParams, Model
 from dsv4lite.api.jsonl import FileProgress, FileReport, RowFiles
-from dsv4lite.api.prepare import Message, Options, Reasoning, Tool, chat_job, completion_job, pair_job, row_job, score_job
+from dsv4lite.api.prepare import (
+    Message,
+    Options,
+    Reasoning,
+    Tool,
+    ToolChoice,
+    chat_job,
+    completion_job,
+    pair_job,
+    row_job,
+    score_job,
+)
 from dsv4lite.api.session import NOT_UPDATING, STARTED, PauseMode, Update, UpdateMode
 from dsv4lite.api.streams import AsyncCompletions, AsyncStream
 from dsv4lite.api.update import AsyncWeightUpdate
@@ -139,7 +150,7 @@ class AsyncLLM(BaseLLM):
 
     async def generate_batch(
         self,
-        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        prompts: Iterable[BatchRow] | AsyncIterable[BatchRow],
         params: BatchParams = None,
         *,
         on_error: OnError = "raise",
@@ -147,15 +158,16 @@ class AsyncLLM(BaseLLM):
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str | None = None,
+        progress: bool = False,
     ) -> list[RequestOutput]:
         """Continue many prompts and return the outputs in their order; see ``as_completed``."""
         job = row_job(Options(priority=priority, deadline=deadline, cache_salt=cache_salt))
-        async with self._completions("generate_batch", prompts, params, job, on_error, max_in_flight) as outputs:
+        async with self._completions("generate_batch", prompts, params, job, on_error, max_in_flight, progress) as outputs:
             return sorted([output async for output in outputs], key=lambda output: output.index)
 
     def as_completed(
         self,
-        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        prompts: Iterable[BatchRow] | AsyncIterable[BatchRow],
         params: BatchParams = None,
         *,
         on_error: OnError = "raise",
@@ -163,13 +175,14 @@ class AsyncLLM(BaseLLM):
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str | None = None,
+        progress: bool = False,
     ) -> AsyncCompletions:
         """Continue many prompts and iterate over the outputs as they finish.
 
         Args:
-            prompts: Any iterable of any length; it is pulled only as far as ``max_in_flight`` allows, when an output is asked for.
-                ``AsyncLLM`` also takes an asynchronous one and pulls it in a task of its own, so that it may wait for what the
-                consumer does with the outputs.
+            prompts: Any iterable of any length, of prompts or of ``Row``, whose metadata comes back on its output. It is pulled
+                only as far as ``max_in_flight`` allows, when an output is asked for. ``AsyncLLM`` also takes an asynchronous one
+                and pulls it in a task of its own, so that it may wait for what the consumer does with the outputs.
             params: One for all prompts, or a sequence with one for each.
             on_error: ``"raise"`` ends the iteration with the first prompt that fails; ``"return"`` hands out its output with
                 ``error`` set, and goes on. An exception of ``prompts`` itself, or the end of the engine, is raised in either case.
@@ -177,13 +190,14 @@ class AsyncLLM(BaseLLM):
             priority: As in ``generate``.
             deadline: Seconds from the moment a prompt is pulled.
             cache_salt: As in ``generate``.
+            progress: Show a bar (tqdm, the extra ``progress``), also in notebooks.
 
         Returns:
             An iterator; ``index`` of an output is the prompt's position. Leaving the loop early aborts what is in flight as soon as
             the iterator is dropped; ``async with`` around it, or ``aclose``, does so at a definite point.
         """
         job = row_job(Options(priority=priority, deadline=deadline, cache_salt=cache_salt))
-        return self._completions("as_completed", prompts, params, job, on_error, max_in_flight)
+        return self._completions("as_completed", prompts, params, job, on_error, max_in_flight, progress)
 
     async def generate_file(
         self,
@@ -253,6 +267,7 @@ class AsyncLLM(BaseLLM):
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] | None = None,
+        tool_choice: ToolChoice = "auto",
         reasoning: Reasoning = "none",
         allow_special: bool = False,
         request_id: str | None = None,
@@ -267,6 +282,10 @@ class AsyncLLM(BaseLLM):
             messages: OpenAI-style messages with ``role`` and ``content``; see ``dsv4lite.text.chat.render_messages``.
             params: As in ``generate``.
             tools: OpenAI-style tool definitions.
+            tool_choice: ``"auto"``: the model answers or calls tools; ``"none"``: it cannot call any; ``"required"``: it calls one
+                or more; a tool's name, or OpenAI's ``{"type": "function", ...}``: it calls that one, once. Forced calls follow a
+                grammar, and so does ``"auto"`` if a tool has ``"strict": True``: they are well-formed, their arguments fit the
+                tools' schemas, and none ends up in the text. A grammar needs the extra ``structured``.
             reasoning: How hard to think before the answer; ``"none"`` is not to. V3 never thinks, R1 always.
             allow_special: Let control tokens that are written in messages and tools, such as ``<｜User｜>``, act as such. By
                 default they are text, and a tool's result cannot close its own tag.
@@ -277,9 +296,13 @@ class AsyncLLM(BaseLLM):
 
         Raises:
             InvalidRequestError: A message, a tool or a parameter is malformed. Other errors are those of ``generate``.
+            UnsupportedError: ``tool_choice`` needs a grammar, and the model's form of calls is not known or ``structured_outputs``
+                are given, too.
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        return await self._run(chat_job(self._check("chat"), messages, params, options, tools, reasoning, allow_special))
+        return await self._run(
+            chat_job(self._check("chat"), messages, params, options, tools, tool_choice, reasoning, allow_special)
+        )
 
     def chat_stream(
         self,
@@ -287,6 +310,7 @@ class AsyncLLM(BaseLLM):
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Tool] | None = None,
+        tool_choice: ToolChoice = "auto",
         reasoning: Reasoning = "none",
         allow_special: bool = False,
         request_id: str | None = None,
@@ -303,7 +327,7 @@ class AsyncLLM(BaseLLM):
             InvalidRequestError: A message or a tool is malformed.
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
-        job = chat_job(self._check("chat_stream"), messages, params, options, tools, reasoning, allow_special)
+        job = chat_job(self._check("chat_stream"), messages, params, options, tools, tool_choice, reasoning, allow_special)
         return AsyncStream(self._session, self._bridge, partial(self._submit, job))
 
     async def score(

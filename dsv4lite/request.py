@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
+import html
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from dsv4lite.checks import INT32_MAX, Rule, boolean, integer, is_integer, is_number, is_token, is_unicode, number, one_of, require
 from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestError, near_match, shown
@@ -15,10 +18,16 @@ if TYPE_CHECKING:
 
     from dsv4lite.text.parse import ToolCall
     from dsv4lite.text.structured import StructuredOutputs
+    from dsv4lite.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 LogprobsMode = Literal["raw", "processed"]
 Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
+Kind = TypeVar("Kind")
+
+
+LEAST_LOGPROB = -9999.0
+"""What OpenAI's format has for a token of no probability: JSON knows no infinities."""
 
 
 def _as_tuple(parameter: str, value: object) -> tuple[Any, ...]:
@@ -65,6 +74,21 @@ def _as_structured(value: object) -> StructuredOutputs:
     return value  # type: ignore[return-value]  # checked one line before
 
 
+def _names_unknown(kind: type[Kind]) -> type[Kind]:
+    """Let the constructor of a dataclass refuse an unknown setting with a near match, which Python's own ``TypeError`` lacks."""
+    construct = kind.__init__
+
+    @wraps(construct)
+    def init(self: Any, **settings: Any) -> None:
+        if not settings.keys() <= kind.__dataclass_fields__.keys():  # type: ignore[attr-defined]  # it is a dataclass
+            _refuse_unknown(settings)
+        construct(self, **settings)
+
+    kind.__init__ = init  # type: ignore[method-assign]
+    return kind
+
+
+@_names_unknown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to continue a prompt.
@@ -217,12 +241,17 @@ class SamplingParams:
             InvalidRequestError: For an unknown key, with a near match, or a value out of range.
         """
         require(isinstance(settings, Mapping), "settings", settings, "must be a mapping")
-        names = [f.name for f in fields(cls)]
-        for key in settings:
-            if key not in names:
-                message = f"unknown sampling parameter {shown(key)}{near_match(key, names)}"
-                raise InvalidRequestError(message, parameter=key if isinstance(key, str) else shown(key))
+        _refuse_unknown(settings)
         return cls(**settings)
+
+
+def _refuse_unknown(settings: Mapping[Any, object]) -> None:
+    """Raise ``InvalidRequestError`` for a key that is no sampling parameter."""
+    names = [f.name for f in fields(SamplingParams)]
+    for key in settings:
+        if key not in names:
+            message = f"unknown sampling parameter {shown(key)}{near_match(key, names)}"
+            raise InvalidRequestError(message, parameter=key if isinstance(key, str) else shown(key))
 
 
 def _stops(value: tuple[object, ...]) -> str:
@@ -312,7 +341,7 @@ def _openai_schema(response: object) -> object:
     return schema
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Logprobs:
     """Log-probabilities of T tokens as CPU tensors.
 
@@ -332,6 +361,9 @@ class Logprobs:
 
     def __len__(self) -> int:
         return int(self.sampled.shape[0])
+
+    def __repr__(self) -> str:
+        return f"Logprobs({len(self)} tokens, the {self.token_ids.shape[1]} best of each, mode={self.mode!r})"
 
     @classmethod
     def stack(cls, tokens: Sequence[TokenLogprob], *, top: int, mode: LogprobsMode) -> Logprobs:
@@ -356,7 +388,7 @@ class Logprobs:
         return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names}, mode=parts[0].mode)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Replay:
     """What a rollout chose, as CPU tensors: given to ``score`` or to ``training.completion_logprobs``, they choose the same.
 
@@ -377,6 +409,11 @@ class Replay:
     kept_counts: torch.Tensor | None = None
     kept_ids: torch.Tensor | None = None
 
+    def __repr__(self) -> str:
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        shapes = [f"{name}={x if isinstance(x, int) else list(x.shape)}" for name, x in found.items() if x is not None]
+        return f"Replay({', '.join(shapes)})"
+
     def kept(self, begin: int, end: int, vocab_size: int) -> torch.Tensor | None:
         """Return which tokens could be sampled at positions of the completion, bool [end - begin, V] on the CPU."""
         import torch
@@ -388,6 +425,21 @@ class Replay:
         found = torch.zeros(end - begin, vocab_size, dtype=torch.bool, device="cpu")
         found[rows[some] - begin, self.kept_ids[some].long()] = True
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A prompt of ``generate_batch`` or ``as_completed`` with something of the caller's.
+
+    Attributes:
+        prompt: As in ``generate``.
+        metadata: Comes back as it is, as ``metadata`` of the row's output.
+        params: Of this row; ``None`` means those of the call.
+    """
+
+    prompt: Prompt
+    metadata: Any = None
+    params: SamplingParams | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,6 +490,8 @@ class Delta:
         finish_reason: Set on the completion's last delta.
         reasoning: New reasoning text (``chat_stream`` only; ``text`` is then the content).
         tool_calls: Tool calls that became complete (``chat_stream`` only).
+        token_offset: Tokens of the completion before these.
+        call_offset: Tool calls of the completion before these.
     """
 
     index: int = 0
@@ -447,9 +501,42 @@ class Delta:
     finish_reason: FinishReason | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    token_offset: int = 0
+    call_offset: int = 0
+
+    def to_openai_chunk(
+        self,
+        request_id: str,
+        *,
+        model: str = "dsv4lite",
+        chat: bool = False,
+        created: int | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> dict[str, Any]:
+        """Return an OpenAI-style chunk of a streamed (chat) completion: the data of one server-sent event.
+
+        Args:
+            request_id: Of the stream.
+            model, chat, created, tokenizer: As in ``RequestOutput.to_openai``; clients expect ``created`` to be that of all chunks.
+        """
+        calls = self.call_offset + len(self.tool_calls)
+        choice: dict[str, Any] = {"index": self.index, "finish_reason": _openai_reason(self.finish_reason, calls > 0)}
+        if chat:
+            delta: dict[str, Any] = {"role": "assistant"} if self.token_offset == 0 else {}
+            delta |= {"content": self.text} if self.text or "role" in delta else {}
+            delta |= {"reasoning_content": self.reasoning} if self.reasoning else {}
+            if self.tool_calls:
+                numbered = enumerate(_openai_calls(self.tool_calls), self.call_offset)
+                delta["tool_calls"] = [{"index": number, **call} for number, call in numbered]
+            choice["delta"] = delta
+        else:
+            choice["text"] = self.text
+        choice["logprobs"] = _openai_logprobs(self.token_ids, self.logprobs, tokenizer, chat=chat)
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        return {"id": request_id, "object": kind, "created": _now(created), "model": model, "choices": [choice]}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CompletionOutput:
     """One finished completion.
 
@@ -475,13 +562,20 @@ class CompletionOutput:
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
 
+    def __repr__(self) -> str:
+        said = {"reasoning": self.reasoning, "tool_calls": self.tool_calls, "logprobs": self.logprobs, "replay": self.replay}
+        more = "".join(f", {name}={shown(value)}" for name, value in said.items() if value)
+        ended = f"finish_reason={self.finish_reason!r}"
+        return f"CompletionOutput(index={self.index}, text={shown(self.text)}, {len(self.token_ids)} tokens, {ended}{more})"
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RequestOutput:
-    """All completions of one request.
+    """All completions of one request. Notebooks show its texts.
 
     Attributes:
         index: Position in the batch the request came with, else 0.
+        metadata: What the caller gave with its ``Row``.
         error: With ``on_error="return"``, why the request failed; ``outputs`` may then be partial or empty.
     """
 
@@ -493,6 +587,7 @@ class RequestOutput:
     usage: Usage = field(default_factory=lambda: Usage(prompt_tokens=0, completion_tokens=0))
     timing: Timing = field(default_factory=Timing)
     error: DSV4LiteError | None = None
+    metadata: Any = None
 
     @property
     def text(self) -> str:
@@ -514,27 +609,54 @@ class RequestOutput:
         """Tool calls of the first completion, after ``chat``."""
         return self.outputs[0].tool_calls if self.outputs else ()
 
-    def to_openai(self, *, model: str = "dsv4lite", chat: bool = False, created: int = 0) -> dict[str, Any]:
-        """Return the body of an OpenAI-style (chat) completion response."""
+    def __repr__(self) -> str:
+        counts = f"{len(self.prompt_token_ids)} prompt tokens"
+        more = "" if self.error is None else f", error={self.error!r}"
+        more += "" if self.metadata is None else f", metadata={shown(self.metadata)}"
+        return f"RequestOutput(index={self.index}, request_id={self.request_id!r}, {counts}, outputs={self.outputs!r}{more})"
+
+    def _repr_html_(self) -> str:
+        failed = "" if self.error is None else f"<p><b>{html.escape(f'{type(self.error).__name__}: {self.error}')}</b></p>"
+        usage = f"{self.usage.prompt_tokens} prompt tokens, {self.usage.completion_tokens} generated in {self.timing.total:.2f} s"
+        return f"<p>{usage}</p>{failed}" + "".join(map(_completion_html, self.outputs))
+
+    def to_openai(
+        self,
+        *,
+        model: str = "dsv4lite",
+        chat: bool = False,
+        created: int | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> dict[str, Any]:
+        """Return the body of an OpenAI-style (chat) completion response.
+
+        Args:
+            model: Name of the model in the body.
+            chat: The body of a chat completion.
+            created: Unix second; default is now.
+            tokenizer: ``llm.tokenizer``: makes text of the tokens of log-probabilities, which are ``token_id:N`` without it.
+
+        Returns:
+            The body. Its ``finish_reason`` is ``"tool_calls"`` where calls end a completion; ``"abort"`` is ``"stop"``,
+            ``"deadline"`` is ``"length"``, and others stay.
+        """
         choices = []
         for out in self.outputs:
-            reason = {"abort": "stop", "deadline": "length"}.get(out.finish_reason, out.finish_reason)
-            choice: dict[str, Any] = {"index": out.index, "finish_reason": "tool_calls" if out.tool_calls else reason}
+            reason = _openai_reason(out.finish_reason, bool(out.tool_calls))
+            choice: dict[str, Any] = {"index": out.index, "finish_reason": reason}
             if chat:
-                message: dict[str, Any] = {"role": "assistant", "content": out.text}
-                if out.reasoning is not None:
-                    message["reasoning_content"] = out.reasoning
-                if out.tool_calls:
-                    functions = [(c.id, {"name": c.name, "arguments": c.arguments}) for c in out.tool_calls]
-                    message["tool_calls"] = [{"id": id, "type": "function", "function": function} for id, function in functions]
+                message: dict[str, Any] = {"role": "assistant", "content": out.text or (None if out.tool_calls else "")}
+                message |= {"reasoning_content": out.reasoning} if out.reasoning else {}
+                message |= {"tool_calls": _openai_calls(out.tool_calls)} if out.tool_calls else {}
                 choice["message"] = message
             else:
                 choice["text"] = out.text
+            choice["logprobs"] = _openai_logprobs(out.token_ids, out.logprobs, tokenizer, chat=chat)
             choices.append(choice)
         return {
             "id": self.request_id,
             "object": "chat.completion" if chat else "text_completion",
-            "created": created,
+            "created": _now(created),
             "model": model,
             "choices": choices,
             "usage": {
@@ -544,6 +666,51 @@ class RequestOutput:
                 "prompt_tokens_details": {"cached_tokens": self.usage.cached_tokens},
             },
         }
+
+
+def _completion_html(completion: CompletionOutput) -> str:
+    parts = [("reasoning", completion.reasoning), ("text", completion.text)]
+    parts += [(f"call of {call.name}", call.arguments) for call in completion.tool_calls]
+    shown_parts = "".join(f"<i>{html.escape(name)}</i><pre>{html.escape(text)}</pre>" for name, text in parts if text)
+    ended = f"{len(completion.token_ids)} tokens, {completion.finish_reason}"
+    return f"<p><b>{completion.index}</b>: {ended}</p>{shown_parts}"
+
+
+def _now(created: int | None) -> int:
+    return int(time.time()) if created is None else created
+
+
+def _openai_reason(reason: FinishReason | None, calls: bool) -> str | None:
+    if reason == "stop" and calls:
+        return "tool_calls"
+    return {"abort": "stop", "deadline": "length"}.get(reason, reason) if reason is not None else None
+
+
+def _openai_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    return [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
+
+
+def _openai_logprobs(
+    token_ids: Sequence[int], logprobs: Logprobs | None, tokenizer: Tokenizer | None, *, chat: bool
+) -> dict[str, Any] | None:
+    """Return log-probabilities as chat completions have them, or the older completions."""
+    if logprobs is None:
+        return None
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        data = None if tokenizer is None else tokenizer.id_to_bytes(token)
+        text = f"token_id:{token}" if data is None else data.decode(errors="replace")
+        return {"token": text, "logprob": max(value, LEAST_LOGPROB), "bytes": None if data is None else list(data)}
+
+    sampled = [entry(*pair) for pair in zip(token_ids, logprobs.sampled.tolist(), strict=True)]
+    best = [[entry(*pair) for pair in zip(*row)] for row in zip(logprobs.token_ids.tolist(), logprobs.values.tolist())]
+    if chat:
+        return {"content": [{**one, "top_logprobs": top} for one, top in zip(sampled, best, strict=True)]}
+    return {
+        "tokens": [one["token"] for one in sampled],
+        "token_logprobs": [one["logprob"] for one in sampled],
+        "top_logprobs": [{one["token"]: one["logprob"] for one in reversed(top)} for top in best],
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,17 @@
 #!/bin/sh
-# Set up, then run every check: about 50 minutes on two cores.     sh tests/run.sh     sh tests/run.sh tests/unit -x
+# Set up, then run every check.     sh tests/run.sh     sh tests/run.sh --quick     sh tests/run.sh tests/unit -x
 #
-# Arguments go to pytest and replace the choice of tests. Every phase runs, even if one before it fails; the last lines say how long each
-# took, and the exit status is 1 if any failed.
+# On two cores all checks take about 27 minutes: 23 the tests, 1 kernels for every chip from Triton's cache (10 the first time, which
+# compiles them), 3 interpreted kernels. --quick takes three minutes: the linter, the type checker, and the tests of the rooms below
+# the engine. Other arguments go to pytest and replace the choice of tests. Every phase runs, even if one before it fails; the last
+# lines say how long each took, and the exit status is 1 if any failed.
 set -u
 cd "$(dirname "$0")/.."
 sh examples/setup.sh test || exit 1
 python=.venv/bin/python
-summary="" failed=0
+begun_all=$(date +%s) summary="" failed=0
+# Hundreds of processes import the package and the tests: compiled once, not by each of them.
+unset PYTHONDONTWRITEBYTECODE
 # mypy takes one core, for a minute without its cache: the tests run meanwhile.
 types=$(mktemp)
 "$python" -m mypy >"$types" 2>&1 &
@@ -37,18 +41,30 @@ run() { # one thread for arithmetic in each process: the tests' models are too s
 }
 # As many processes as cores. Each begins with an equal part of the tests, file by file; one that has finished takes half of what
 # another has left, so that no core is idle at the end.
-if [ $# -gt 0 ]; then # arguments have named all tests that are wanted
-    phase pytest run -n auto --dist worksteal "$@"
-else
+parallel() {
+    run -n auto --dist worksteal "$@"
+}
+case "$*" in
+--quick)
+    # The rooms below the engine, without what runs engines or draws tens of thousands of samples.
+    set -- tests/api tests/planning tests/sampling tests/scheduling tests/speculation tests/text tests/unit tests/weights
+    for slow in tests/sampling/test_speculative_sampling.py tests/unit/test_benchmark.py tests/unit/test_benchmark_speculation.py; do
+        set -- "$@" --ignore "$slow"
+    done
+    phase pytest parallel "$@"
+    ;;
+"")
     # The test that compiles kernels for every chip keeps all cores busy by itself.
     compile=tests/kernels/test_ahead_of_time.py
-    phase pytest run -n auto --dist worksteal --ignore "$compile"
+    phase pytest parallel --ignore "$compile"
     phase "kernels, compiled ahead of time" run "$compile"
     if "$python" -c "import triton" 2>/dev/null; then
         phase "kernels, interpreted" env CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TRITON_INTERPRET=1 \
             "$python" -m pytest -n auto --dist worksteal -m kernel tests/kernels
     fi
-fi
+    ;;
+*) phase pytest parallel "$@" ;; # arguments have named all tests that are wanted
+esac
 phase "mypy, beside the others" mypy_result
-printf '%s' "$summary"
+printf '%sall: %s s\n' "$summary" "$(($(date +%s) - begun_all))"
 exit $failed

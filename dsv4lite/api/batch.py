@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -15,10 +16,11 @@ from dsv4lite.api.bridge import Bridge, LoopBridge
 from dsv4lite.api.session import Session, Ticket
 from dsv4lite.checks import require
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, shown
-from dsv4lite.request import Prompt, RequestOutput
+from dsv4lite.request import Prompt, RequestOutput, Row
 
 OnError = Literal["raise", "return"]
-Submit = Callable[[int, Prompt], Awaitable[Ticket]]
+BatchRow = Prompt | Row
+Submit = Callable[[int, BatchRow], Awaitable[Ticket]]
 """Encodes, checks and submits a prompt, given its position in the batch; keeps the ``AsyncLLM`` or ``LLM`` alive."""
 
 
@@ -34,7 +36,7 @@ class Batch:
         self,
         session: Session,
         bridge: Bridge,
-        rows: Iterable[Prompt] | AsyncIterable[Prompt],
+        rows: Iterable[BatchRow] | AsyncIterable[BatchRow],
         on_error: OnError,
         max_in_flight: int | None,
     ) -> None:
@@ -53,7 +55,7 @@ class Batch:
         self._limit = limit
         self._signal = bridge.signal()
         self._indices = itertools.count()
-        self._pulled: tuple[int, Prompt] | None = None  # a row that was pulled and not submitted yet
+        self._pulled: tuple[int, BatchRow] | None = None  # a row that was pulled and not submitted yet
         self._pulling: anyio.CancelScope | None = None  # of the task that pulls an asynchronous source
         self._open: set[Ticket] = set()
         self._ready: deque[RequestOutput] = deque()
@@ -132,7 +134,7 @@ class Batch:
                 await self._start(submit, *self._pulled)
                 self._pulled = None  # a cancelled read leaves it to the next one
 
-    async def _pull(self, rows: AsyncIterator[Prompt], submit: Submit, scope: anyio.CancelScope) -> None:
+    async def _pull(self, rows: AsyncIterator[BatchRow], submit: Submit, scope: anyio.CancelScope) -> None:
         """Submit the rows of an asynchronous source, which may wait for anything, even for the consumer of an output."""
         with scope:
             try:
@@ -151,7 +153,7 @@ class Batch:
                 except Exception as error:
                     self._fail(error)
 
-    async def _start(self, submit: Submit, index: int, prompt: Prompt) -> None:
+    async def _start(self, submit: Submit, index: int, prompt: BatchRow) -> None:
         """Submit a row. An error of the row becomes its output."""
         try:
             ticket = await submit(index, prompt)
@@ -159,7 +161,10 @@ class Batch:
             self._fail(error)
         except DSV4LiteError as error:
             _note_row(error, index, prompt)
-            self._ready.append(RequestOutput(request_id="", prompt_token_ids=(), outputs=(), index=index, error=error))
+            metadata = prompt.metadata if isinstance(prompt, Row) else None
+            self._ready.append(
+                RequestOutput(request_id="", prompt_token_ids=(), outputs=(), index=index, error=error, metadata=metadata)
+            )
             self._signal()
         else:
             self._open.add(ticket)
@@ -178,16 +183,18 @@ class Batch:
             self._failure = error
         self._exhaust()
 
-    def _complete(self, ticket: Ticket, index: int, prompt: Prompt, future: Future[RequestOutput]) -> None:
+    def _complete(self, ticket: Ticket, index: int, prompt: BatchRow, future: Future[RequestOutput]) -> None:
         if not self._closed:
             output = future.result()
             if output.error is not None:
                 _note_row(output.error, index, prompt)
+            if isinstance(prompt, Row):
+                output = replace(output, metadata=prompt.metadata)
             self._ready.append(output)  # before it leaves the open ones, so that it is always in one of the two
         self._open.discard(ticket)
         self._signal()
 
 
-def _note_row(error: BaseException, index: int, prompt: Prompt) -> None:
+def _note_row(error: BaseException, index: int, prompt: BatchRow) -> None:
     """Let a traceback say which row has failed."""
     error.add_note(f"row {index} of the batch: {shown(prompt)}")

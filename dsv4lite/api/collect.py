@@ -186,6 +186,7 @@ class _Completion:
         self._parser = parser
         self._streaming = streaming
         self._text: list[str] = []
+        self._num_calls = 0
         self._logprobs: list[TokenLogprob] = []
         self._versions: list[tuple[int, int, int]] = []
         self._experts: list[torch.Tensor] = []
@@ -284,20 +285,25 @@ class _Completion:
         return text + self._stops.flush(), stop
 
     def _delta(self, text: str, ids: tuple[int, ...], logprobs: Logprobs | None) -> Delta:
+        before, reason = len(self.token_ids) - len(ids), self.finish_reason
         if self._parser is None:
             self._text.append(text)
-            return Delta(index=self.index, text=text, token_ids=ids, logprobs=logprobs, finish_reason=self.finish_reason)
+            return Delta(index=self.index, text=text, token_ids=ids, logprobs=logprobs, finish_reason=reason, token_offset=before)
         parts = [self._parser.push(text)]
-        if self.finish_reason is not None:
+        if reason is not None:
             parts.append(self._parser.finish())
+        calls = tuple(call for part in parts for call in part.tool_calls)
+        self._num_calls += len(calls)
         return Delta(
             index=self.index,
             text="".join(part.content for part in parts),
             token_ids=ids,
             logprobs=logprobs,
-            finish_reason=self.finish_reason,
+            finish_reason=reason,
             reasoning="".join(part.reasoning for part in parts),
-            tool_calls=tuple(call for part in parts for call in part.tool_calls),
+            tool_calls=calls,
+            token_offset=before,
+            call_offset=self._num_calls - len(calls),
         )
 
     def _stack(self, tokens: Sequence[TokenLogprob]) -> Logprobs | None:

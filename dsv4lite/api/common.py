@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence, Sized
@@ -16,6 +17,7 @@ from dsv4lite.api.streams import AsyncCompletions
 from dsv4lite.checks import require
 from dsv4lite.config import EngineConfig, EngineSettings
 from dsv4lite.errors import EngineStateError
+from dsv4lite.progress import new_bar
 from dsv4lite.request import Phase, RequestOutput, SamplingParams
 from dsv4lite.text.tokenizer import Tokenizer
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from dsv4lite.engine.engine import EngineInfo, EngineStats
     from dsv4lite.planning.memory import MemoryPlan
 
+log = logging.getLogger("dsv4lite.api")
 Model = str | os.PathLike[str] | EngineConfig
 BatchParams = SamplingParams | Sequence[SamplingParams] | None
 
@@ -48,6 +51,7 @@ class BaseLLM:
         if isinstance(model, EngineConfig):
             given = {field.name: getattr(model, field.name) for field in fields(model)}
         self._session = Session(EngineConfig.from_dict({**given, **settings}))
+        self._noted_limit = False
         # The session does not know this object: what the engine's thread holds must not keep it from being garbage.
         weakref.finalize(self, self._session.drop).atexit = False
 
@@ -117,6 +121,9 @@ class BaseLLM:
         """Encode and check a prompt, and hand the request to the session."""
         self._check("generate")
         request = await self._bridge.offload(job.make) if job.is_long else job.make()
+        if request.generate and request.params.max_tokens is None and not self._noted_limit:
+            self._noted_limit = True
+            log.warning("a request without max_tokens may run to max_model_len; set SamplingParams(max_tokens=...). Said once.")
         return self._session.submit(job, request, wake)
 
     async def _run(self, job: Job) -> RequestOutput:
@@ -137,6 +144,7 @@ class BaseLLM:
         make_job: RowJob,
         on_error: OnError = "raise",
         max_in_flight: int | None = None,
+        progress: bool = False,
     ) -> AsyncCompletions:
         """Run the jobs of many rows; they may be of any length and are not looked at.
 
@@ -147,6 +155,7 @@ class BaseLLM:
             make_job: Makes the job of a row with its params and its index.
             on_error: As in ``as_completed``.
             max_in_flight: As in ``as_completed``.
+            progress: As in ``as_completed``.
         """
         self._check(call)
         name = "pairs" if call == "score_batch" else "prompts"
@@ -164,4 +173,7 @@ class BaseLLM:
                 require(False, "params", each, problem)
             return await self._submit(make_job(self._check(call), row, one if each is None else each[index], index))
 
-        return AsyncCompletions(Batch(self._session, self._bridge, rows, on_error, max_in_flight), submit)
+        require(isinstance(progress, bool), "progress", progress, "must be True or False")
+        batch = Batch(self._session, self._bridge, rows, on_error, max_in_flight)
+        bar = new_bar(call, len(rows) if isinstance(rows, Sized) else None, "rows") if progress else None
+        return AsyncCompletions(batch, submit, bar)

@@ -23,10 +23,11 @@ from dsv4lite.request import RequestOutput, SamplingParams, openai_settings
 
 if TYPE_CHECKING:
     from dsv4lite.engine.engine import EngineInfo
+    from dsv4lite.text.tokenizer import Tokenizer
 
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _PROMPTS = ("messages", "prompt", "prompt_token_ids")
-_CHAT_KEYS = ("tools", "reasoning_effort")
+_CHAT_KEYS = ("tools", "tool_choice", "reasoning_effort")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,7 @@ class RowFiles:
             self._rows = sum(1 for line in lines if line.strip())
         self._earlier = self._read_target()
         self._pulled: dict[int, _Row] = {}  # by the index that the batch gives
+        self._tokenizer: Tokenizer | None = None  # once a row has been submitted
         self._done = self._failed = self._prompt_tokens = self._completion_tokens = 0
         self._begun = time.monotonic()
         self._out: BinaryIO = self._target.open("ab", buffering=0)
@@ -159,12 +161,13 @@ class RowFiles:
         """
         if row.problem is not None:
             raise row.problem
-        body, options = row.body, Options(index=index)
+        body, options, self._tokenizer = row.body, Options(index=index), info.tokenizer
         base = info.default_params if self._params is None else self._params
         wanted = base.replace(**openai_settings(body))
         if row.chat:
             effort: Any = body.get("reasoning_effort") or "none"
-            return chat_job(info, body["messages"], wanted, options, body.get("tools"), effort, False)
+            choice = body.get("tool_choice") or "auto"
+            return chat_job(info, body["messages"], wanted, options, body.get("tools"), choice, effort, False)
         prompt = body["prompt"] if "prompt" in body else {"prompt_token_ids": body["prompt_token_ids"]}
         return completion_job(info, prompt, wanted, options)
 
@@ -178,7 +181,7 @@ class RowFiles:
             "error": None if error is None else {"code": type(error).__name__, "message": str(error)},
         }
         if error is None:
-            body = output.to_openai(chat=row.chat, created=int(time.time()))
+            body = output.to_openai(chat=row.chat, tokenizer=self._tokenizer)
             line["response"] = {"status_code": 200, "request_id": output.request_id, "body": body}
         data = (json.dumps(line, ensure_ascii=False) + "\n").encode()
         while data:

@@ -13,18 +13,25 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 from dsv4lite.api.collect import ParserFactory
 from dsv4lite.checks import is_number, is_unicode, require
 from dsv4lite.errors import InvalidRequestError, UnsupportedError, near_match, shown
-from dsv4lite.request import Prompt, Replay, Request, SamplingParams, check_request
+from dsv4lite.request import Prompt, Replay, Request, Row, SamplingParams, check_request
+from dsv4lite.text.forms import ChatForm
 from dsv4lite.text.messages import END_THINK, THINK, function_of, list_of
-from dsv4lite.text.parse import ChatParser
+from dsv4lite.text.parse import CallSyntax, ChatParser
+from dsv4lite.text.releases import call_marker
 from dsv4lite.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from dsv4lite.engine.engine import EngineInfo
 
 Reasoning = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ToolChoice = str | Mapping[str, Any]
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 
+_HINTS = {
+    **dict.fromkeys(("prompt", "text"), "give the text itself, not in a mapping"),
+    **dict.fromkeys(("messages", "role", "content"), "chat and chat_stream take messages"),
+}
 LONG_PROMPT = 50_000
 """Characters or token ids; a longer prompt is encoded and checked in a worker thread."""
 
@@ -105,14 +112,16 @@ def chat_job(
     params: SamplingParams | None,
     options: Options,
     tools: Sequence[Tool] | None,
+    tool_choice: ToolChoice,
     reasoning: Reasoning,
     allow_special: bool,
 ) -> Job:
     """Write the assistant's next turn.
 
     Raises:
-        InvalidRequestError: A message, a tool or ``reasoning`` is malformed.
-        UnsupportedError: The model has no chat format, or a template for which jinja2 is missing.
+        InvalidRequestError: A message, a tool, ``tool_choice`` or ``reasoning`` is malformed.
+        UnsupportedError: The model has no chat format, or a template for which jinja2 is missing; or the format of its tool calls
+            is not known, and ``tool_choice`` needs it.
     """
     require(allow_special in (True, False), "allow_special", allow_special, "must be True or False")
     form, tokenizer = info.chat, info.tokenizer
@@ -124,14 +133,70 @@ def chat_job(
     for i, tool in enumerate(given):
         function_of(tool, f"tools[{i}]")
     all_tools = copy.deepcopy(given)
+    choice = _tool_choice(tool_choice, [tool["function"]["name"] for tool in all_tools])
+    wanted = _params(info, params)
+    guarded = choice not in ("auto", "none") or (choice == "auto" and any(tool["function"].get("strict") for tool in all_tools))
+    if guarded:
+        wanted = _guarded(form, wanted, all_tools, choice, tokenizer, may_think=thinking is None)
+    elif choice == "none" and form.calls is not None and (marker := call_marker(form.calls, tokenizer)) is not None:
+        token = tokenizer.token_id(marker)
+        assert token is not None
+        wanted = wanted.replace(bad_words_ids=(*wanted.bad_words_ids, (token,)))
+    syntax: CallSyntax = "none" if choice == "none" else form.syntax
 
     def encode() -> tuple[int, ...]:
         return tuple(tokenizer.encode("".join(parts)) if allow_special else tokenizer.encode_parts(parts))
 
     def parser(prefix: str) -> ChatParser:
-        return ChatParser(thinking, all_tools, syntax=form.syntax, call_id_prefix=prefix)
+        return ChatParser(thinking, all_tools, syntax=syntax, call_id_prefix=prefix, guarded=guarded)
 
-    return _generation_job(info, encode, sum(map(len, parts)), params, options, parser)
+    return _generation_job(info, encode, sum(map(len, parts)), wanted, options, parser)
+
+
+def _tool_choice(given: object, names: Sequence[str]) -> str | tuple[str]:
+    """Return ``"auto"``, ``"none"``, ``"required"``, or a tool's name in a tuple.
+
+    Raises:
+        InvalidRequestError: It is none of these, or there is no such tool.
+    """
+    if isinstance(given, Mapping):
+        function = given.get("function") if given.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        require(isinstance(name, str), "tool_choice", given, "must be {'type': 'function', 'function': {'name': NAME}}")
+    else:
+        require(isinstance(given, str), "tool_choice", given, "must be 'auto', 'none', 'required' or the name of a tool")
+        name = given
+    if name in ("auto", "none") and name == given:
+        return str(name)
+    require(bool(names), "tool_choice", given, "needs tools, and there are none")
+    if name == given == "required":
+        return "required"
+    rule = f"must be 'auto', 'none', 'required' or one of the tools, {shown(list(names))}{near_match(name, names)}"
+    require(name in names, "tool_choice", given, rule)
+    return (str(name),)
+
+
+def _guarded(
+    form: ChatForm,
+    params: SamplingParams,
+    tools: Sequence[Tool],
+    choice: str | tuple[str],
+    tokenizer: Tokenizer,
+    *,
+    may_think: bool,
+) -> SamplingParams:
+    """Return parameters with the grammar of tool calls."""
+    from dsv4lite.text.tool_calls import call_grammar
+
+    what = f"tool_choice={choice[0] if isinstance(choice, tuple) else choice!r}" + (" with a strict tool" * (choice == "auto"))
+    if params.structured_outputs is not None:
+        raise UnsupportedError(f"{what} and structured_outputs both say what the answer looks like; leave one out")
+    if form.calls is None:
+        raise UnsupportedError(f"{what}: the template of this model does not tell how it writes tool calls; use 'auto' or 'none'")
+    functions = [tool["function"] for tool in tools if not isinstance(choice, tuple) or tool["function"]["name"] in choice]
+    several, must_call = not isinstance(choice, tuple), choice != "auto"
+    grammar = call_grammar(form.calls, functions, tokenizer, must_call=must_call, several=several, may_think=may_think)
+    return params.replace(structured_outputs=grammar, detokenize=True)
 
 
 def score_job(
@@ -192,8 +257,9 @@ RowJob = Callable[["EngineInfo", Any, SamplingParams | None, int], Job]
 def row_job(options: Options) -> RowJob:
     """Continue the prompts of a batch; a deadline counts from the moment a prompt is pulled."""
 
-    def job(info: EngineInfo, prompt: Prompt, params: SamplingParams | None, index: int) -> Job:
-        return completion_job(info, prompt, params, replace(options, index=index, arrival=time.monotonic()))
+    def job(info: EngineInfo, row: Prompt | Row, params: SamplingParams | None, index: int) -> Job:
+        prompt, own = (row.prompt, row.params) if isinstance(row, Row) else (row, None)
+        return completion_job(info, prompt, params if own is None else own, replace(options, index=index, arrival=time.monotonic()))
 
     return job
 
@@ -235,7 +301,8 @@ def _encode(tokenizer: Tokenizer, prompt: object, name: str, *, add_bos: bool) -
     if isinstance(prompt, Mapping):
         for key in prompt:
             if key != "prompt_token_ids":
-                hint = near_match(key, ["prompt_token_ids"])
+                hint = _HINTS.get(key) if isinstance(key, str) else None
+                hint = near_match(key, ["prompt_token_ids"]) if hint is None else f"; {hint}"
                 raise InvalidRequestError(f"the {name} has the unknown key {shown(key)}{hint}", parameter=name, value=key)
         prompt = prompt.get("prompt_token_ids")
     if isinstance(prompt, (bytes, bytearray)):
@@ -246,7 +313,9 @@ def _encode(tokenizer: Tokenizer, prompt: object, name: str, *, add_bos: bool) -
         found = type(prompt).__name__
         if isinstance(prompt, Sequence):
             strange = next((part for part in prompt if not isinstance(part, SupportsIndex)), prompt[0])
-            found += f" with {shown(strange)} in it; generate_batch takes several prompts"
+            messages = isinstance(strange, Mapping) and "role" in strange
+            found += f" with {shown(strange)} in it; "
+            found += "chat and chat_stream take messages" if messages else "generate_batch takes several prompts"
         rule = "must be a str, token ids, or {'prompt_token_ids': [...]}"
         raise InvalidRequestError(f"the {name} {rule}, not {found}", parameter=name, value=prompt) from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Self
+from typing import Any, Self
 
 from dsv4lite.api.batch import Batch, Submit
 from dsv4lite.api.bridge import Bridge, Callback
@@ -84,15 +84,28 @@ class AsyncStream:
 class AsyncCompletions(AsyncIterator[RequestOutput]):
     """The outputs of many prompts as they finish; made by ``AsyncLLM.as_completed``."""
 
-    def __init__(self, batch: Batch, submit: Submit) -> None:
+    def __init__(self, batch: Batch, submit: Submit, bar: Any = None) -> None:
+        """``bar`` is one of tqdm's, and counts outputs and their tokens."""
         self._batch = batch
         self._submit = submit
+        self._bar = bar
+        self._tokens = 0
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        return await self._batch.take(self._submit)
+        if self._bar is None:
+            return await self._batch.take(self._submit)
+        try:
+            output = await self._batch.take(self._submit)
+        except Exception:
+            self._bar.close()
+            raise
+        self._tokens += output.usage.completion_tokens
+        self._bar.set_postfix(tokens=self._tokens, refresh=False)
+        self._bar.update()
+        return output
 
     async def __aenter__(self) -> Self:
         return self
@@ -103,6 +116,8 @@ class AsyncCompletions(AsyncIterator[RequestOutput]):
     async def aclose(self) -> None:
         """Abort what is in flight and pull no more."""
         self._batch.close()
+        if self._bar is not None:
+            self._bar.close()
 
     def __del__(self) -> None:
         self._batch.drop()

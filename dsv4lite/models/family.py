@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from dsv4lite.errors import ConfigError, UnsupportedError, near_match, shown
+from dsv4lite.errors import ConfigError, UnsupportedError, shown
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.models.choices import Choices
 from dsv4lite.models.config import DrafterKind, ModelConfig, PassBytes
@@ -246,6 +246,11 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+def _letters(name: str) -> str:
+    """Return a name without case and separators."""
+    return "".join(filter(str.isalnum, name.lower()))
+
+
 def find_family(raw: Mapping[str, Any], given: Family | None = None) -> Family:
     """Return the family of a ``config.json``: the one that is ``given``, or one that ships.
 
@@ -259,5 +264,7 @@ def find_family(raw: Mapping[str, Any], given: Family | None = None) -> Family:
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in families:
         known = ", ".join(families)
-        raise UnsupportedError(f"model_type={shown(name)} is not supported (known: {known}){near_match(shown(name), families)}")
+        alike = [other for other in families if _letters(other) == _letters(str(name))]  # another number is another model
+        hint = f"; did you mean {alike[0]!r}?" if alike else ""
+        raise UnsupportedError(f"model_type={shown(name)} is not supported (known: {known}){hint}")
     return families[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +36,16 @@ _FLOAT16 = {
     torch.float32: "exact, but twice the memory; dtype='bfloat16' takes half of that and rounds the weights",
     torch.bfloat16: "its weights are rounded to 8 significant bits; dtype='float32' keeps them",
 }
+_PARTS = {
+    "weights": "weights",
+    "grow_pages": "KV cache",
+    "window_pages": "KV cache of windows",
+    "slots": "compressor states",
+    "snapshots": "states of cached prefixes",
+    "workspace": "workspace of a step",
+    "graphs": "captured steps",
+}
+"""Parts of a ``DeviceBudget``, in words."""
 _SPARE_SEQUENCES = 4  # window pages for chunks that read their old pages while they write new ones
 
 
@@ -96,7 +107,7 @@ class LayoutPlan:
         return f"  {self.layout!s:<28}{self.kv_tokens:>14,} tokens {times}  {'fits' if self.fits else 'does not fit'}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MemoryPlan:
     """What an engine holds; prints as a table.
 
@@ -126,27 +137,39 @@ class MemoryPlan:
     layouts: tuple[LayoutPlan, ...] = ()
 
     def __str__(self) -> str:
-        lines = [self.model, f"  planned for {self.planned_for}"]
-        for budget in self.per_device:
-            lines.append(f"  {budget.device:<28}{_gib(budget.total):>12} in all, {_gib(budget.available)} free")
-            for name in ("weights", "grow_pages", "window_pages", "slots", "snapshots", "workspace", "graphs"):
-                lines.append(f"    {name.replace('_', ' '):<26}{_gib(getattr(budget, name)):>12}")
-            lines.append(f"    {'used':<26}{_gib(budget.used):>12}")
+        """The answer, what it is for, each kind of device once, and what follows for requests."""
+        lines = [f"{self.model}: {self._answer()}", f"  planned for {self.planned_for}"]
+        for budget in dict.fromkeys(self.per_device):
+            count = self.per_device.count(budget)
+            device = budget.device if count == 1 else f"each of {count} devices ({budget.device})"
+            free = "" if budget.available == budget.total else f", {in_gib(budget.available)} free"
+            lines.append(f"  {device:<28}{in_gib(budget.total):>12}{free}")
+            parts = [(words, getattr(budget, name)) for name, words in _PARTS.items()]
+            lines += [f"    {words:<26}{in_gib(size):>12}" for words, size in (*parts, ("used", budget.used)) if size]
         lines += [
-            f"  {'state per token':<28}{self.bytes_per_token:>12,.1f} bytes",
+            f"  {'KV cache per token':<28}{self.bytes_per_token:>12,.1f} bytes",
             f"  {'state per running sequence':<28}{self.bytes_per_sequence:>12,} bytes",
-            f"  {'tokens of state':<28}{self.kv_tokens:>12,}",
-            f"  {'longest sequence':<28}{self.max_model_len:>12,} tokens",
-            f"  {'such sequences at once':<28}{self.max_concurrency:>12,}",
-            f"  {'fits':<28}{'yes' if self.fits else 'no':>12}",
         ]
         if self.layouts:
             times = ", and the least time of a step of one sequence and of all" if self.layouts[0].alone_s is not None else ""
-            lines.append(f"  layouts, with tokens of state{times}:")
-        return "\n".join([*lines, *map(str, self.layouts), *(f"  advice: {line}" for line in self.advice)])
+            lines.append(f"  layouts, with tokens of KV cache{times}:")
+        return "\n".join([*lines, *map(str, self.layouts), *(f"  advice: {line}" for line in self.advice[1 - self.fits :])])
+
+    def __repr__(self) -> str:
+        return f"MemoryPlan({self.model!r}, {self._answer()})"
+
+    def _answer(self) -> str:
+        if not self.fits:
+            return f"does not fit: {self.advice[0]}"
+        room = f"{self.max_concurrency:,} sequences of {self.max_model_len:,} tokens"
+        return f"fits, with {self.kv_tokens:,} tokens of state: {room} at once"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def _gib(count: int) -> str:
+def in_gib(count: int) -> str:
+    """Return a number of bytes in GiB, or in KiB if they are few."""
     return f"{count / GIB:,.3f} GiB" if count >= 1 << 20 else f"{count / 1024:,.1f} KiB"
 
 
@@ -266,9 +289,11 @@ def plan_state(
     advice = []
     if length < wanted and longest is not None:
         needed = spec.bytes(fixed) + -(-longest // PAGE_TOKENS) * page
-        advice.append(f"max_model_len={longest} needs {_gib(needed)} of state; there are {_gib(budget)}")
+        advice.append(f"max_model_len={longest} needs {in_gib(needed)} of state; there are {in_gib(budget)}")
     if left < 0:
-        advice.append(f"lower max_num_seqs: {config.max_num_seqs} sequences take {_gib(spec.bytes(fixed))} before the first token")
+        advice.append(
+            f"lower max_num_seqs: {config.max_num_seqs} sequences take {in_gib(spec.bytes(fixed))} before the first token"
+        )
     return replace(fixed, grow_pages=pages), length, tuple(advice)
 
 
@@ -350,7 +375,7 @@ def make_plan(
     if room < 0:
         notes = [_too_large(weights, workspace + graphs, usable)]
     elif budget > room:
-        notes.append(f"kv_cache_memory_bytes={budget:,} exceeds the {_gib(room)} that weights and workspace leave; lower it")
+        notes.append(f"kv_cache_memory_bytes={budget:,} exceeds the {in_gib(room)} that weights and workspace leave; lower it")
     elif used > available:
         notes.append(_taken(config, used, available, total, least=used - sizes.grow_pages * spec.grow_page_bytes))
     if room >= 0 and length < 1:
@@ -398,9 +423,11 @@ def _too_large(weights: int, working: int, usable: int) -> str:
     """Return what leaves no room for any state."""
     if weights > usable:
         remedy = "use a device with more memory, several that share the model (tensor_parallel_size), or a smaller model"
-        return f"the weights ({_gib(weights)}) do not fit in {_gib(usable)}; {remedy}"
+        return f"the weights ({in_gib(weights)}) do not fit in {in_gib(usable)}; {remedy}"
     remedy = "lower max_num_batched_tokens or max_num_seqs"
-    return f"the weights ({_gib(weights)}) and the workspace of a step ({_gib(working)}) do not fit in {_gib(usable)}; {remedy}"
+    return (
+        f"the weights ({in_gib(weights)}) and the workspace of a step ({in_gib(working)}) do not fit in {in_gib(usable)}; {remedy}"
+    )
 
 
 def _taken(config: EngineConfig, used: int, available: int, total: int, *, least: int) -> str:
@@ -414,7 +441,7 @@ def _taken(config: EngineConfig, used: int, available: int, total: int, *, least
             ways.append(
                 f"set gpu_memory_utilization={fraction} (now {config.gpu_memory_utilization}) to do with fewer tokens of state"
             )
-    return f"{_gib(used)} are wanted, but of the device's {_gib(total)} only {_gib(available)} are free: {', or '.join(ways)}"
+    return f"{in_gib(used)} are wanted, but of the device's {in_gib(total)} only {in_gib(available)} are free: {', or '.join(ways)}"
 
 
 def plan_memory(
@@ -471,7 +498,7 @@ def _target(config: EngineConfig, chip: Chip | None, memory_bytes: int | None) -
         device = choose_device(config)
         if chip is not None:
             raise ConfigError(f"gpu={chip.name!r} with device='cpu' names two devices; leave one out")
-        name = f"the {device} of this machine" if total is None else f"a {device} with {_gib(total)}"
+        name = f"the {device} of this machine" if total is None else f"a {device} with {in_gib(total)}"
         if device.type == "cpu" and config.device == "auto":
             name += " (it has no GPU; to plan for one, name it: gpu='h200' or --gpu h200)"
         return device, total, name
@@ -479,9 +506,9 @@ def _target(config: EngineConfig, chip: Chip | None, memory_bytes: int | None) -
         raise ConfigError(f"memory_bytes={total} must be at least 1")
     device = torch.device("cuda")
     if chip is None:
-        return device, total, f"a GPU with {_gib(total)}"
+        return device, total, f"a GPU with {in_gib(total)}"
     major, minor = chip.capability
-    return device, total, f"{chip.name} with {_gib(total)}, compute capability {major}.{minor}"
+    return device, total, f"{chip.name} with {in_gib(total)}, compute capability {major}.{minor}"
 
 
 def _best_plan(

@@ -221,7 +221,7 @@ class KVManager:
         captured = []
         for seq, length, lasting in ends:
             assert seq.chain is not None
-            if seq.chain.epoch != self.cache.epoch:
+            if seq.chain.epoch != self.cache.epoch or seq.request.replay is not None:  # given choices may be others
                 continue
             if seq.rolling is not None:
                 self.cache.discard(seq.chain, seq.rolling)

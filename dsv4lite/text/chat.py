@@ -17,7 +17,6 @@ from dsv4lite.checks import one_of, require
 from dsv4lite.errors import near_match, shown
 from dsv4lite.text.messages import (
     ASSISTANT,
-    DSML,
     END_THINK,
     THINK,
     USER,
@@ -31,6 +30,7 @@ from dsv4lite.text.messages import (
     system_parts,
     text_of,
 )
+from dsv4lite.text.releases import DSML_CALLS
 from dsv4lite.text.tokenizer import BOS, EOS, Content
 
 REMINDER = "<｜latest_reminder｜>"
@@ -271,7 +271,7 @@ def _system(message: Mapping[str, Any], where: str) -> _Turn:
 
 def _assistant(message: Mapping[str, Any], where: str) -> _Turn:
     """Render an assistant message."""
-    calls = list_of(message, "tool_calls", where)
+    calls, marks = list_of(message, "tool_calls", where), DSML_CALLS.marks
     if not calls and "content" not in message and "reasoning_content" not in message:
         raise malformed(f"{where} (assistant) has neither 'content' nor 'tool_calls'", message)
     body: list[str] = [content_of(message, where, optional=True)]
@@ -279,12 +279,12 @@ def _assistant(message: Mapping[str, Any], where: str) -> _Turn:
     for i, call in enumerate(calls):
         place = f"tool_calls[{i}] of {where}"
         function = function_of(call, place)
-        body += ["\n" if i else f"\n\n<{DSML}tool_calls>\n", *dsml_call(function, place)]
+        body += [marks.between if i else marks.first, *dsml_call(function, place)]
         id = text_of(call, "id", place) or text_of(function, "id", place)
         if id:
             order[id] = i
     if calls:
-        body.append(f"\n</{DSML}tool_calls>")
+        body.append(marks.last)
     if not message.get("wo_eos"):
         body.append(EOS)
     reasoning = Content(text_of(message, "reasoning_content", where))

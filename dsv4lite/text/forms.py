@@ -15,7 +15,7 @@ from dsv4lite.errors import InvalidRequestError
 from dsv4lite.text.chat import PREVIEW, REFRESHED, render_messages
 from dsv4lite.text.messages import ASSISTANT, DSML, THINK, USER, Parts, is_list, json_content, roles_of
 from dsv4lite.text.parse import CallSyntax
-from dsv4lite.text.releases import CALLS, EFFORTS, RELEASES, render_release
+from dsv4lite.text.releases import CALLS, DSML_CALLS, EFFORTS, RELEASES, CallForm, render_release
 from dsv4lite.text.tokenizer import Tokenizer
 
 
@@ -26,13 +26,20 @@ class ChatForm:
     Attributes:
         render: Returns a prompt in parts; takes messages and, by name, ``reasoning``, ``tools`` and ``escape_results``, as
             ``chat.render_messages`` does.
-        syntax: How the model writes tool calls.
+        calls: How the model writes tool calls; ``None`` where that is not known.
         opens_reasoning: The model opens its reasoning itself where the prompt does not.
     """
 
     render: Callable[..., Parts]
-    syntax: CallSyntax = "dsml"
+    calls: CallForm | None = DSML_CALLS
     opens_reasoning: bool = False
+
+    @property
+    def syntax(self) -> CallSyntax:
+        """How the parser reads tool calls."""
+        if self.calls is None:
+            return "none"
+        return "tokens" if self.calls.separator else "dsml"
 
     def thinking(self, parts: Parts) -> bool | None:
         """Return whether what follows a prompt is reasoning; see ``ChatParser``."""
@@ -46,7 +53,7 @@ FORMS: Mapping[str, ChatForm] = MappingProxyType(
         **{
             name: ChatForm(
                 render=partial(render_release, release=release),
-                syntax="tokens" if release.call else "dsml",
+                calls=release.calls,
                 opens_reasoning=release.thinks == "always",
             )
             for name, release in RELEASES.items()
@@ -64,7 +71,7 @@ def find_form(family: str | None, tokenizer: Tokenizer, *, shipped: bool) -> tup
         shipped: Take the checkpoint's template, even if the package knows the format.
     """
     template = tokenizer.chat_template
-    name = None if shipped else _release(family, tokenizer)
+    name = None if shipped else release_of(family, tokenizer)
     if name is not None:
         return FORMS[name], ""
     if template is None:
@@ -79,7 +86,7 @@ def find_form(family: str | None, tokenizer: Tokenizer, *, shipped: bool) -> tup
         return None, f"the chat template that this model ships cannot be read: {error}"
 
 
-def _release(family: str | None, tokenizer: Tokenizer) -> str | None:
+def release_of(family: str | None, tokenizer: Tokenizer) -> str | None:
     """Return the name of a model's format; V3, R1 and V3.1 have one config, and so have V3.2-Exp and V3.2."""
     template = tokenizer.chat_template
     if family not in ("deepseek_v3", "deepseek_v32"):
@@ -139,8 +146,12 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
             ) from error
         return tuple(text.split(mark)) if mark else (text,)
 
-    syntax: CallSyntax = "tokens" if CALLS in source else "dsml" if DSML in source else "none"
-    return ChatForm(render=render, syntax=syntax, opens_reasoning=True)
+    calls = None
+    if CALLS in source:
+        calls = RELEASES["deepseek_v3" if "```json" in source else "deepseek_v31"].calls
+    elif DSML in source:
+        calls = RELEASES["deepseek_v32"].calls if "function_calls" in source else DSML_CALLS
+    return ChatForm(render=render, calls=calls, opens_reasoning=True)
 
 
 def _to_json(value: object, **options: Any) -> str:

@@ -43,7 +43,9 @@ def roles_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
         InvalidRequestError: There is no message, a message has no such role, or messages or tools are no lists.
     """
     if not is_list(messages):
-        raise malformed(f"messages must be a list of messages, not {type(messages).__name__}", messages)
+        example = "write [{'role': 'user', 'content': ...}]" if isinstance(messages, (str, Mapping)) else ""
+        problem = f"messages must be a list of messages, not {type(messages).__name__}"
+        raise malformed(f"{problem}; {example}" if example else problem, messages)
     if not messages:
         raise malformed("messages is empty", messages)
     if not (tools is None or is_list(tools)):

@@ -106,6 +106,7 @@ class ChatParser:
         *,
         syntax: CallSyntax = "dsml",
         call_id_prefix: str = "call_",
+        guarded: bool = False,
     ) -> None:
         """Start a turn.
 
@@ -115,10 +116,13 @@ class ChatParser:
             tools: Tool definitions; their schemas help with values that are not JSON although they should be.
             syntax: Of tool calls.
             call_id_prefix: Tool calls get this and their number as id.
+            guarded: A grammar makes calls well-formed behind the reasoning: there are none inside of it, and one that is cut off
+                is none.
         """
         self._state = _State.REASONING if thinking else _State.CONTENT
         self._may_open = thinking is None
         self._text_markers = _TEXT_MARKERS[syntax]
+        self._guarded = guarded
         functions = [tool["function"] for tool in tools or ()]
         self._schemas = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
         self._call_id_prefix = call_id_prefix
@@ -182,7 +186,8 @@ class ChatParser:
                 return False
 
     def _read_text(self) -> bool:
-        text, marker = self._scanner.read_until(self._text_markers)
+        reasons = self._guarded and self._state is _State.REASONING
+        text, marker = self._scanner.read_until(_TEXT_MARKERS["none"] if reasons else self._text_markers)
         if marker == THINK:
             if text or self._reasoning or self._content:
                 text += THINK  # only at the very start it opens the reasoning or repeats the prompt's; elsewhere it is text
@@ -273,7 +278,8 @@ class ChatParser:
         self._calls.append(ToolCall(id=f"{self._call_id_prefix}{len(self._calls)}", name=name, arguments=arguments))
 
     def _end(self) -> None:
-        self._close_call()
+        if not self._guarded:
+            self._close_call()
         self._scanner.rest()
         self._state = _State.DONE
 

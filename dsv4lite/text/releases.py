@@ -31,7 +31,7 @@ from dsv4lite.text.messages import (
     system_parts,
     text_of,
 )
-from dsv4lite.text.tokenizer import BOS, EOS, Content
+from dsv4lite.text.tokenizer import BOS, EOS, Content, Tokenizer
 
 CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, END_CALL, CALL_SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -100,6 +100,22 @@ class Marks(NamedTuple):
     last: str
 
 
+class CallForm(NamedTuple):
+    """How a release writes tool calls: their marks, and what lies between name and arguments; with ``""`` calls are DSML."""
+
+    marks: Marks
+    separator: str = ""
+
+
+DSML_CALLS = CallForm(Marks(f"\n\n<{DSML}tool_calls>\n", "", "", "\n", f"\n</{DSML}tool_calls>"))
+"""V4's calls."""
+
+
+def call_marker(form: CallForm, tokenizer: Tokenizer) -> str | None:
+    """Return the first added token of calls, without which there is none; ``None`` if the vocabulary lacks it."""
+    return next(iter(tokenizer.split_added(form.marks.first)[1:]), None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
     """The marks and rules of one release.
@@ -112,8 +128,7 @@ class Release:
         splits: Ends of reasoning at which a past answer is cut; only what follows them stays. -1 is all of them.
         tools: About tools; ``%TOOLS%`` stands for them.
         schemas: Tools are lines of JSON, else sections; system messages stay where they are, else all of them open the prompt.
-        calls: Around tool calls.
-        call: What lies between name and arguments of a call; with ``""`` calls are DSML.
+        calls: How it writes tool calls.
         results: Around tool results.
         after_results: What follows them: before an answer without reasoning, and before one with it.
     """
@@ -125,8 +140,7 @@ class Release:
     splits: int = 0
     tools: str
     schemas: bool = False
-    calls: Marks
-    call: str
+    calls: CallForm
     results: Marks
     after_results: tuple[str, str] = ("", "")
 
@@ -140,8 +154,7 @@ _V3 = Release(
         call=f"{CALLS}{_FENCED}tool_call_name\n```json\ntool_call_arguments\n```{END_CALL}",
         several="put each of them on a new line",
     ),
-    calls=Marks(CALLS, _FENCED, f"\n```{END_CALL}", "\n", END_CALLS),
-    call="\n```json\n",
+    calls=CallForm(Marks(CALLS, _FENCED, f"\n```{END_CALL}", "\n", END_CALLS), "\n```json\n"),
     results=Marks("<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "\n", "<｜tool▁outputs▁end｜>"),
 )
 RELEASES: Mapping[str, Release] = MappingProxyType(
@@ -157,8 +170,7 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
                 call=f"{CALLS}{CALL}tool_call_name{CALL_SEPARATOR}tool_call_arguments{END_CALL}",
                 several="chain them directly without separators or spaces",
             ),
-            calls=Marks(CALLS, CALL, END_CALL, "", END_CALLS),
-            call=CALL_SEPARATOR,
+            calls=CallForm(Marks(CALLS, CALL, END_CALL, "", END_CALLS), CALL_SEPARATOR),
             results=Marks("", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "", ""),
         ),
         "deepseek_v32": Release(
@@ -168,8 +180,7 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
             keeps_reasoning=True,
             tools=_FUNCTIONS,
             schemas=True,
-            calls=Marks(f"\n\n<{DSML}function_calls>\n", "", "", "\n", f"\n</{DSML}function_calls>"),
-            call="",
+            calls=CallForm(Marks(f"\n\n<{DSML}function_calls>\n", "", "", "\n", f"\n</{DSML}function_calls>")),
             results=Marks("\n\n<function_results>", "\n<result>", "</result>", "", "\n</function_results>"),
             after_results=("\n\n" + END_THINK, "\n\n" + THINK),
         ),
@@ -284,17 +295,17 @@ def _answer(message: Message, where: str, release: Release, calls: Sequence[Any]
             raise malformed(f"{where} (assistant) follows the last question: it needs 'reasoning_content' or 'tool_calls'", message)
         yield from (Content(reasoning), END_THINK)
     yield Content(content_of(message, where, optional=True).split(END_THINK, release.splits)[-1])
-    marks = release.calls
+    marks, separator = release.calls
     for i, call in enumerate(calls):
         place = f"tool_calls[{i}] of {where}"
         function = function_of(call, place)
         yield (marks.between if i else marks.first) + marks.before
-        if not release.call:
+        if not separator:
             yield from dsml_call(function, place)
             continue
         given = arguments_of(function, place)
         text = Content(given) if isinstance(given, str) else json_content(given, place)
-        yield from (Content(function["name"]), release.call, text, marks.after)
+        yield from (Content(function["name"]), separator, text, marks.after)
     if calls:
         yield marks.last
     if not message.get("wo_eos"):

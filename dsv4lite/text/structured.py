@@ -15,17 +15,19 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from graphlib import CycleError, TopologicalSorter
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote
 from weakref import WeakValueDictionary, ref
 
 import torch
 
-from dsv4lite.errors import InvalidRequestError, RequestFailedError, UnsupportedError, near_match, shown
+from dsv4lite.checks import one_of
+from dsv4lite.errors import DSV4LiteError, InvalidRequestError, RequestFailedError, UnsupportedError, near_match, shown
 from dsv4lite.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 CACHED_GRAMMARS = 64
 """Compiled grammars that a compiler keeps, the latest used ones."""
@@ -48,19 +50,24 @@ MAX_PATTERN_PROPERTIES = 100
 """Most entries of all ``patternProperties`` of a JSON schema together."""
 MAX_RULES = 600
 """Most rules and brackets of a grammar: characters ``:``, ``(``, ``[`` and ``{``, wherever they are."""
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Between JSON tokens. Limited, because a model that is forced into a schema it does not like may write whitespace forever."""
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""Options of llguidance for JSON: nothing between its tokens but one blank behind commas and colons, or none."""
+FLEXIBLE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+"""The same for ``json_whitespace="flexible"``. Limited, because a model that is forced into a schema it does not like may write
+whitespace forever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What a completion has to look like; exactly one is given. How large it may be is said by the limits of this module.
+    """What a completion has to look like; exactly one of the first four is given, within the limits of this module.
 
     Attributes:
         json: A JSON schema, as a mapping or as text; kept as text.
         regex: A regular expression (Rust syntax: no look-around, no back references) that the whole text matches.
         choice: The text is one of these.
         grammar: A context-free grammar in llguidance's variant of Lark; the rule ``start`` is the text.
+        json_whitespace: Between the tokens of ``json``: ``"compact"`` allows one blank behind a comma or colon and nothing else,
+            ``"flexible"`` up to 64 blanks, tabs and line ends anywhere.
 
     Raises:
         InvalidRequestError: None or several are given, or what is given is malformed or too large.
@@ -70,30 +77,33 @@ class StructuredOutputs:
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
+    json_whitespace: Literal["compact", "flexible"] = "compact"
 
     def __post_init__(self) -> None:
-        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        kinds = ("json", "regex", "choice", "grammar")
+        given = [name for name in kinds if getattr(self, name) is not None]
+        if problem := one_of("compact", "flexible")(self.json_whitespace):
+            raise _malformed(f"json_whitespace={shown(self.json_whitespace)} {problem}", self.json_whitespace)
         if len(given) != 1:
-            known = ", ".join(f.name for f in fields(self))
-            raise _malformed(f"exactly one of {known} is needed, got {', '.join(given) or 'none'}", given)
+            raise _malformed(f"exactly one of {', '.join(kinds)} is needed, got {', '.join(given) or 'none'}", given)
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None:
                 if not (isinstance(value, str) and value):
                     raise _malformed(f"{name} must be a non-empty string", value)
-                _check_size(name, value, _num_bytes(name, value), MAX_BYTES, "bytes")
+                check_size(name, value, _num_bytes(name, value), MAX_BYTES, "bytes")
         if self.grammar is not None:
-            _check_size("grammar", self.grammar, sum(map(self.grammar.count, ":([{")), MAX_RULES, "rules and brackets")
+            check_size("grammar", self.grammar, sum(map(self.grammar.count, ":([{")), MAX_RULES, "rules and brackets")
         if self.choice is not None:
             choices: object = self.choice
             good = isinstance(choices, Sequence) and not isinstance(choices, str) and len(choices) > 0
             if not good or not all(isinstance(c, str) and c for c in self.choice):
                 raise _malformed("choice must be a sequence of non-empty strings", self.choice)
             object.__setattr__(self, "choice", tuple(self.choice))
-            _check_size("choice", self.choice, len(self.choice), MAX_CHOICES, "strings")
-            _check_size("choice", self.choice, _num_bytes("choice", "".join(self.choice)), MAX_CHOICE_BYTES, "bytes")
+            check_size("choice", self.choice, len(self.choice), MAX_CHOICES, "strings")
+            check_size("choice", self.choice, _num_bytes("choice", "".join(self.choice)), MAX_CHOICE_BYTES, "bytes")
         if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
+            object.__setattr__(self, "json", schema_text(self.json))
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> StructuredOutputs:
@@ -112,11 +122,12 @@ class StructuredOutputs:
 class GrammarCompiler:
     """Compiles grammars for one vocabulary in a thread of its own, and remembers them. Safe to use from several threads.
 
-    The thread lives while there is something to compile.
+    The thread lives while there is something to compile. The first grammar loads llguidance and prepares the vocabulary, which
+    takes about a second: an engine without grammars does without both.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int | None = None) -> None:
-        """Prepare the vocabulary, which takes about a second.
+        """Check that grammars can be compiled.
 
         Args:
             vocab_size: Length of the masks: number of logits of the model, at least that of the tokenizer (the default).
@@ -125,10 +136,8 @@ class GrammarCompiler:
             UnsupportedError: llguidance is not installed, or the vocabulary has no end-of-sequence token or more tokens than the
                 model.
         """
-        try:
-            import llguidance
-        except ImportError as error:
-            raise UnsupportedError("structured outputs need the package llguidance: pip install 'dsv4lite[structured]'") from error
+        if not _is_installed("llguidance"):
+            raise UnsupportedError("structured outputs need the package llguidance: pip install 'dsv4lite[structured]'")
         if tokenizer.eos_token_id is None:
             raise UnsupportedError("structured outputs need a tokenizer with an end-of-sequence token")
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
@@ -136,8 +145,8 @@ class GrammarCompiler:
             sizes = f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {self.vocab_size}"
             raise UnsupportedError(f"{sizes}: they do not belong together")
         self.eos_token_id = tokenizer.eos_token_id
-        self._matcher_type = llguidance.LLMatcher
-        self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer, self.vocab_size)))
+        self._tokenizer = tokenizer
+        self._vocabulary: LLTokenizer | None = None  # of the thread that compiles
         bits_of_byte = [[byte >> bit & 1 for bit in range(8)] for byte in range(256)]
         self.bits_of_byte = torch.tensor(bits_of_byte, dtype=torch.bool, device="cpu")
         """To unpack llguidance's bit masks with one look-up."""
@@ -189,7 +198,7 @@ class GrammarCompiler:
                 continue
             try:
                 compiled = self._build(spec)
-            except InvalidRequestError as error:
+            except DSV4LiteError as error:
                 future.set_exception(error)
             except BaseException as error:  # a panic of the library is no Exception
                 problem = _malformed(f"the grammar cannot be compiled: {type(error).__name__}: {error}", spec)
@@ -204,8 +213,12 @@ class GrammarCompiler:
             del future
 
     def _build(self, spec: StructuredOutputs) -> LLMatcher:
+        import llguidance
+
+        if self._vocabulary is None:
+            self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer, self.vocab_size)))
         try:
-            compiled = self._matcher_type(self._vocabulary, self._grammar(spec), log_level=0)
+            compiled = llguidance.LLMatcher(self._vocabulary, _grammar_text(spec), log_level=0)
         except ValueError as error:  # the text of a schema
             raise _malformed(f"the grammar cannot be compiled: {error}", spec) from error
         if not compiled.is_error():
@@ -216,17 +229,6 @@ class GrammarCompiler:
                 reason = f"{reason[:500]} ... {reason[-500:]}"
             raise _malformed(f"the grammar cannot be compiled: {reason}", spec)
         return compiled
-
-    def _grammar(self, spec: StructuredOutputs) -> str:
-        """Return a specification in llguidance's own terms."""
-        if spec.json is not None:
-            assert isinstance(spec.json, str)
-            return self._matcher_type.grammar_from_json_schema(spec.json, defaults={"whitespace_pattern": WHITESPACE})
-        if spec.grammar is not None:
-            return self._matcher_type.grammar_from_lark(spec.grammar)
-        # As alternatives of a regular expression, many strings are compiled far faster than as those of a grammar.
-        regex = spec.regex or "|".join(_SYNTAX.sub(r"\\\g<0>", choice) for choice in spec.choice or ())
-        return self._matcher_type.grammar_from_regex(regex)
 
 
 class GrammarMatcher:
@@ -305,15 +307,38 @@ class _Vocabulary:
         return self._tokenizer.encode(text, allow_special=False)  # an added token would be one that no text matches
 
 
+def _grammar_text(spec: StructuredOutputs) -> str:
+    """Return a specification in llguidance's own terms."""
+    from llguidance import LLMatcher
+
+    if spec.json is not None:
+        assert isinstance(spec.json, str)
+        options: Any = COMPACT if spec.json_whitespace == "compact" else FLEXIBLE
+        return LLMatcher.grammar_from_json_schema(spec.json, defaults=options)
+    if spec.grammar is not None:
+        return LLMatcher.grammar_from_lark(spec.grammar)
+    # As alternatives of a regular expression, many strings are compiled far faster than as those of a grammar.
+    regex = spec.regex or "|".join(SYNTAX.sub(r"\\\g<0>", choice) for choice in spec.choice or ())
+    return LLMatcher.grammar_from_regex(regex)
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package can be found; it is not imported."""
+    try:
+        return find_spec(package) is not None
+    except ImportError:  # of a finder of the host's
+        return False
+
+
 def _malformed(problem: str, value: object) -> InvalidRequestError:
     return InvalidRequestError(f"structured_outputs: {problem}", parameter="structured_outputs", value=value)
 
 
-_SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
+SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 """What means something in a regular expression."""
 
 
-def _check_size(name: str, value: object, size: int, limit: int, unit: str) -> None:
+def check_size(name: str, value: object, size: int, limit: int, unit: str) -> None:
     if size > limit:
         raise _malformed(f"{name} has {size:,} {unit}, more than {limit:,}; make it smaller", value)
 
@@ -325,12 +350,12 @@ def _num_bytes(name: str, text: str) -> int:
         raise _malformed(f"{name} has the lone surrogate {text[error.start]!r}; it must be Unicode text", text) from error
 
 
-def _schema_text(given: Mapping[str, Any] | str) -> str:
+def schema_text(given: Mapping[str, Any] | str) -> str:
     """Return a JSON schema as the text of valid JSON that is given to llguidance."""
     try:
         if not isinstance(given, str):
             given = jsonlib.dumps(given, allow_nan=False)
-        _check_size("json", given, len(given), MAX_BYTES, "characters")
+        check_size("json", given, len(given), MAX_BYTES, "characters")
         schema = jsonlib.loads(given)
         text = jsonlib.dumps(schema, allow_nan=False, ensure_ascii=False)
     except InvalidRequestError:
@@ -341,7 +366,7 @@ def _schema_text(given: Mapping[str, Any] | str) -> str:
         raise _malformed(f"json is not a JSON schema: {error}", given) from error
     if not isinstance(schema, dict):
         raise _malformed(f"json must be a schema object, not {type(schema).__name__}", given)
-    _check_size("json", given, _num_bytes("json", text), MAX_BYTES, "bytes")
+    check_size("json", given, _num_bytes("json", text), MAX_BYTES, "bytes")
     _check_schema(schema, given)
     return text
 
@@ -349,14 +374,14 @@ def _schema_text(given: Mapping[str, Any] | str) -> str:
 def _check_schema(schema: dict[str, Any], given: object) -> None:
     """Check how far llguidance recurses in a JSON schema; it visits the target of each reference once."""
     depth, references = _measure(schema)
-    _check_size("json", given, depth, MAX_NESTING, "objects and arrays inside each other")
+    check_size("json", given, depth, MAX_NESTING, "objects and arrays inside each other")
     objects = [(node, level) for node, level in _nodes(schema) if isinstance(node, dict)]
     for name, limit in (("properties", MAX_PROPERTIES), ("patternProperties", MAX_PATTERN_PROPERTIES)):
         count = sum(len(node[name]) for node, _ in objects if isinstance(node.get(name), dict))
-        _check_size("json", given, count, limit, name)
+        check_size("json", given, count, limit, name)
     has_ids = any(level > 1 and isinstance(node.get(name), str) for node, level in objects for name in ("$id", "id"))
     depth += _depth_of_references(schema, references, has_ids)
-    _check_size("json", given, depth, MAX_DEPTH, "levels along its references")
+    check_size("json", given, depth, MAX_DEPTH, "levels along its references")
 
 
 def _nodes(node: object) -> Iterator[tuple[object, int]]:

@@ -155,15 +155,19 @@ class Checkpoint:
 
         Raises:
             CheckpointError: Its files are damaged; lists all problems.
+            UnsupportedError: Its config is of another family, which is said before anything of its files.
         """
         problems = _Problems()
         found: list[dict[str, Any]] = []
-        for read in (read_config, read_generation_config, read_headers):
+        with problems.collected():
+            found.append(read_config(folder))
+        known = names(found[0]) if found else NameTables()
+        for read in (read_generation_config, read_headers):
             with problems.collected():
                 found.append(read(folder))
         problems.check(folder)
         config, generation_config, external = found
-        headers = official(external.values(), names(config), str(folder))
+        headers = official(external.values(), known, str(folder))
         return cls(folder=folder, config=config, generation_config=generation_config, headers=headers)
 
     @property

@@ -20,6 +20,7 @@ from dsv4lite.models.shard import shards_of
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.shard import Shards
+from dsv4lite.progress import LoadBars
 from dsv4lite.weights.checkpoint import (
     DTYPES,
     Checkpoint,
@@ -68,6 +69,8 @@ def _dense_scales(specs: Mapping[str, TensorSpec], headers: Mapping[str, Header]
 
 def progress_of(config: EngineConfig) -> Progress | None:
     """Return the receiver of progress that the settings name."""
+    if config.progress == "bar":
+        return LoadBars()
     return log_progress if config.progress is True else config.progress or None
 
 

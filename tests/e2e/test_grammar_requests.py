@@ -18,6 +18,8 @@ from dsv4lite.llm import LLM
 from dsv4lite.request import Phase, Request, RequestOutput, SamplingParams
 from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 pytest.importorskip("llguidance")
 
 PROMPTS = prompts_of((20, 300), SMALL["vocab_size"], seed=9)

@@ -40,6 +40,7 @@ from dsv4lite.models.family import Family
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.request import Delta, Phase, Request, RequestOutput, SamplingParams
 from dsv4lite.text.forms import FORMS
+from dsv4lite.weights.formats import QuantFormat
 from dsv4lite.weights.update import NamedTensors
 from tests.fakes import ENDLESS, MANY, POISON, REFUSED, FakeEngine, Lab, endless
 
@@ -1487,7 +1488,7 @@ def test_state_allows_or_refuses_every_call(backend: str, lab: Lab, phase: Phase
 
 def test_settings_mirror_the_engine_config() -> None:
     # Aliases in both refer to them by name.
-    names = {"LoadProgress": LoadProgress, "DispatcherFactory": DispatcherFactory, "Family": Family}
+    names = {"LoadProgress": LoadProgress, "DispatcherFactory": DispatcherFactory, "Family": Family, "QuantFormat": QuantFormat}
     wanted = get_type_hints(EngineConfig, localns=names)
     del wanted["model"]
     assert get_type_hints(EngineSettings, localns=names) == wanted

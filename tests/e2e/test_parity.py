@@ -22,6 +22,8 @@ from dsv4lite.training import completion_logprobs, execution_contract, load_mode
 from dsv4lite.weights.update import NamedTensors
 from tests.e2e.engines import MODEST, SMALL, opened, prompts_of
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 SHORT, LONG = prompts_of((7, 300), SMALL["vocab_size"], seed=5)
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 

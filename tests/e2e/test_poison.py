@@ -23,6 +23,8 @@ from dsv4lite.request import Phase, RequestOutput, SamplingParams
 from tests.e2e.engines import nan_embedding, opened, prompts_of, same_outputs, write_model
 from tests.parallel.requests import SHARED
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 VOCAB = SHARED["vocab_size"]
 NAN_TOKEN = VOCAB - 1
 FINITE: Mapping[str, Any] = {"seed": 1, "bad_words_ids": ((NAN_TOKEN,),)}

@@ -19,6 +19,8 @@ from dsv4lite.training import completion_logprobs, load_model
 from tests.e2e.engines import FIRST_LETTER, MODEST, SMALL, opened, prompts_of, room_for, same_logprobs, write_model
 from tests.mla import raw_config, write_random_model
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 # Two layers that select, in different stages of a pipeline of two.
 V4 = {**SMALL, "num_hidden_layers": 4, "compress_ratios": [4, 8, 4, 0, 0]}
 VOCAB, V4_TOP_K = V4["vocab_size"], V4["index_topk"]
@@ -215,6 +217,17 @@ def test_scores_and_trainer_make_the_recorded_choices(kind: Kind, small: Path, l
     for one, pair, replay in zip(completions, pairs, replays, strict=True):
         assert one.logprobs is not None
         assert torch.equal(completion_logprobs(model, *pair, ROLLOUT, replay=replay), one.logprobs.sampled)
+
+
+def test_given_choices_are_in_no_cached_prefix(kind: Kind, llm: LLM) -> None:
+    """Scores of the same prompt without them once started from the state that they had led to."""
+    completion = llm.generate(LONG, ROLLOUT).outputs[0]
+    llm.reset_prefix_cache()
+    expected = llm.score(LONG, completion.token_ids)
+    llm.reset_prefix_cache()
+    other = llm.score(LONG, completion.token_ids, replay=changed(kind, replay_of(completion)))
+    assert not torch.equal(other.sampled, expected.sampled)
+    same_logprobs(llm.score(LONG, completion.token_ids), expected)
 
 
 def test_gradients_flow_through_replayed_choices(kind: Kind, small: Path, llm: LLM) -> None:

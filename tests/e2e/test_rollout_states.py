@@ -26,6 +26,8 @@ from tests.e2e.engines import MODEST, assert_idle, engine_of, write_model
 from tests.e2e.updates import LONG, PROMPT, read
 from tests.parallel.requests import SHARED
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=1)
 OPEN = SamplingParams(max_tokens=700, temperature=0, ignore_eos=True, detokenize=False)
 Fault = Literal["missing", "shape", "raises", "hangs", "block"]

@@ -17,6 +17,8 @@ from dsv4lite.planning.workspace import SCORED_ROWS
 from dsv4lite.request import SamplingParams
 from tests.e2e.engines import FIRST_LETTER, MODEST, SMALL, opened, prompts_of, same_logprobs
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 VOCAB = SMALL["vocab_size"]
 PROMPT, OTHER, LONG = prompts_of((37, 5, 300), VOCAB, seed=8)
 LETTERS = tuple(range(FIRST_LETTER, VOCAB))

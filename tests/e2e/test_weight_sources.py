@@ -23,6 +23,8 @@ from dsv4lite.weights.update import DiskSource, NamedTensors
 from tests.e2e.engines import MODEST, opened, write_model
 from tests.e2e.updates import ask, read, same
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 EXACT: dict[str, Any] = {"deterministic": True}
 TRAINER = """
 import pickle, sys, torch

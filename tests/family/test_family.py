@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.state.spec import SharedStore, StateSpec, StoreSpec
 from tests.e2e.engines import MODEST, opened, prompts_of
 from tests.family.tiny import CONFIG, TINY, make_weights, write_model
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 WEIGHTS = make_weights(seed=0)
 PAGE_BYTES = 2 * 256 * 2 * 32 * 4  # two layers have rows of 32 keys and 32 values
@@ -162,3 +165,18 @@ def test_store_of_a_layer_that_is_not_before_on_the_same_stage_is_refused(layer:
     """A negative index read the store of another layer."""
     with pytest.raises(ConfigError, match=rf"layer 1 of a rank reads the store 'kv' of layer {layer}, .* pipeline_parallel_size"):
         StateSpec(layers=((StoreSpec("kv", UnquantizedRow(8, torch.float32)),), (SharedStore("kv", layer),)))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("deepseek_v5", False), ("deepseek_vl_v2", False), ("llama", False), ("DeepSeek-V4", True), ("deepseekv4", True)],
+)
+def test_another_architecture_is_named_before_missing_weights(tmp_path: Path, name: str, hint: bool) -> None:
+    """Missing shards came first, and every number was taken for a misspelling of ``deepseek_v4``."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"embed.weight": "model-1.safetensors"}}')
+    with pytest.raises(UnsupportedError, match=f"model_type='{name}' is not supported") as caught:
+        plan_memory(str(tmp_path), gpu="h200")
+    with pytest.raises(UnsupportedError, match=f"model_type='{name}' is not supported"), LLM(str(tmp_path), device="cpu"):
+        pass
+    assert ("did you mean 'deepseek_v4'" in str(caught.value)) is hint

@@ -84,11 +84,11 @@ def case(layer: Layer, steps: Steps, splits: int = 1, *, padding: int = 0, room:
 
 def kernel(given: AttentionInputs) -> Tensor:
     """Launch; memory that no program writes holds NaN."""
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     try:
         return paged_attention_triton(given)
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
 
 
 def close(got: Tensor, wanted: Tensor, rope: int = 64) -> None:

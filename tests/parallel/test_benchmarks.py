@@ -10,6 +10,8 @@ import torch
 
 from examples.benchmarks import balancing, placement
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 def test_biases_make_choices_follow_the_law() -> None:
     bias = balancing.biases(16, 3, 1.0, torch.Generator().manual_seed(1))

@@ -28,6 +28,7 @@ from tests.mla import write_random_model
 from tests.parallel.dispatchers import Marked, refuses
 from tests.parallel.holdings import held, listening
 from tests.parallel.requests import PROMPTS, TOLERANCE, all_kinds, tight
+from tests.processes import Zygote, forked
 
 ENOUGH_S = 60.0  # for what comes at once unless the machine is busy
 
@@ -88,10 +89,12 @@ def mla(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     ],
     indirect=["mla"],
 )
-def test_mla_models_on_two_ranks_give_what_one_gives(mla: tuple[Path, list[RequestOutput]], sizes: dict[str, int]) -> None:
+def test_mla_models_on_two_ranks_give_what_one_gives(
+    mla: tuple[Path, list[RequestOutput]], sizes: dict[str, int], zygote: Zygote
+) -> None:
     model, expected = mla
     layout = {f"{axis}_parallel_size": size for axis, size in sizes.items()}
-    with LLM(str(model), **tight(model, **layout)) as llm:
+    with forked(zygote), LLM(str(model), **tight(model, **layout)) as llm:
         same_outputs(all_kinds(llm), expected, tolerance=TOLERANCE)
         engine_of(llm).call(lambda engine: engine._scheduler.check()).result(ENOUGH_S)
 

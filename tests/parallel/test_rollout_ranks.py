@@ -27,6 +27,8 @@ from tests.mla import write_random_model
 from tests.parallel.ranks import Ranks
 from tests.parallel.requests import SHARED, VOCAB
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "process": {"executor": "process"},
     "tp": {"tensor_parallel_size": 2, "executor": "thread"},

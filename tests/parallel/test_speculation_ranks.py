@@ -27,6 +27,8 @@ from tests.parallel.ranks import Ranks
 from tests.parallel.requests import PROMPTS, SHARED, TOLERANCE, all_kinds, tight
 from tests.parallel.test_external import Job, on_host
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 ENOUGH_S = 60.0
 TWO = MTP(2, adaptive=False)
 FOUR = MTP(4, adaptive=False)

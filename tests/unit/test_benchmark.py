@@ -22,6 +22,8 @@ from examples.benchmarks.rollouts import main as benchmark_rollouts
 from tests import tiny
 from tests.mla import V2_LITE, V3, V32
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 RESIDENT = Numerics.choose(
     dtype=torch.bfloat16, quantized=True, deterministic=False, device=torch.device("cuda"), dense_fp8=True, expert_format="fp4"
 )

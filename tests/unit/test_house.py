@@ -26,7 +26,7 @@ PACKAGE = ROOT / "dsv4lite"
 # The layers, from the ground up. A room is a folder or a file of the package; a module belongs to the longest name that fits.
 # A module may import from its own room and from layers below. Rooms side by side do not know each other.
 LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
-    {"vocabulary": ("errors", "checks", "files", "request", "config", "layout", "paging")},
+    {"vocabulary": ("errors", "checks", "files", "request", "config", "layout", "paging", "progress")},
     {"text": ("text",), "kernels": ("kernels",), "scheduling": ("scheduling",), "device": ("device",)},
     {"state": ("state",), "parallel": ("parallel",)},
     {"models": ("models", "weights")},
@@ -45,6 +45,7 @@ UPWARD = {
     ("config", "parallel.experts"): "the type of what makes a dispatcher",
     ("config", "weights.formats"): "the type of a weight-only format of the host's own",
     ("request", "text.parse"): "the type of a parsed tool call",
+    ("request", "text.tokenizer"): "the type of what makes text of tokens in bodies of OpenAI's format",
     ("request", "text.structured"): "a grammar given as a dict becomes a value when a request has one",
 }
 # What a room must not know although it lies below.

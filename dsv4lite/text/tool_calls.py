@@ -1,0 +1,177 @@
+"""The grammar under which every tool call is well-formed and fits its tool.
+
+The grammar has the markup of the model's release around names, parameters and values of the tools, down to ``<｜DSML｜`` and the
+other tokens that open and close: neither can a call be malformed, nor can its markup be written anywhere else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from dsv4lite.checks import is_integer
+from dsv4lite.errors import InvalidRequestError, UnsupportedError, shown
+from dsv4lite.text.messages import DSML, THINK
+from dsv4lite.text.releases import CallForm, call_marker
+from dsv4lite.text.structured import COMPACT, MAX_BYTES, SYNTAX, StructuredOutputs, check_size, schema_text
+from dsv4lite.text.tokenizer import Tokenizer
+
+_LONGEST = 10_000
+"""Characters; a string that may be longer is not counted."""
+_NOTES = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"))
+_RAW = frozenset(("type", "minLength", "maxLength", "enum", "const"))
+"""What may be said of a string that is written as it is; one with other rules is written as JSON."""
+
+
+_NONE: Mapping[str, Any] = MappingProxyType({"properties": {}, "additionalProperties": False})
+"""The arguments of a function without parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallGrammar(StructuredOutputs):
+    """A grammar of this module. Its rules are not counted: they are not nested, and the schemas in them have been checked."""
+
+    def __post_init__(self) -> None:
+        assert self.grammar is not None
+        check_size("grammar of the tools", self.grammar, len(self.grammar.encode()), MAX_BYTES, "bytes")
+
+
+def call_grammar(
+    form: CallForm,
+    functions: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    *,
+    must_call: bool,
+    several: bool,
+    may_think: bool,
+) -> ToolCallGrammar:
+    """Return the grammar of an answer, from behind its reasoning on.
+
+    Args:
+        form: How the model's release writes calls.
+        functions: Those that may be called; arguments follow ``parameters``, any object where they are missing or ``strict`` is
+            ``False``.
+        must_call: The answer is calls and nothing else; otherwise it is text, which calls may end.
+        several: There may be more than one call.
+        may_think: The model opens its reasoning itself, so that its first token may be ``<think>``.
+
+    Raises:
+        InvalidRequestError: The schema of a tool is malformed or too large.
+        UnsupportedError: The vocabulary lacks the tokens that markup consists of.
+    """
+    marker = call_marker(form, tokenizer)
+    if marker is None:
+        raise UnsupportedError(f"tool_choice: the markup of calls, {form.marks.first.strip()!r}, is not in this model's vocabulary")
+    rules = _Rules(tokenizer, marker)
+    lead = "" if form.separator else "<"  # of a tag in DSML; it belongs to the text before its token
+    opening, *rest = tokenizer.split_added(form.marks.first + lead)
+    first, between = rules.markup("".join(rest)), rules.markup(form.marks.between + lead)
+    call = " | ".join([rules.call(form, function) for function in functions])
+    calls = f"call ({between} call)*" if several else "call"
+    block = f"{first} {calls} {rules.markup(form.marks.last)}"
+    text = rules.text("(.|\\n)+")
+    if must_call:
+        start = f"{rules.markup(opening)} {block}"
+    elif opening:
+        before = rules.text(f"(.|\\n)*{_pattern(opening)}")
+        start = f"{text}? | {before} {block}"
+    else:
+        start = f"{text}? ({block})?"
+    think = tokenizer.token_id(THINK) if may_think else None
+    thought = "" if think is None else f" | <[{think}]>"
+    return ToolCallGrammar(grammar="\n".join([f"start: {start}{thought}", f"call: {call}", *rules.lines]))
+
+
+class _Rules:
+    """The rules of a grammar while it is written; mutable."""
+
+    def __init__(self, tokenizer: Tokenizer, marker: str) -> None:
+        self._tokenizer, self._marker = tokenizer, marker
+        self.lines: list[str] = []
+
+    def markup(self, text: str) -> str:
+        """Return constant text, whose added tokens are tokens."""
+        pieces = self._tokenizer.split_added(text)
+        return " ".join([f"<[{self._tokenizer.token_id(p)}]>" if i % 2 else _constant(p) for i, p in enumerate(pieces) if p])
+
+    def text(self, pattern: str) -> str:
+        """Return text of a pattern that does not spell the first token of calls with other tokens."""
+        name = f"TEXT{len(self.lines)}"
+        self.lines.append(f"{name}: /{pattern}/ & ~/(.|\\n)*{_pattern(self._marker)}(.|\\n)*/")
+        return name
+
+    def call(self, form: CallForm, function: Mapping[str, Any]) -> str:
+        """Return one call of a function."""
+        name = _constant(function["name"])
+        schema = {} if function.get("strict") is False else _schema(function)
+        if form.separator:
+            separator, after = self.markup(form.separator), self.markup(form.marks.after)
+            return f"{self.markup(form.marks.before)} {name} {separator} {_json({'type': 'object', **schema})} {after}"
+        tag, end = self.markup(f'{DSML}invoke name="'), self.markup(f"{DSML}invoke>")
+        return " ".join([tag, name, '"\\">"', *self._parameters(schema), end])
+
+    def _parameters(self, schema: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the parameters of a call in DSML, and the beginning of the tag that follows them."""
+        properties = schema.get("properties", {} if schema.get("additionalProperties") is False else None)
+        if not isinstance(properties, dict):
+            name = "/[A-Za-z0-9_.-]{1,64}/"
+            yield f'({self._parameter(name, {"type": "string"})} | {self._parameter(name, {})})* ("\\n</" | "\\n\\n</")'
+            return
+        given = schema.get("required")
+        required = given if isinstance(given, list) else []
+        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        for key, rule in properties.items():
+            if rule is not False:
+                one = self._parameter(_constant(key), rule if isinstance(rule, dict) else {}, definitions)
+                yield one if key in required else f"({one})?"
+        ends = [*(["\n</"] if properties else ()), *(() if required else ["\n\n</"])]
+        yield f"({' | '.join(map(_constant, ends))})"
+
+    def _parameter(self, name: str, schema: Mapping[str, Any], definitions: Mapping[str, Any] | None = None) -> str:
+        """Return a parameter in DSML: a string as it is where that can be checked, else JSON."""
+        raw = self._string({key: value for key, value in schema.items() if key not in _NOTES})
+        value = raw or f'{_json({**(definitions or {}), **schema})} "</"'
+        tag, end = self.markup(f'\n<{DSML}parameter name="'), self.markup(f"{DSML}parameter>")
+        kind = _constant(f'" string="{"false" if raw is None else "true"}">')
+        return f"{tag} {name} {kind} {value} {end}"
+
+    def _string(self, schema: Mapping[str, Any]) -> str | None:
+        """Return a string that is written as it is, and the beginning of the tag behind it; ``None`` if its schema says more."""
+        choices = [schema["const"]] if "const" in schema else schema.get("enum")
+        strings = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices) and bool(choices)
+        if not _RAW.issuperset(schema) or schema.get("type", "string" if strings else None) != "string":
+            return None
+        if isinstance(choices, list):
+            constants = [_constant(f"{choice}</") for choice in choices]
+            return f"({' | '.join(constants)})" if strings else None
+        least, most = schema.get("minLength", 0), schema.get("maxLength", _LONGEST + 1)
+        if not (is_integer(least) and is_integer(most)):
+            return None
+        bounds = f"{{{least},{'' if most > _LONGEST else most}}}"
+        return self.text(f"(.|\\n){bounds}<\\/")
+
+
+def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a function's arguments, checked and copied; one without ``parameters`` takes none."""
+    try:
+        schema: dict[str, Any] = json.loads(schema_text(dict(function.get("parameters") or _NONE)))
+    except InvalidRequestError as error:
+        problem = f"the parameters of the tool {shown(function['name'])}: {error}"
+        raise InvalidRequestError(problem, parameter="tools", value=error.value) from error
+    return schema
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": COMPACT})
+
+
+def _constant(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _pattern(text: str) -> str:
+    """Return a regular expression of constant text."""
+    return SYNTAX.sub(r"\\\g<0>", text).replace("\n", "\\n")

@@ -1,0 +1,142 @@
+"""The commands that describe: ``plan`` and ``inspect``; and what importing the package costs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsv4lite import plan_memory, tiny_model
+from dsv4lite.__main__ import main
+from dsv4lite.debug.inspection import inspect_checkpoint
+from tests.e2e.engines import SMALL, write_model
+from tests.packings import awq, write_packed
+
+GIB = 1 << 30
+
+
+def test_plan_answers_first_and_shows_equal_devices_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpu", "h200", "--tensor-parallel-size", "2", "--max-model-len", "8192"]) == 0
+    first, second, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{tiny_model()}: fits, with ") and "64 sequences of 8,192 tokens at once" in first
+    assert second.startswith("  planned for NVIDIA H200")
+    assert len([line for line in rest if "each of 2 devices (cuda)" in line]) == 1
+    assert len([line for line in rest if "workspace of a step" in line]) == 1
+
+
+def test_plan_that_does_not_fit_says_why_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--memory", "4MiB"]) == 1
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith(f"{tiny_model()}: does not fit: the weights (") and "use a device with more memory" in first
+
+
+def test_plan_takes_every_layout_and_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write_model(tmp_path / "plain"))
+    flags = ["--expert-parallel-size", "2", "--data-parallel-size", "2", "--pipeline-parallel-size", "3"]
+    assert main(["plan", folder, "--gpu", "l40s", "--json", "--max-num-batched-tokens", "512", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    settings = {"expert_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 3, "max_num_batched_tokens": 512}
+    plan = plan_memory(folder, gpu="l40s", **settings)
+    assert [device["weights"] for device in found["per_device"]] == [device.weights for device in plan.per_device]
+    assert len(found["per_device"]) == 6
+    for dtype in ("bfloat16", "float32"):
+        assert main(["plan", folder, "--gpu", "l40s", "--dtype", dtype, "--kv-cache-dtype", dtype]) == 0
+        assert f"{dtype} matrices" in capsys.readouterr().out
+
+
+def test_plan_shows_itself_in_prompts_and_notebooks() -> None:
+    plan = plan_memory(tiny_model(), memory_bytes=GIB)
+    assert repr(plan).startswith(f"MemoryPlan({tiny_model()!r}, fits, with ") and len(repr(plan)) < 300
+    assert plan._repr_html_().startswith("<pre>") and "KV cache" in plan._repr_html_()
+
+
+def test_inspect_shows_what_the_shipped_checkpoint_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{tiny_model()}: complete, ") and "tensors" in first
+    said = "\n".join(rest)
+    for part in ("deepseek_v4", "FP8", "routed experts", "4,096 of the model's 4,096 tokens", "mtp"):
+        assert part in said
+    assert main(["inspect", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    stored = sum(path.stat().st_size for path in Path(tiny_model()).glob("*.safetensors"))
+    assert 0.95 * stored < sum(group["bytes"] for group in report["groups"]) < stored
+    assert (report["chat"], report["drafter"], report["expert_format"], report["problems"]) == ("deepseek_v4", "mtp", "fp4", [])
+
+
+def test_inspect_lists_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_model(tmp_path, change=lambda name, tensor: None if name == "norm.weight" else tensor)
+    (folder / "tokenizer.json").unlink()
+    assert main(["inspect", str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert "2 problems" in said.splitlines()[0] and "norm.weight: missing" in said and "tokenizer.json is missing" in said
+
+
+def test_inspect_names_a_weight_only_format(tmp_path: Path) -> None:
+    report = inspect_checkpoint(str(write_packed(tmp_path, awq(32)).folder))
+    assert report.problems == () and report.matrices != "unquantized" and report.groups
+    assert report.matrices in str(report)
+
+
+def test_inspect_reads_a_folder_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(dict(SMALL)))
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "no weights in this folder" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "none")]) == 2
+    assert "CheckpointError" in capsys.readouterr().err
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+            except KeyboardInterrupt:
+                raise ImportError("half imported")
+
+sys.meta_path.insert(0, Interrupt())
+from dsv4lite.__main__ import main
+sys.exit(main(["plan"]))
+"""
+
+
+def test_interrupt_while_torch_is_imported_ends_quietly() -> None:
+    """numpy and torch made a traceback of another error of it."""
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+def test_interrupt_while_text_is_generated_ends_quietly() -> None:
+    command = [sys.executable, "-m", "dsv4lite", "generate", "def f(", "--max-tokens", "10000", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None and running.stderr is not None
+        assert running.stdout.read(12).startswith(b"def f(")
+        running.send_signal(signal.SIGINT)
+        said = running.stderr.read()
+        assert (running.wait(300), said) == (130, b"")
+
+
+def test_library_imports_torch_and_nothing_optional() -> None:
+    """Whatever a first engine needs is imported with the class; numpy comes with torch where it is installed."""
+    program = """
+import sys
+from dsv4lite import LLM, AsyncLLM, tiny_model
+
+optional = {"tqdm", "llguidance", "jinja2", "matplotlib", "trl", "verl", "transformers", "IPython"}
+assert not optional & set(sys.modules), optional & set(sys.modules)
+assert "torch" not in sys.modules
+with LLM(tiny_model(), device="cpu", max_num_seqs=2, kv_cache_memory_bytes=16 << 20) as llm:
+    llm.generate("a", llm.default_params.replace(max_tokens=1))
+assert not (optional - {"tqdm"}) & set(sys.modules), optional & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
