@@ -248,7 +248,8 @@ _SECONDS = number(lambda value: 0 < value <= threading.TIMEOUT_MAX, f" of second
 _RULES: Mapping[str, Rule] = {
     "model": lambda value: _text("must be a folder or a hub id", str, os.PathLike)(value or None),
     **dict.fromkeys(
-        ("revision", "tokenizer", "compile_cache_dir", "dump_dir"), _text("must be a string or None", str, os.PathLike, NoneType)
+        ("revision", "tokenizer", "compile_cache_dir", "dump_dir", "trace_path"),
+        _text("must be a string or None", str, os.PathLike, NoneType),
     ),
     "dtype": one_of("auto", "float32", "bfloat16"),
     "kv_cache_dtype": one_of("auto", "fp8", "bfloat16", "float32"),
@@ -313,6 +314,7 @@ class EngineConfig:
             ``LoadProgress``.
         compile_cache_dir: Where compiled kernels are kept; default ``default_cache_dir()``.
         dump_dir: Where the first step that fails, or whose logits are not finite, is saved; until then no steps overlap.
+        trace_path: File for a trace of steps, which Perfetto opens: what the engine's thread does when.
         tensor_parallel_size: Ranks that share attention's matrices and the vocabulary.
         expert_parallel_size: Ranks that share the routed experts; they run over the ranks of tensor and data parallelism.
         data_parallel_size: Replicas of attention, each with requests and state of its own.
@@ -361,6 +363,7 @@ class EngineConfig:
     progress: bool | Literal["bar"] | Progress = False
     compile_cache_dir: str | None = None
     dump_dir: str | None = None
+    trace_path: str | None = None
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
@@ -480,6 +483,7 @@ class EngineSettings(TypedDict, total=False):
     progress: bool | Literal["bar"] | Progress
     compile_cache_dir: str | None
     dump_dir: str | None
+    trace_path: str | None
     hf_overrides: Mapping[str, Any]
     family: ModelFamily
     quant_formats: QuantMethods

@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from dsv4lite.engine.rank import ProbeReport, grammar_compiler
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.resident import Ask, ResidentMethod, whole_checksums
 from dsv4lite.engine.runner import InFlightStep, Runner, StepResult
+from dsv4lite.engine.trace import StepTrace
 from dsv4lite.engine.worker import ExternalWorker
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError, WeightUpdateError, shown
 from dsv4lite.models.config import ModelConfig
@@ -54,6 +55,7 @@ DeliverFailure = Callable[[EngineDeadError], None]
 _PAUSED_POLL_S = 0.02  # how often a paused engine looks at deadlines
 _NO_PAGES_S = 0.0005  # how long the loop sleeps when no sequence can run
 _JOIN_POLL_S = 0.5  # how often ``close`` looks whether the engine has died
+_UNTRACED = nullcontext()
 _LAST_STEP_S = 10.0  # how long the thread of a dead engine may take to return from its step
 
 
@@ -148,6 +150,7 @@ class Engine:
         self._scheduler: Scheduler | Replicas
         self._preparing: Preparing
         self._recorder: StepRecorder | None = None
+        self._trace: StepTrace | None = None
         self._executor: InProcessExecutor | MultiRankExecutor | ExternalWorker
         self._external: ExternalWorker | None = None
         self._runner: Runner | MultiRankExecutor
@@ -350,6 +353,8 @@ class Engine:
     def _open(self, stack: ExitStack) -> None:
         self.config, executor = make_executor(self.config, self._lose)
         config, self._executor = self.config, executor
+        if config.trace_path is not None and not isinstance(executor, ExternalWorker):  # which runs what rank 0 plans
+            self._trace = stack.enter_context(StepTrace(config.trace_path))
         if isinstance(executor, ExternalWorker):
             report, self._external = executor.open(stack), executor
             plan = self._plan = report.plan
@@ -493,12 +498,14 @@ class Engine:
     def _launch(self, length: int) -> bool:
         """Plan and launch a step, if any sequence can run; return whether one could."""
         now = time.monotonic()
-        self._notify(self._scheduler.expire(now))
-        plan: Any = self._scheduler.schedule(now, length)  # of replicas it is a joint one, which only ranks run
+        with self._span("schedule"):
+            self._notify(self._scheduler.expire(now))
+            plan: Any = self._scheduler.schedule(now, length)  # of replicas it is a joint one, which only ranks run
         if self._proposer is not None and plan is not None and plan.prompts:
             self._proposer.interrupt()
         if plan is not None:
-            self._in_flight.append(self._runner.launch(plan))
+            with self._span("launch", plan):
+                self._in_flight.append(self._runner.launch(plan))
         elif not self._in_flight and self._scheduler.has_work():
             time.sleep(_NO_PAGES_S)  # all sequences wait for pages, which only an abort or a deadline can free
         return plan is not None
@@ -510,11 +517,13 @@ class Engine:
             started, launched: When the host began to prepare what it launched last, and when that was done.
         """
         oldest = self._in_flight.popleft()
-        result = oldest.wait()
+        with self._span("wait", oldest.plan):
+            result = oldest.wait()
         arrived = time.perf_counter()
         if self._recorder is not None and self._recorder.active:
             self._recorder.end()
-        self._process(oldest.plan, result)
+        with self._span("process", oldest.plan):
+            self._process(oldest.plan, result)
         ended = time.perf_counter()
         self._step_s, self._host_s = ended - started, launched - started + ended - arrived
 
@@ -585,7 +594,17 @@ class Engine:
     def _flush(self) -> None:
         if self._outputs:
             updates, self._outputs = self._outputs, []
-            self._deliver(updates)
+            with self._span("deliver"):
+                self._deliver(updates)
+
+    def _span(self, name: str, plan: Any = None) -> AbstractContextManager[None]:
+        """Return a block that the trace shows, with the size of a step if one is given."""
+        if self._trace is None:
+            return _UNTRACED
+        if plan is None:
+            return self._trace.span(name, {})
+        tokens = sum([len(sequence.token_ids) for sequence in plan.sequences])
+        return self._trace.span(name, {"sequences": len(plan.sequences), "tokens": tokens})
 
     # ------------------------------------------------------------------------------------------------- commands
 
