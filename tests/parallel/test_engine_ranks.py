@@ -19,7 +19,7 @@ from dsv4lite.config import EngineConfig
 from dsv4lite.engine import rank as rank_module
 from dsv4lite.engine.executor import MultiRankExecutor
 from dsv4lite.engine.rank import Probe, common_plan
-from dsv4lite.errors import CheckpointError, ConfigError, EngineDeadError
+from dsv4lite.errors import ConfigError, EngineDeadError, UnsupportedError
 from dsv4lite.llm import LLM
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
@@ -220,7 +220,7 @@ def test_lost_rank_ends_every_request_with_its_name(model: Path, number: int, re
 def test_rank_that_cannot_start_raises_what_is_wrong_with_it(model: Path, tmp_path: Path) -> None:
     before = held()
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError), LLM(str(tmp_path), **MODEST, executor="process"):
+    with pytest.raises(UnsupportedError, match="model_type=None"), LLM(str(tmp_path), **MODEST, executor="process"):
         pass
     assert held() <= before
 
