@@ -147,7 +147,7 @@ async def test_guide_s_endpoint_answers_as_openai_does(endpoint: dict[str, Any],
     assert choice["message"]["content"] == again.text and choice["finish_reason"] == "length"
     assert events[-2:] == ["data: [DONE]", ""]
     changes = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-2]]
-    assert "".join(change["delta"]["content"] for change in changes) == again.text
+    assert "".join(change["delta"].get("content", "") for change in changes) == again.text
     assert [change["finish_reason"] for change in changes] == [None] * (len(changes) - 1) + ["length"]
 
 
