@@ -13,7 +13,7 @@ from dsv4lite.planning.memory import choose_numerics, in_gib
 from dsv4lite.text.forms import find_form, release_of
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.checkpoint import TensorInfo
-from dsv4lite.weights.loader import fit, packed_headers
+from dsv4lite.weights.loader import fit
 from dsv4lite.weights.source import ModelSource
 
 _MOST_PROBLEMS = 20
@@ -139,8 +139,7 @@ def _misfits(config: EngineConfig, source: ModelSource) -> Iterable[str]:
         return ()
     numerics = replace(choose_numerics(config, source, torch.device("cpu")), device=torch.device("meta"))
     skeleton = source.family.build(source.model, numerics, None, with_mtp=source.drafter == "mtp")
-    headers, form = source.checkpoint.headers, source.form
-    found = fit(headers if form is None else packed_headers(headers, form, str(source.folder)), skeleton.slots())
+    found = fit(source.headers, skeleton.slots())
     return (*found.missing, *found.mismatched, *found.unexpected)
 
 

@@ -34,7 +34,7 @@ class StepTrace:
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  closed when the trace is left
         except OSError as error:
             raise ConfigError(f"trace_path={path!r} cannot be written: {error}; choose another file, or None") from error
-        self._separator, self._path, self._full = "[\n", path, False
+        self._separator, self._path, self._failed = "[\n", path, False
 
     def __enter__(self) -> StepTrace:
         return self
@@ -60,12 +60,12 @@ class StepTrace:
 
     def _write(self, text: str) -> None:
         """Write unless an earlier write has failed: requests do not fail because a disk is full."""
-        if not self._full:
+        if not self._failed:
             try:
                 self._file.write(text)
             except OSError as error:
                 self._fail(error)
 
     def _fail(self, error: OSError) -> None:
-        self._full = True
+        self._failed = True
         log.error("the trace %s ends here: %s", self._path, error)

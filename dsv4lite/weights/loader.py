@@ -65,7 +65,7 @@ def load(
     progress: Progress | None = None,
     shards: Shards | None = None,
     whole: bool = True,
-    form: QuantFormat | None = None,
+    headers: Mapping[str, Header] | None = None,
 ) -> None:
     """Fill every slot from a checkpoint.
 
@@ -73,15 +73,13 @@ def load(
         slots: Official tensor name to its place. A scale has no slot of its own: it comes with its weight.
         shards: Which part of each tensor this rank holds; default is all.
         whole: The slots are those of a whole model: tensors without one are errors.
-        form: How the checkpoint packs matrices.
+        headers: The checkpoint's tensors, packed matrices put together; default is its tensors as they are.
 
     Raises:
         CheckpointError: The checkpoint does not fit the model (lists all problems; nothing was stored), or cannot be read.
         ConfigError: A tensor cannot be cut as ``shards`` says.
     """
-    headers: Mapping[str, Header] = checkpoint.headers
-    if form is not None:
-        headers = packed_headers(checkpoint.headers, form, str(checkpoint.folder))
+    headers = checkpoint.headers if headers is None else headers
     if not whole:
         headers = {name: headers[name] for slot in slots for name in (slot, scale_name(slot)) if name in headers}
     for _, slot, weight, scale in read_assigned(match(headers, slots, shards), progress=progress):

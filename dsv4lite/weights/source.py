@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ class ModelSource:
             are unquantized.
         drafter_four_bit: So have all matrices of its own drafter, of either kind; these do not count above.
         checkpoint: ``None`` for random weights.
+        headers: Its tensors, packed matrices put together; none for random weights.
     """
 
     folder: Path
@@ -108,6 +109,7 @@ class ModelSource:
     dense_four_bit: bool = False
     drafter_four_bit: bool = False
     checkpoint: Checkpoint | None
+    headers: Mapping[str, Header] = field(default_factory=dict)
 
     @property
     def drafter(self) -> DrafterKind | None:
@@ -159,6 +161,7 @@ class ModelSource:
             raw = {**raw, "quantization_config": None}  # what families read of it are roundings of activations
         model = family.read_config(raw)
         four_bit: set[str] = set()
+        headers: Mapping[str, Header] = {}
         if checkpoint is None:
             dtype = str(raw.get("torch_dtype") or raw.get("dtype"))
             stored: object = raw.get("expert_dtype", model.expert_format) if model.quantized else "unquantized"
@@ -170,11 +173,11 @@ class ModelSource:
             if "embed.weight" not in checkpoint.headers:
                 raise CheckpointError(f"{folder} has no embedding; is it a whole model?", problems=["embed.weight: missing"])
             dtype, specs = checkpoint.headers["embed.weight"].dtype, family.tensors.specs(model)
+            headers = checkpoint.headers if form is None else packed_headers(checkpoint.headers, form, str(folder))
             if form is None:
-                expert_format, scales = checkpoint.expert_format, _dense_scales(specs, checkpoint.headers)
+                expert_format, scales = checkpoint.expert_format, _dense_scales(specs, headers)
                 model = replace(model, quantized=checkpoint.quantized)
             else:
-                headers = packed_headers(checkpoint.headers, form, str(folder))
                 four_bit, scales = _four_bit(specs, headers, family.weight_only or ()), form.scale_code(headers.values())
                 expert_format = "four_bit" if "expert" in four_bit else "unquantized"
         return cls(
@@ -191,6 +194,7 @@ class ModelSource:
             dense_four_bit="dense" in four_bit,
             drafter_four_bit="drafter" in four_bit,
             checkpoint=checkpoint,
+            headers=headers,
         )
 
     def build(
@@ -244,7 +248,7 @@ class ModelSource:
         """
         shards = shards_of(self.model, self.family.tensors, mesh.layout, mesh.rank)
         if self.checkpoint is not None:
-            load(self.checkpoint, slots, progress=progress, shards=shards, whole=whole, form=self.form)
+            load(self.checkpoint, slots, progress=progress, shards=shards, whole=whole, headers=self.headers)
             return
         self._fill_stacks(slots, shards, seed)
         form: dict[str, Any] = {"expert_format": self.expert_format, "quantized": self.model.quantized}
@@ -260,8 +264,7 @@ class ModelSource:
     def formats(self) -> dict[str, OwnFormat | QuantFormat]:
         """Return how the model stores each of its quantized matrices."""
         if self.checkpoint is not None:
-            headers = self.checkpoint.headers
-            return own_formats(headers if self.form is None else packed_headers(headers, self.form, str(self.folder)))
+            return own_formats(self.headers)
         form: dict[str, Any] = {"expert_format": self.expert_format, "quantized": self.model.quantized}
         return {
             name: OwnFormat(FORMATS[found], FORMATS[found].scales[0])

@@ -268,8 +268,8 @@ class Transaction:
 
     def _is_part(self, info: Described) -> bool:
         """Return whether a tensor is a part of a packed matrix that is not complete."""
-        owner = info.name.rpartition(".")[0] + ".weight"
-        return self._form is not None and owner in self._incomplete and self._form.owns(info.name, info)
+        form, layer = self._form, info.name.rpartition(".")[0]
+        return form is not None and f"{layer}.weight" in self._incomplete and form.owns(info.name, info)
 
     def _block_headers(self, parts: Sequence[Described]) -> dict[str, Described]:
         """Return tensors without memory, by official name, for those whose blocks are complete with these parts."""

@@ -98,7 +98,7 @@ CACHES = {
     "kernels.counters._counters": "scratch of one stream, zero between kernels; engines have streams of their own",
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
-MAX_PACKAGE_LINES = 41_034
+MAX_PACKAGE_LINES = 41_035
 MAX_TEST_LINES = 40_176
 MAX_FUNCTION_LINES = 80
 

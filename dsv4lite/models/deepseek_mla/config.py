@@ -204,7 +204,8 @@ class MlaConfig(ModelConfig):
         return "mtp" if self.num_mtp_layers else None
 
     def has_experts(self, layer: int) -> bool:
-        return self.routed[layer]
+        """Return whether a layer has routed experts; MTP blocks, which follow the hidden layers, have."""
+        return layer >= self.num_hidden_layers or self.routed[layer]
 
 
 def parse_config(raw: Mapping[str, Any]) -> MlaConfig:

@@ -172,8 +172,8 @@ class Block(nn.Module):
         self.attn_norm = parameter(config.hidden_size, numerics=numerics)
         self.ffn_norm = parameter(config.hidden_size, numerics=numerics)
         self.attn = Attention(config, numerics, shard, layer)
-        routed = layer >= config.num_hidden_layers or config.routed[layer]
-        self.ffn = MoE(config, numerics, shard, hashed=False) if routed else Dense(config, numerics, shard)
+        experts = config.has_experts(layer)
+        self.ffn = MoE(config, numerics, shard, hashed=False) if experts else Dense(config, numerics, shard)
 
     def forward(
         self,
