@@ -16,7 +16,6 @@ from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.errors import CapacityError, WeightUpdateError
 from dsv4lite.models.family import Model
 from dsv4lite.models.shard import shards_of
-from dsv4lite.parallel.shard import Cut
 from dsv4lite.request import MemoryTag
 from dsv4lite.state.store import StateCache
 from dsv4lite.weights.host_memory import HostMemory
@@ -121,7 +120,8 @@ class Resident:
         specs = self._source.family.tensors.specs(self._source.model)
         for name, slot in self._model.slots().items():
             cut = self._shards.cut(name, specs[name].shape)
-            found[name] = {_bounds(cut): checksum(slot.values().float(), cut, specs[name].shape)}
+            bounds = tuple((part.start, part.stop) for part in cut)
+            found[name] = {bounds: checksum(slot.values().float(), cut, specs[name].shape)}
         return found
 
     # --------------------------------------------------------------------------------------------------------------- memory
@@ -192,7 +192,3 @@ def whole_checksums(parts: Iterable[Checksums]) -> dict[str, str]:
         for name, found in part.items():
             joined.setdefault(name, {}).update(found)
     return {name: f"{sum(found.values()) & (1 << 64) - 1:016x}" for name, found in sorted(joined.items())}
-
-
-def _bounds(cut: Cut) -> tuple[tuple[int, int], ...]:
-    return tuple((part.start, part.stop) for part in cut)
