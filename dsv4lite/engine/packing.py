@@ -13,11 +13,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import send
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.spans import FIELDS, PlacedSpans
 from dsv4lite.models.family import Batch, Model
 from dsv4lite.paging import PAGE_TOKENS
-from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.sequence import NO_SLOT
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, NO_PAGE, SequencePlan, StepPlan
 from dsv4lite.state.paging import make_paging

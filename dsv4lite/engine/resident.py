@@ -16,7 +16,6 @@ from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.errors import CapacityError, WeightUpdateError
 from dsv4lite.models.family import Model
 from dsv4lite.models.shard import shards_of
-from dsv4lite.parallel.shard import Cut
 from dsv4lite.request import MemoryTag
 from dsv4lite.state.store import StateCache
 from dsv4lite.weights.host_memory import PIECE, HostMemory
@@ -121,7 +120,8 @@ class Resident:
         specs = self._source.family.tensors.specs(self._source.model)
         for name, slot in self._model.slots().items():
             cut = self._shards.cut(name, specs[name].shape)
-            found[name] = {_bounds(cut): checksum(slot.values().float(), cut, specs[name].shape)}
+            bounds = tuple((part.start, part.stop) for part in cut)
+            found[name] = {bounds: checksum(slot.values().float(), cut, specs[name].shape)}
         return found
 
     # --------------------------------------------------------------------------------------------------------------- memory
@@ -196,7 +196,3 @@ def whole_checksums(parts: Iterable[Checksums]) -> dict[str, str]:
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the bytes of a tensor's storage in pieces that any host memory from before has room for."""
     return tuple(storage_bytes(tensor).split(PIECE))
-
-
-def _bounds(cut: Cut) -> tuple[tuple[int, int], ...]:
-    return tuple((part.start, part.stop) for part in cut)

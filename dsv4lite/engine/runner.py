@@ -21,6 +21,7 @@ from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.resident import Ask, Resident
 from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.engine.step_graphs import GraphShape, StepGraphs, StepOutput
+from dsv4lite.kernels.dispatch import send
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
 from dsv4lite.models.family import Batch, Model
 from dsv4lite.parallel.mesh import Mesh
@@ -29,7 +30,6 @@ from dsv4lite.planning.workspace import SCORED_ROWS, scored_logits
 from dsv4lite.request import Logprobs, Replay, Request
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.sampling.samples import Arrival, Given, Samples, Scores, cut
-from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, StepPlan, StepShape, sampled_of
 from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.speculation.draft_state import AcceptedLengths, DraftState

@@ -58,6 +58,11 @@ def op(launcher: str, suits: Callable[..., bool] | None = None) -> Callable[[Cal
     return lambda reference: Op(reference, f"dsv4lite.kernels.{launcher}", suits)
 
 
+def send(x: Tensor, device: torch.device) -> Tensor:
+    """Copy from the CPU to a device; on CUDA without waiting for the copy or for the steps in flight."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def by_most(table: Iterable[tuple[float | None, Choice]], count: float | None) -> Choice:
     """Return the first choice of a table that is for ``count`` things.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,33 +17,109 @@ _MOST_OTHERS = 1 << 31
 _LEAST_REAL, _MOST_REAL = 1e-30, 1e30
 _MOST_KEYS = 1000
 
+# What the configs of all families here have: see ``Keys.numbers``; in brackets the largest release's numbers.
+_NUMBERS: Mapping[str, tuple[str, int | None]] = {
+    "vocab_size": ("vocab_size", MOST_TOKENS),  # (163,840)
+    "hidden_size": ("hidden_size", 1 << 17),  # (7,168)
+    "num_hidden_layers": ("num_hidden_layers", 256),  # (78)
+    "num_attention_heads": ("num_attention_heads", 4096),  # (128)
+    "qk_rope_head_dim": ("rope_dim", 8192),  # (64)
+    "q_lora_rank": ("q_lora_rank", 1 << 17),  # (2,048)
+    "n_routed_experts": ("num_experts", MOST_EXPERTS),  # (384)
+    "num_experts_per_tok": ("experts_per_token", 64),  # (8)
+    "n_shared_experts": ("num_shared_experts", 64),  # (2)
+    "moe_intermediate_size": ("expert_width", 1 << 20),  # (3,072)
+    "routed_scaling_factor": ("route_scale", None),
+    "index_n_heads": ("index_heads", 4096),  # (64)
+    "index_head_dim": ("index_dim", 8192),  # (128)
+    "index_topk": ("index_topk", 1 << 16),  # (2,048)
+    "rms_norm_eps": ("norm_eps", None),
+    "rope_theta": ("rope_theta", None),
+    "max_position_embeddings": ("max_positions", 1 << 24),  # whose angles differ in float32 (1,048,576)
+    "num_nextn_predict_layers": ("num_mtp_layers", 64),  # (1)
+}
+# The same for ``Keys.fixed``.
+_FIXED: Mapping[str, object] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+_FIXED_QUANTIZATION: Mapping[str, object] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yarn:
+    """Frequency blend for long context (V4 specification 1.4, MLA specification 1.3); V4 has no magnitudes.
+
+    Attributes:
+        mscale, mscale_all_dim: Cosines and sines are multiplied by the quotient of the magnitudes of these two, and the softmax
+            scale by the square of the latter's.
+    """
+
+    factor: float
+    original_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    def magnitude(self, weight: float) -> float:
+        """Return ``0.1 weight ln(factor) + 1``."""
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """The keys of one family's configs.
+    """The keys of one family's configs, besides those that all families have.
 
     Attributes:
+        family: In words, for errors.
         numbers: Each key that is one number: the field that it sets, and the largest integer that is accepted; ``None`` for a real
             number. Limits are several times what the largest release has: larger numbers mean a broken config.
         most: Limits of integers in other places.
         may_be_zero: Integers from 0 on; others are from 1 on.
         above_one: Real numbers above 1; others are above 0.
+        fixed, fixed_quantization: Keys of the config and of its ``quantization_config`` that always have one value; a config may
+            leave them out.
         others: Further keys that are read.
         ignored: Keys that change nothing, listed because they could be taken for misspellings of those that are read.
     """
 
+    family: str
     numbers: Mapping[str, tuple[str, int | None]]
     most: Mapping[str, int]
     may_be_zero: tuple[str, ...]
     above_one: tuple[str, ...]
+    fixed: Mapping[str, object]
+    fixed_quantization: Mapping[str, object]
     others: tuple[str, ...]
     ignored: tuple[str, ...]
 
-    def check_spelling(self, raw: Mapping[str, Any]) -> None:
-        """Raise ``ConfigError`` if there are too many keys, or one looks like a misspelling of a key that is read."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numbers", {**self.numbers, **_NUMBERS})
+        object.__setattr__(self, "fixed", {**_FIXED, **self.fixed})
+        object.__setattr__(self, "fixed_quantization", {**_FIXED_QUANTIZATION, **self.fixed_quantization})
+
+    def check(self, raw: Mapping[str, Any]) -> bool:
+        """Check the spelling of keys, and those that have one value; return whether the model is quantized.
+
+        Raises:
+            ConfigError: There are too many keys, or one looks like a misspelling of a key that is read.
+            UnsupportedError: A key has another value than models of this family always have.
+        """
+        self._check_spelling(raw)
+        quantization = mapping(raw, "quantization_config")
+        for prefix, given, fixed in (("", raw, self.fixed), ("quantization_config.", quantization, self.fixed_quantization)):
+            for key, value in fixed.items():
+                if given.get(key) is not None and given[key] != value:
+                    raise UnsupportedError(f"{prefix}{key}={shown(given[key])} is not supported; {self.family} has {value!r}")
+        return bool(quantization)
+
+    def _check_spelling(self, raw: Mapping[str, Any]) -> None:
         if len(raw) > _MOST_KEYS:
             raise ConfigError(f"config.json has {len(raw)} keys; at most {_MOST_KEYS} are read")
-        meant = {*self.numbers, *self.others}
+        meant = {*self.numbers, *self.fixed, *self.others}
         for key in raw:
             if not isinstance(key, str):
                 raise ConfigError(f"key {shown(key)} of the model's config must be a string")
@@ -87,12 +164,25 @@ class Keys:
             raise ConfigError(f"{key}={shown(value)} must be a number above {above} and at most {_MOST_REAL:g}")
         return float(value)
 
+    def yarn(self, scaling: Mapping[str, Any]) -> Yarn | None:
+        """Return the blend that rotary settings describe; ``None`` if there is none.
 
-def check_fixed(prefix: str, fixed: Mapping[str, object], raw: Mapping[str, Any], whose: str) -> None:
-    """Raise ``UnsupportedError`` if a key, absent or not, has another value than models of ``whose`` family always have."""
-    for key, value in fixed.items():
-        if raw.get(key) is not None and raw[key] != value:
-            raise UnsupportedError(f"{prefix}{key}={shown(raw[key])} is not supported; {whose} has {value!r}")
+        Raises:
+            ConfigError: A number is missing or out of range.
+            UnsupportedError: They describe something else.
+        """
+        kind = scaling.get("type") or scaling.get("rope_type") or "default"
+        if kind == "default":
+            return None
+        if kind != "yarn":
+            raise UnsupportedError(f"rope scaling {shown(kind)} is not supported; {self.family} uses 'yarn'")
+        for key in ("factor", "original_max_position_embeddings"):
+            if scaling.get(key) is None:
+                raise ConfigError(f"rope scaling 'yarn' lacks {key}")
+        names = [name for name in ("factor", "beta_fast", "beta_slow") if scaling.get(name) is not None]
+        names += [name for name in ("mscale", "mscale_all_dim") if scaling.get(name)]  # 0 is no magnitude
+        given = {name: self.real(scaling, name) for name in names}
+        return Yarn(original_positions=self.integer(scaling, "original_max_position_embeddings"), **given)
 
 
 def token_id(raw: Mapping[str, Any], key: str, vocab_size: int, *, default: int) -> int | None:

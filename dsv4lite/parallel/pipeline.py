@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import send
 from dsv4lite.parallel.mesh import Axis, Mesh, Transfer
 
 
@@ -99,6 +100,4 @@ class TokenBroadcast:
                 self._last_token[self._index(sent.slots)] = token_ids
 
     def _index(self, slots: Sequence[int]) -> Tensor:
-        host = torch.tensor(slots, dtype=torch.int64, device="cpu")
-        device = self._last_token.device
-        return host.to(device) if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+        return send(torch.tensor(slots, dtype=torch.int64, device="cpu"), self._last_token.device)

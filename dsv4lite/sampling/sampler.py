@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4lite.errors import RequestFailedError
+from dsv4lite.kernels.dispatch import send
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
 from dsv4lite.kernels.sampling.rows import (
     BEST,
@@ -50,7 +51,7 @@ from dsv4lite.kernels.sampling.rows import (
 )
 from dsv4lite.request import Request, SamplingParams
 from dsv4lite.sampling.samples import Arrival, Given, Samples, cut
-from dsv4lite.sampling.state import Line, SequenceState, failed, send, state_of
+from dsv4lite.sampling.state import Line, SequenceState, failed, state_of
 from dsv4lite.scheduling.step_plan import UNKNOWN, SequencePlan
 
 if TYPE_CHECKING:

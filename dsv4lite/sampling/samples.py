@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dsv4lite.errors import RequestFailedError
+from dsv4lite.kernels.dispatch import send
 from dsv4lite.kernels.sampling.rows import BEST, HEADER
 from dsv4lite.request import Logprobs, LogprobsMode, TokenLogprob
-from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import UNKNOWN, Sampled, SequencePlan, sampled_of
 
 

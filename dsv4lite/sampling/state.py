@@ -236,11 +236,6 @@ def failed(error: Exception) -> RequestFailedError:
     return failure
 
 
-def send(x: Tensor, device: torch.device) -> Tensor:
-    """Copy from the CPU to a device; on CUDA without waiting for the copy or for the steps in flight."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
-
-
 def with_tokens(mask: Tensor, token_ids: Sequence[int]) -> Tensor:
     """Return a mask with some more tokens set."""
     if not token_ids:

@@ -12,8 +12,8 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import send
 from dsv4lite.models.family import Batch
-from dsv4lite.sampling.state import send
 from dsv4lite.scheduling.step_plan import NO_PAGE, UNKNOWN, SequencePlan, StepPlan
 
 Choose = Callable[[Tensor, Tensor], Tensor]

@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import send
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.step_plan import SequencePlan
@@ -52,10 +53,7 @@ def make_paging(sequences: Sequence[SequencePlan], device: torch.device) -> tupl
     # Each begins at a multiple of 16 bytes: kernels are compiled for aligned addresses, and not again while requests run.
     aligned = [[*column, *[0] * (-len(column) % 4)] for column in columns]
     packed = torch.tensor([value for column in aligned for value in column], dtype=torch.int32, device="cpu")
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    packed = packed.to(device, non_blocking=True)
-    parts = packed.split([len(column) for column in aligned])
+    parts = send(packed, device).split([len(column) for column in aligned])
     token_ids, positions, sequence, slots, first, row, length, drafts, copies, window_first, window, grow = (
         part[: len(column)] for part, column in zip(parts, columns, strict=True)
     )

@@ -111,7 +111,7 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _refuse
     template = environment.from_string(source)
 
@@ -152,10 +152,6 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
     elif DSML in source:
         calls = RELEASES["deepseek_v32"].calls if "function_calls" in source else DSML_CALLS
     return ChatForm(render=render, calls=calls, opens_reasoning=True)
-
-
-def _to_json(value: object, **options: Any) -> str:
-    return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
 def _refuse(problem: str) -> None:

@@ -284,7 +284,10 @@ def _byte_table(vocabulary: dict[str, int]) -> list[bytes]:
 
     The vocabulary writes each byte as one printable character. A token with any other character is an added one, meant literally.
     """
-    byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
+    # The character for each byte: Latin-1's printable ones as they are, the others shifted past U+00FF in order.
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    shifted = iter(range(256, 512))
+    byte_of = {chr(byte if byte in printable else next(shifted)): byte for byte in range(256)}
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, id in vocabulary.items():
         try:
@@ -292,10 +295,3 @@ def _byte_table(vocabulary: dict[str, int]) -> list[bytes]:
         except KeyError:
             table[id] = token.encode()
     return table
-
-
-def _byte_alphabet() -> list[str]:
-    """Return the character for each byte: Latin-1's printable ones as they are, the others shifted past U+00FF in order."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    shifted = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(shifted)) for byte in range(256)]

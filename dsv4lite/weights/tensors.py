@@ -70,6 +70,12 @@ class TensorSpec:
     kind: TensorKind
 
 
+def swiglu_specs(name: str, hidden_size: int, width: int, kind: TensorKind) -> dict[str, TensorSpec]:
+    """Return the three matrices of a feed-forward layer: w1 and w3 ``[width, hidden_size]``, w2 ``[hidden_size, width]``."""
+    inner, outer = TensorSpec((width, hidden_size), kind), TensorSpec((hidden_size, width), kind)
+    return {f"{name}.w1.weight": inner, f"{name}.w2.weight": outer, f"{name}.w3.weight": inner}
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of a checkpoint, as stored: packed bytes are elements, and scales are tensors of their own."""

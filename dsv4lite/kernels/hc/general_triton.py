@@ -138,13 +138,13 @@ def collapse_triton(streams_TND: Tensor, sums: Tensor, given: HcInputs) -> HcEnt
     assert rows == (streams if head else streams * (streams + 2)), (rows, streams)
     assert head or given.norm_weight is not None
     results = Results.allocate(given._replace(quantize=False))
-    x, mix = results.x, (results.post, results.comb)
+    x = results.x
     if tokens:
         _collapse_kernel[(tokens,)](
-            streams_TND, sums, given.weights.base, given.weights.scale, x if head else given.norm_weight, x, *mix,
-            given.settings.eps, given.settings.norm_eps,
+            streams_TND, sums, given.weights.base, given.weights.scale, x if head else given.norm_weight, x,
+            results.post, results.comb, given.settings.eps, given.settings.norm_eps,
             STREAMS=streams, TILE=triton.next_power_of_2(streams), WIDTH=width, PADDED=triton.next_power_of_2(width), ROWS=rows,
             ITERS=given.settings.iters, HEAD=head, GPU=on_gpu(streams_TND.device), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     rounded = quantize_fp8(x, FP8_GROUP) if given.quantize else None
-    return HcEntered(streams_TND, x, rounded, None if head else HcMix(*mix))
+    return results.entered(streams_TND, given)._replace(rounded=rounded)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.attention.triton import _LARGE
-from dsv4lite.kernels.dispatch import capability_of, on_gpu
+from dsv4lite.kernels.dispatch import capability_of, on_gpu, send
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, projected_rows
 from dsv4lite.kernels.rows.packed import LOG2_E, narrowed
 from dsv4lite.kernels.rows.triton import only_if, rotate
@@ -71,15 +71,10 @@ def plan_rounds(given: LatentAttentionInputs, sequences: Sequence[int], queries:
                 last = first + at + size - 1
                 if last >= begin:
                     blocks.append((row + at, size, first + at, begin, count, used, begin > 0, last < begin + count))
-        packed = torch.stack([torch.cat(owner), torch.cat(place)])
-        owner_R, place_R = _sent(packed, device)
+        owner_R, place_R = send(torch.stack([torch.cat(owner), torch.cat(place)]), device)
         addresses_R = table_SP[owner_R, place_R // per_page] * per_page + place_R % per_page
-        rounds.append(Round(addresses_R, _sent(torch.tensor(blocks, dtype=torch.int32, device="cpu"), device)))
+        rounds.append(Round(addresses_R, send(torch.tensor(blocks, dtype=torch.int32, device="cpu"), device)))
     return rounds
-
-
-def _sent(numbers: Tensor, device: torch.device) -> Tensor:
-    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
 
 
 @triton.jit

@@ -106,23 +106,16 @@ def best_tokens(logits: Tensor, k: int) -> Tensor:
     """
     if k == 0:
         return torch.empty((logits.shape[0], 0), dtype=torch.int64, device=logits.device)
-    return _first(_ranking_keys(logits), k)
+    # Value above, token id below: no two keys of a row are equal, so any algorithm sorts them the same way.
+    backward_ids = torch.arange(logits.shape[-1] - 1, -1, -1, dtype=torch.int64, device=logits.device)
+    keys = ascending(logits).to(torch.int64).bitwise_left_shift_(32).bitwise_or_(backward_ids)
+    return keys.shape[-1] - 1 - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
 
 
 def ascending(x: Tensor) -> Tensor:
     """Return int32 in the order of the floats; -0.0 equals 0.0."""
     bits = (x + 0.0).view(torch.int32)
     return (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
-
-
-def _ranking_keys(logits: Tensor) -> Tensor:
-    """Value above, token id below, int64 [R, V]: no two keys of a row are equal, so any algorithm sorts them the same way."""
-    backward_ids = torch.arange(logits.shape[-1] - 1, -1, -1, dtype=torch.int64, device=logits.device)
-    return ascending(logits).to(torch.int64).bitwise_left_shift_(32).bitwise_or_(backward_ids)
-
-
-def _first(keys: Tensor, k: int) -> Tensor:
-    return keys.shape[-1] - 1 - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
 
 
 def keep_best(scaled: Tensor, top_k: Tensor, top_p: Tensor, *, width: int) -> Tensor:

@@ -297,10 +297,7 @@ def scored_values(logits: Tensor, top: Tensor, lines: Tensor, positions: Tensor,
         top = torch.where(edited, _floats(state[:, State.TOP])[:, None], top)
     temperature = lines[:, Column.TEMPERATURE, None].float()
     drawn = processed[:, None] & (temperature > 0)
-    scaled = sampling.scale(x, top, torch.where(drawn, temperature, 1.0))
-    log_min_p, truncated = lines[:, Column.LOG_MIN_P, None].float(), _is_truncated(lines)
-    if _some(log_min_p > float("-inf")):
-        scaled = sampling.drop_below(scaled, log_min_p)
+    scaled, truncated = _scaled(x, top, torch.where(drawn, temperature, 1.0), lines), _is_truncated(lines)
     if _some(truncated):
         after = _rank_numbers(scaled, torch.arange(x.shape[1], device=x.device)) > state[:, State.CUT, None]
         scaled = scaled.masked_fill(truncated[:, None] & after, float("-inf"))
@@ -319,8 +316,18 @@ def _is_truncated(lines: Tensor) -> Tensor:
 
 def _is_edited(lines: Tensor, positions: Tensor) -> Tensor:
     """Return which rows, of settings float64 [R, NUM_COLUMNS], have logits of their own beside the model's, bool [R]."""
-    held_back = (lines[:, Column.NUM_STOPS] > 0) & (positions + 1 < lines[:, Column.STOPS_FROM])
-    return (lines[:, Column.OCCURRENCES] != 0) | (lines[:, Column.EDITS] != 0) | held_back
+    return (lines[:, Column.OCCURRENCES] != 0) | (lines[:, Column.EDITS] != 0) | _holds_back(lines, positions)
+
+
+def _holds_back(lines: Tensor, positions: Tensor) -> Tensor:
+    """Return in which of these rows stop ids are forbidden, because the text is too short, bool [R]."""
+    return (lines[:, Column.NUM_STOPS] > 0) & (positions + 1 < lines[:, Column.STOPS_FROM])
+
+
+def _scaled(x: Tensor, top: Tensor, temperature: Tensor, lines: Tensor) -> Tensor:
+    """Apply temperature and ``min_p`` to rows."""
+    scaled, log_min_p = sampling.scale(x, top, temperature), lines[:, Column.LOG_MIN_P, None].float()
+    return sampling.drop_below(scaled, log_min_p) if _some(log_min_p > float("-inf")) else scaled
 
 
 def apply_masks(space: RowSpace, masks: RowMasks) -> None:
@@ -365,8 +372,7 @@ def _edited_logits(logits: Tensor, lines: Tensor, positions: Tensor, tokens: Ten
     changed, edits = _held(lines, Column.EDITS, vocab_size, torch.float32)
     if len(changed):
         x[changed] += edits
-    held_back = (lines[:, Column.NUM_STOPS] > 0) & (positions[rows] + 1 < lines[:, Column.STOPS_FROM])
-    for i in held_back.nonzero()[:, 0].tolist():
+    for i in _holds_back(lines, positions[rows]).nonzero()[:, 0].tolist():
         x[i, _at(int(lines[i, Column.STOPS]), int(lines[i, Column.NUM_STOPS]), torch.int32).long()] = float("-inf")
     return x
 
@@ -380,9 +386,7 @@ def _held(lines: Tensor, column: Column, vocab_size: int, dtype: torch.dtype) ->
 
 def _truncated(x: Tensor, top: Tensor, lines: Tensor) -> Tensor:
     """Apply temperature, ``min_p``, ``top_k`` and ``top_p`` to rows that are drawn."""
-    scaled, log_min_p = sampling.scale(x, top, lines[:, Column.TEMPERATURE, None].float()), lines[:, Column.LOG_MIN_P, None].float()
-    if _some(log_min_p > float("-inf")):
-        scaled = sampling.drop_below(scaled, log_min_p)
+    scaled = _scaled(x, top, lines[:, Column.TEMPERATURE, None].float(), lines)
     top_k, top_p = lines[:, Column.TOP_K, None].long(), lines[:, Column.TOP_P, None]
     ranked = (top_k[:, 0] > 0).nonzero()[:, 0]
     if len(ranked):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dsv4lite.errors import ConfigError, UnsupportedError, shown
 from dsv4lite.models.config import DrafterKind, ModelConfig
-from dsv4lite.models.keys import MOST_EXPERTS, MOST_MATRICES, MOST_TOKENS, Keys, check_fixed, list_of, mapping, token_id
+from dsv4lite.models.keys import MOST_EXPERTS, MOST_MATRICES, Keys, Yarn, list_of, mapping, token_id
 
 MODEL_TYPES: Mapping[str, str] = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
@@ -25,84 +25,33 @@ MODEL_TYPES: Mapping[str, str] = {
 """By ``model_type``, the architecture that its configs name."""
 _SELECTING = ("deepseek_v32", "glm_moe_dsa")
 
-_NUMBERS: Mapping[str, tuple[str, int | None]] = {
-    "vocab_size": ("vocab_size", MOST_TOKENS),  # in brackets the largest release's: (163,840)
-    "hidden_size": ("hidden_size", 1 << 17),  # (7,168)
-    "num_hidden_layers": ("num_hidden_layers", 256),  # (78)
-    "num_attention_heads": ("num_attention_heads", 4096),  # (128)
-    "q_lora_rank": ("q_lora_rank", 1 << 17),  # (2,048)
-    "kv_lora_rank": ("kv_lora_rank", 1 << 17),  # (512)
-    "qk_nope_head_dim": ("nope_dim", 8192),  # (192)
-    "qk_rope_head_dim": ("rope_dim", 8192),  # (64)
-    "v_head_dim": ("value_dim", 8192),  # (256)
-    "intermediate_size": ("dense_width", 1 << 20),  # (18,432)
-    "moe_intermediate_size": ("expert_width", 1 << 20),  # (2,048)
-    "n_routed_experts": ("num_experts", MOST_EXPERTS),  # (384)
-    "num_experts_per_tok": ("experts_per_token", 64),  # (8)
-    "n_shared_experts": ("num_shared_experts", 64),  # (2)
-    "n_group": ("expert_groups", MOST_EXPERTS),  # (8)
-    "topk_group": ("top_groups", MOST_EXPERTS),  # (4)
-    "routed_scaling_factor": ("route_scale", None),
-    "rms_norm_eps": ("norm_eps", None),
-    "rope_theta": ("rope_theta", None),
-    "max_position_embeddings": ("max_positions", 1 << 24),  # whose angles differ in float32 (262,144)
-    "num_nextn_predict_layers": ("num_mtp_layers", 64),  # (1)
-    "index_n_heads": ("index_heads", 4096),  # (64)
-    "index_head_dim": ("index_dim", 8192),  # (128)
-    "index_topk": ("index_topk", 1 << 16),  # (2,048)
-}
-# What these models always have; a config may say it or not.
-_FIXED: Mapping[str, object] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "rope_interleave": True,
-}
-_FIXED_QUANTIZATION: Mapping[str, object] = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-}
 _SCALE_FORMATS = (None, "ue8m0")
 # How experts are scored and chosen; the first of a family stands for a config that does not say it.
 _SOFTMAX = (("softmax", "greedy"), ("softmax", "group_limited_greedy"))
 _SIGMOID = (("sigmoid", "noaux_tc"),)
 _KEYS = Keys(
-    numbers=_NUMBERS,
+    family="MLA",
+    numbers={
+        "kv_lora_rank": ("kv_lora_rank", 1 << 17),  # in brackets the largest release's: (512)
+        "qk_nope_head_dim": ("nope_dim", 8192),  # (192)
+        "v_head_dim": ("value_dim", 8192),  # (256)
+        "intermediate_size": ("dense_width", 1 << 20),  # (18,432)
+        "n_group": ("expert_groups", MOST_EXPERTS),  # (8)
+        "topk_group": ("top_groups", MOST_EXPERTS),  # (4)
+    },
     most={"original_max_position_embeddings": 1 << 24, "first_k_dense_replace": 256, "moe_layer_freq": 256},
     may_be_zero=("first_k_dense_replace", "num_nextn_predict_layers"),
     above_one=("rope_theta",),
+    fixed={"rope_interleave": True},
+    fixed_quantization={},
     others=(
         *("first_k_dense_replace", "moe_layer_freq", "mlp_layer_types", "layer_types", "indexer_types", "indexer_rope_interleave"),
         *("scoring_func", "topk_method", "norm_topk_prob", "num_key_value_heads", "rope_scaling", "rope_parameters"),
-        *("quantization_config", "architectures", "model_type", "bos_token_id", "eos_token_id", *_FIXED),
+        *("quantization_config", "architectures", "model_type", "bos_token_id", "eos_token_id"),
     ),
     ignored=("qk_head_dim", "head_dim", "attention_dropout", "pad_token_id", "num_local_experts", "num_experts", "ep_size"),
 )
 _LAYER_KINDS = ("dense", "sparse")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Yarn:
-    """Frequency blend for long context, and its magnitude rule (MLA specification 1.3).
-
-    Attributes:
-        mscale, mscale_all_dim: Cosines and sines are multiplied by the quotient of the magnitudes of these two, and the softmax
-            scale by the square of the latter's.
-    """
-
-    factor: float
-    original_positions: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
-
-    def magnitude(self, weight: float) -> float:
-        """Return ``0.1 weight ln(factor) + 1``."""
-        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,12 +167,9 @@ def parse_config(raw: Mapping[str, Any]) -> MlaConfig:
         UnsupportedError: The config describes another model, or a variant that none of the releases has.
     """
     kind = _model_type(raw)
-    _KEYS.check_spelling(raw)
-    check_fixed("", _FIXED, raw, "MLA")
-    quantization = mapping(raw, "quantization_config")
-    check_fixed("quantization_config.", _FIXED_QUANTIZATION, quantization, "MLA")
-    if quantization.get("scale_fmt") not in _SCALE_FORMATS:
-        raise UnsupportedError(f"quantization_config.scale_fmt={shown(quantization['scale_fmt'])}: known is only 'ue8m0'")
+    quantized, scale_format = _KEYS.check(raw), mapping(raw, "quantization_config").get("scale_fmt")
+    if scale_format not in _SCALE_FORMATS:
+        raise UnsupportedError(f"quantization_config.scale_fmt={shown(scale_format)}: known is only 'ue8m0'")
     settings = _KEYS.settings(raw)
     settings.update(_rope(raw))
     if kind not in _SELECTING:
@@ -239,7 +185,7 @@ def parse_config(raw: Mapping[str, Any]) -> MlaConfig:
     return MlaConfig(
         **settings,
         routed=_routed(raw, settings["num_hidden_layers"]),
-        quantized=bool(quantization),
+        quantized=quantized,
         bos_token_id=token_id(raw, "bos_token_id", vocab_size, default=0),
         eos_token_id=token_id(raw, "eos_token_id", vocab_size, default=1),
     )
@@ -308,15 +254,5 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     if raw.get("rope_theta") is None and nested.get("rope_theta") is not None:
         out["rope_theta"] = _KEYS.real(nested, "rope_theta")
-    scaling = mapping(raw, "rope_scaling") or nested
-    kind = scaling.get("type") or scaling.get("rope_type") or "default"
-    if kind == "default":
-        return out
-    if kind != "yarn":
-        raise UnsupportedError(f"rope scaling {shown(kind)} is not supported; MLA uses 'yarn'")
-    for key in ("factor", "original_max_position_embeddings"):
-        if scaling.get(key) is None:
-            raise ConfigError(f"rope scaling 'yarn' lacks {key}")
-    reals = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-    given = {key: _KEYS.real(scaling, key) for key in reals if scaling.get(key)}
-    return {**out, "yarn": Yarn(original_positions=_KEYS.integer(scaling, "original_max_position_embeddings"), **given)}
+    yarn = _KEYS.yarn(mapping(raw, "rope_scaling") or nested)
+    return out if yarn is None else {**out, "yarn": yarn}

@@ -27,9 +27,10 @@ from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import store_for_pass
 from dsv4lite.models.choices import Choices, experts_of, selection_of
 from dsv4lite.models.deepseek_mla.batch import Batch
-from dsv4lite.models.deepseek_mla.config import MlaConfig, Yarn
+from dsv4lite.models.deepseek_mla.config import MlaConfig
 from dsv4lite.models.deepseek_mla.state import state_spec
 from dsv4lite.models.deepseek_mla.tensors import MLA_TENSORS
+from dsv4lite.models.keys import Yarn
 from dsv4lite.models.moe import MoE, SharedExpert, Tokens, rebalance_experts
 from dsv4lite.models.partial_sums import embedding, side_by_side, total
 from dsv4lite.models.shard import ModelShard

@@ -23,16 +23,12 @@ def latent_format(config: MlaConfig, numerics: Numerics) -> RowFormat:
     return UnquantizedRow(config.row_width, numerics.dtype)
 
 
-def key_format(config: MlaConfig, numerics: Numerics) -> RowFormat:
-    """Return the format of index keys."""
-    return Fp8Key(config.index_dim) if numerics.fp8_rows else UnquantizedRow(config.index_dim, numerics.dtype)
-
-
 def state_spec(config: MlaConfig, numerics: Numerics, shard: ModelShard, *, drafter: bool) -> StateSpec:
     """Return the state of a rank's hidden layers and, with ``drafter``, of the drafter's."""
     layer: LayerSpec = (StoreSpec("latent", latent_format(config, numerics)),)
     if config.selects:
-        layer += (StoreSpec("keys", key_format(config, numerics)),)
+        keys = Fp8Key(config.index_dim) if numerics.fp8_rows else UnquantizedRow(config.index_dim, numerics.dtype)
+        layer += (StoreSpec("keys", keys),)
     return StateSpec(layers=(layer,) * (len(shard.layers) + (config.num_mtp_layers if drafter else 0)))
 
 

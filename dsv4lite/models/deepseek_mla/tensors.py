@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from dsv4lite.models.deepseek_mla.config import MlaConfig
 from dsv4lite.parallel.shard import Experts, Replicate, Rule, Split
-from dsv4lite.weights.tensors import TensorKind, Tensors, TensorSpec
+from dsv4lite.weights.tensors import Tensors, TensorSpec, swiglu_specs
 
 # Scales follow their weights. Latent rows are for all heads, so whatever makes them and chooses among them is on every rank.
 _BLOCK_SHARDING: Mapping[str, Rule] = {
@@ -64,18 +64,13 @@ def _block(config: MlaConfig, *, routed: bool) -> dict[str, TensorSpec]:
         specs["attn.indexer.k_norm.bias"] = TensorSpec((c.index_dim,), "f32")
         specs["attn.indexer.weights_proj.weight"] = TensorSpec((c.index_heads, dim), "bf16")
     if not routed:
-        return specs | _swiglu(config, "ffn", c.dense_width, "dense")
+        return specs | swiglu_specs("ffn", dim, c.dense_width, "dense")
     specs["ffn.gate.weight"] = TensorSpec((c.num_experts, dim), "bf16")
     if c.biased:
         specs["ffn.gate.bias"] = TensorSpec((c.num_experts,), "f32")
     for expert in range(c.num_experts):
-        specs |= _swiglu(config, f"ffn.experts.{expert}", c.expert_width, "expert")
-    return specs | _swiglu(config, "ffn.shared_experts", c.num_shared_experts * c.expert_width, "dense")
-
-
-def _swiglu(config: MlaConfig, name: str, width: int, kind: TensorKind) -> dict[str, TensorSpec]:
-    inner, outer = TensorSpec((width, config.hidden_size), kind), TensorSpec((config.hidden_size, width), kind)
-    return {f"{name}.w1.weight": inner, f"{name}.w2.weight": outer, f"{name}.w3.weight": inner}
+        specs |= swiglu_specs(f"ffn.experts.{expert}", dim, c.expert_width, "expert")
+    return specs | swiglu_specs("ffn.shared_experts", dim, c.num_shared_experts * c.expert_width, "dense")
 
 
 def _divides(config: MlaConfig) -> tuple[tuple[str, int, str], ...]:

@@ -3,58 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
 from dsv4lite.errors import ConfigError, UnsupportedError, shown
 from dsv4lite.models.config import DrafterKind, ModelConfig
-from dsv4lite.models.keys import MOST_EXPERTS, MOST_MATRICES, MOST_TOKENS, Keys, check_fixed, list_of, mapping, token_id
+from dsv4lite.models.keys import MOST_EXPERTS, MOST_MATRICES, Keys, Yarn, list_of, mapping, token_id
 from dsv4lite.paging import PAGE_TOKENS
 
 LayerKind = Literal["sliding", "csa", "hca"]
 
 ARCHITECTURE, MODEL_TYPE = "DeepseekV4ForCausalLM", "deepseek_v4"
 
-# Each key of config.json that is one number: the field that it sets, and the largest integer that is accepted, several times that
-# of the largest release (V4-Pro, in brackets): larger ones mean a broken config.
-_NUMBERS: Mapping[str, tuple[str, int | None]] = {
-    "vocab_size": ("vocab_size", MOST_TOKENS),  # (129,280)
-    "hidden_size": ("hidden_size", 1 << 17),  # (7,168)
-    "num_hidden_layers": ("num_hidden_layers", 256),  # (61)
-    "num_attention_heads": ("num_attention_heads", 4096),  # (128)
-    "head_dim": ("head_dim", 8192),  # (512)
-    "qk_rope_head_dim": ("rope_dim", 8192),  # (64)
-    "q_lora_rank": ("q_lora_rank", 1 << 17),  # (1,536)
-    "o_groups": ("o_groups", 4096),  # (16)
-    "o_lora_rank": ("o_lora_rank", 1 << 17),  # (1,024)
-    "n_routed_experts": ("num_experts", MOST_EXPERTS),  # (384)
-    "num_experts_per_tok": ("experts_per_token", 64),  # (6)
-    "n_shared_experts": ("num_shared_experts", 64),  # (1)
-    "moe_intermediate_size": ("expert_width", 1 << 20),  # (3,072)
-    "routed_scaling_factor": ("route_scale", None),
-    "swiglu_limit": ("swiglu_limit", None),
-    "sliding_window": ("window", 1 << 16),  # (128)
-    "index_n_heads": ("index_heads", 4096),  # (64)
-    "index_head_dim": ("index_dim", 8192),  # (128)
-    "index_topk": ("index_topk", 1 << 16),  # (1,024)
-    "hc_mult": ("streams", 64),  # (4)
-    "hc_sinkhorn_iters": ("sinkhorn_iters", 256),  # (20)
-    "hc_eps": ("hc_eps", None),
-    "rms_norm_eps": ("norm_eps", None),
-    "rope_theta": ("rope_theta", None),
-    "compress_rope_theta": ("compress_rope_theta", None),
-    "max_position_embeddings": ("max_positions", 1 << 24),  # whose angles differ in float32 (1,048,576)
-    "num_nextn_predict_layers": ("num_mtp_layers", 64),  # (1)
-}
-_MOST: Mapping[str, int] = {
-    "num_local_experts": MOST_EXPERTS,
-    "original_max_position_embeddings": 1 << 24,
-    "n_mtp_layers": 64,  # (3)
-    "num_hash_layers": 256,  # (3)
-    "dspark_markov_rank": 1 << 17,  # (512)
-}
-_ABOVE_ONE = ("rope_theta", "compress_rope_theta")  # YaRN divides by their logarithm
-_MAY_BE_ZERO = ("num_nextn_predict_layers", "num_hash_layers", "dspark_noise_token_id")
 _DSPARK = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
 _DSPARK_STAGES = "n_mtp_layers"
 _MOST_DSPARK_ROWS = 64  # a block lies in at most two window pages
@@ -63,48 +23,40 @@ _STRUCTURED = (
     *("rope_scaling", "rope_parameters", "partial_rotary_factor", "num_local_experts", "quantization_config"),
     *("architectures", "model_type", "bos_token_id", "eos_token_id"),
 )
-# What V4 always has; a config may say it or not.
-_FIXED: Mapping[str, object] = {
-    "scoring_func": "sqrtsoftplus",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "num_key_value_heads": 1,
-    "tie_word_embeddings": False,
-}
-_FIXED_QUANTIZATION: Mapping[str, object] = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "scale_fmt": "ue8m0",
-    "weight_block_size": [128, 128],
-}
 # Keys that change nothing here, listed because they could be taken for misspellings of the keys above.
 _IGNORED = (
     *("intermediate_size", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "kv_lora_rank", "attention_dropout", "expert_dtype"),
     *("pad_token_id", "sep_token_id", "is_encoder_decoder"),
 )
 _KEYS = Keys(
-    numbers=_NUMBERS,
-    most=_MOST,
-    may_be_zero=_MAY_BE_ZERO,
-    above_one=_ABOVE_ONE,
-    others=(*_STRUCTURED, *_FIXED, *_DSPARK, _DSPARK_STAGES),
+    family="V4",
+    numbers={
+        "head_dim": ("head_dim", 8192),  # in brackets those of the largest release, V4-Pro: (512)
+        "o_groups": ("o_groups", 4096),  # (16)
+        "o_lora_rank": ("o_lora_rank", 1 << 17),  # (1,024)
+        "swiglu_limit": ("swiglu_limit", None),
+        "sliding_window": ("window", 1 << 16),  # (128)
+        "hc_mult": ("streams", 64),  # (4)
+        "hc_sinkhorn_iters": ("sinkhorn_iters", 256),  # (20)
+        "hc_eps": ("hc_eps", None),
+        "compress_rope_theta": ("compress_rope_theta", None),
+    },
+    most={
+        "num_local_experts": MOST_EXPERTS,
+        "original_max_position_embeddings": 1 << 24,
+        "n_mtp_layers": 64,  # (3)
+        "num_hash_layers": 256,  # (3)
+        "dspark_markov_rank": 1 << 17,  # (512)
+    },
+    may_be_zero=("num_nextn_predict_layers", "num_hash_layers", "dspark_noise_token_id"),
+    above_one=("rope_theta", "compress_rope_theta"),  # YaRN divides by their logarithm
+    fixed={"scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "norm_topk_prob": True, "num_key_value_heads": 1},
+    fixed_quantization={"scale_fmt": "ue8m0"},
+    others=(*_STRUCTURED, *_DSPARK, _DSPARK_STAGES),
     ignored=_IGNORED,
 )
 _KIND_OF = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Yarn:
-    """Frequency blend of long-context layers; there is no magnitude factor (spec 1.4)."""
-
-    factor: float = 16.0
-    original_positions: int = 65536
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+_YARN = Yarn(factor=16.0, original_positions=65536)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +112,7 @@ class V4Config(ModelConfig):
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     compress_rope_theta: float = 160000.0
-    yarn: Yarn = Yarn()
+    yarn: Yarn = _YARN
     max_positions: int = 1048576
     bos_token_id: int | None = 0
     eos_token_id: int | None = 1
@@ -246,10 +198,7 @@ def parse_config(raw: Mapping[str, Any]) -> V4Config:
         UnsupportedError: The config describes another model, or something that V4 is not.
     """
     _check_architecture(raw)
-    _KEYS.check_spelling(raw)
-    check_fixed("", _FIXED, raw, "V4")
-    quantization = mapping(raw, "quantization_config")
-    check_fixed("quantization_config.", _FIXED_QUANTIZATION, quantization, "V4")
+    quantized = _KEYS.check(raw)
     settings = _KEYS.settings(raw)
     if raw.get("qk_rope_head_dim") is None and raw.get("partial_rotary_factor") is not None:
         settings["rope_dim"] = round(settings.get("head_dim", 0) * _KEYS.real(raw, "partial_rotary_factor"))
@@ -272,7 +221,7 @@ def parse_config(raw: Mapping[str, Any]) -> V4Config:
     return V4Config(
         **settings,
         ratios=tuple(ratios[: layers + drafting]),
-        quantized=bool(quantization),
+        quantized=quantized,
         bos_token_id=token_id(raw, "bos_token_id", vocab_size, default=0),
         eos_token_id=token_id(raw, "eos_token_id", vocab_size, default=1),
         dspark=dspark,
@@ -355,15 +304,5 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     for key, part in (("rope_theta", main), ("compress_rope_theta", compress)):
         if raw.get(key) is None and part.get("rope_theta") is not None:
             out[key] = _KEYS.real(part, "rope_theta")
-    scaling = mapping(raw, "rope_scaling") or compress
-    kind = scaling.get("type") or scaling.get("rope_type") or "default"
-    if kind == "default":
-        return {**out, "yarn": Yarn(factor=1.0)}
-    if kind != "yarn":
-        raise UnsupportedError(f"rope scaling {shown(kind)} is not supported; V4 uses 'yarn'")
-    for key in ("factor", "original_max_position_embeddings"):
-        if scaling.get(key) is None:
-            raise ConfigError(f"rope scaling 'yarn' lacks {key}")
-    betas = {key: _KEYS.real(scaling, key) for key in ("beta_fast", "beta_slow") if scaling.get(key) is not None}
-    original = _KEYS.integer(scaling, "original_max_position_embeddings")
-    return {**out, "yarn": Yarn(factor=_KEYS.real(scaling, "factor"), original_positions=original, **betas)}
+    yarn = _KEYS.yarn(mapping(raw, "rope_scaling") or compress)
+    return {**out, "yarn": yarn or replace(_YARN, factor=1.0)}

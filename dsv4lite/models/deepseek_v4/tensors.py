@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dsv4lite.kernels.compress import OVERLAP_RATIO
 from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config
 from dsv4lite.parallel.shard import Experts, Replicate, Rule, Split
-from dsv4lite.weights.tensors import TensorKind, Tensors, TensorSpec
+from dsv4lite.weights.tensors import Tensors, TensorSpec, swiglu_specs
 
 # Scales follow their weights. Heads of an output group stay together: tp is at most o_groups. The latent rows have one head, so
 # whatever makes them and chooses among them is on every rank.
@@ -108,8 +108,8 @@ def _block(config: V4Config, layer: int) -> dict[str, TensorSpec]:
     else:
         specs["ffn.gate.bias"] = TensorSpec((config.num_experts,), "f32")
     for expert in range(config.num_experts):
-        specs.update(_expert(config, f"ffn.experts.{expert}", "expert"))
-    specs.update(_expert(config, "ffn.shared_experts", "dense"))
+        specs.update(swiglu_specs(f"ffn.experts.{expert}", dim, config.expert_width, "expert"))
+    specs.update(swiglu_specs("ffn.shared_experts", dim, config.expert_width, "dense"))
     return specs
 
 
@@ -120,15 +120,6 @@ def _compressor(config: V4Config, name: str, ratio: int, width: int) -> dict[str
         f"{name}.wkv.weight": TensorSpec((rows, config.hidden_size), "bf16"),
         f"{name}.wgate.weight": TensorSpec((rows, config.hidden_size), "bf16"),
         f"{name}.norm.weight": TensorSpec((width,), "bf16"),
-    }
-
-
-def _expert(config: V4Config, name: str, kind: TensorKind) -> dict[str, TensorSpec]:
-    dim, width = config.hidden_size, config.expert_width
-    return {
-        f"{name}.w1.weight": TensorSpec((width, dim), kind),
-        f"{name}.w2.weight": TensorSpec((dim, width), kind),
-        f"{name}.w3.weight": TensorSpec((width, dim), kind),
     }
 
 
