@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -110,12 +111,22 @@ sys.exit(main(["plan"]))
 """
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let started programs take SIGINT: those of a background job ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupt_while_torch_is_imported_ends_quietly() -> None:
     """numpy and torch made a traceback of another error of it."""
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_interrupt_while_text_is_generated_ends_quietly() -> None:
     command = [sys.executable, "-m", "dsv4lite", "generate", "def f(", "--max-tokens", "10000", "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
