@@ -113,7 +113,7 @@ sys.exit(main(["plan"]))
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Let started programs take SIGINT: those of a background job ignore it."""
+    """Processes that a test starts can be interrupted, even if this one was started in the background, which cannot."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -49,7 +51,7 @@ pytestmark = pytest.mark.kernel
 REAL_WEIGHTS = ((1536, 4096), (40960, 1024), (4096, 8192))
 REAL = [(rows, outs, inputs) for outs, inputs in REAL_WEIGHTS for rows in (1, 16, 33, 128, 500, 2048)]
 SMALL = [(0, 8, 128), (1, 3, 128), (5, 70, 131), (16, 64, 256), (17, 130, 60), (33, 65, 260), (65, 129, 128), (130, 40, 130)]
-FP8_SHAPES = [*SMALL, (3, 64, 2048), (129, 40, 1300)] + (REAL if ON_GPU else [])
+FP8_SHAPES = [*SMALL, (3, 64, 2048), (129, 40, 1300), (LIBRARY_ROWS + 3, 40, 1300)] + (REAL if ON_GPU else [])
 GROUPED = [(1, 2, 40, 128), (5, 3, 70, 130), (17, 2, 64, 1024), (65, 2, 40, 130), (130, 2, 70, 1100)]
 GROUPED_SHAPES = GROUPED + ([(rows, 8, 1024, 4096) for rows in (1, 16, 64, 300, 2048)] if ON_GPU else [])
 
@@ -73,8 +75,9 @@ def test_fp8_linear_agrees(rows: int, outs: int, inputs: int, per_row: bool) -> 
     w_codes, w_scales = fp8_weights(outs, inputs, per_row=per_row)
     exact = fp8_linear.reference(x_codes, x_scales, w_codes, w_scales, torch.float32)
     absolute = fp8_linear.reference(magnitudes(x_codes), x_scales, magnitudes(w_codes), w_scales, torch.float32)
-    for dtype in (torch.bfloat16, torch.float32):
-        close(fp8_linear_triton(x_codes, x_scales, w_codes, w_scales, dtype, ROW_TILE), exact.to(dtype), exact, absolute, 2**-10)
+    for dtype, row_tile in itertools.product((torch.bfloat16, torch.float32), (None, ROW_TILE)):
+        got = fp8_linear_triton(x_codes, x_scales, w_codes, w_scales, dtype, row_tile)
+        close(got, exact.to(dtype), exact, absolute, 2**-10)
 
 
 FLOAT_SHAPES = [(1, 12, 256), (5, 130, 300), (40, 70, 512)]

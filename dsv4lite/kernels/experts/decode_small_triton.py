@@ -22,7 +22,7 @@ from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, MoeInputs
 from dsv4lite.kernels.experts.grouping_triton import Block
 from dsv4lite.kernels.experts.triton import Work, down_tile, gate_up_tile
 from dsv4lite.kernels.gemm import scale_rows
-from dsv4lite.kernels.gemm.triton import GROUPED_TILES, product_tile, splits_of
+from dsv4lite.kernels.gemm.triton import GROUPED_ROWS, product_tile, splits_of
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.routing.triton import _router_constants, route_rows
@@ -198,7 +198,7 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
         SCALE_ROWS=scale_rows(shared_codes, shared_scales),
         EVEN_K=inputs % FP8_GROUP == 0,
         CODES=codes,
-        GROUPED=GROUPED_TILES,
+        GROUPED=GROUPED_ROWS // DECODE_SMALL_TOKENS,
         **work.constants(w13),
         launch_pdl=dependent_launch(x_codes.device),
     )

@@ -4,7 +4,8 @@ Every product sums in one order that follows from the weights' shape alone: insi
 blocks in order within each of ``splits`` equal parts of the inputs, parts in order. With few rows each part has programs of its
 own, and the last of a tile to arrive adds all; with many rows one program folds them as it goes.
 
-A product that may sum in any order goes to the library above ``LIBRARY_ROWS`` rows: it multiplies bfloat16 faster than they do.
+A product that may sum in any order does so above ``LIBRARY_ROWS`` rows: the library multiplies bfloat16 faster than these kernels,
+and FP8 is faster in one part.
 
 Up to 64 rows the weights are the left operand: they fill the tensor cores' 64 rows, and the inputs are 16 columns or a little more.
 Two products of the same few rows share a launch: each alone would leave the chip half empty.
@@ -34,7 +35,7 @@ PROGRAMS = 264  # that splitting aims at: two for each multiprocessor of the lar
 MIN_BLOCKS = 4  # of 128 inputs in one part
 SPLIT_MAX_ROWS = 128  # above, rows fill the chip, and the parts' sums would cost more memory traffic than the weights
 SHORT_BLOCKS, SHORT_STAGES = 8, 3  # where a program has few blocks to read, many programs read more than many stages
-GROUPED_TILES = 8  # of rows that share the weights in cache
+GROUPED_ROWS = 1024  # of inputs, whose tiles share the weights in cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +63,7 @@ _FP8_TILES: Tiles = (
     (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=6)),
     (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=5)),
     (SPLIT_MAX_ROWS, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=4)),
-    (512, Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=3)),
-    (None, Tile(rows=128, outs=128, swap=False, num_warps=8, num_stages=3)),
+    (None, Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=3)),
 )
 _UNQUANTIZED_TILES: Tiles = (
     (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=4)),
@@ -360,7 +360,8 @@ def fp8_linear_triton(
     if codes:  # the chip does not know e4m3: kernels read bytes
         x, w = x.view(torch.uint8), w.view(torch.uint8)
     operands = (x[:, None], x_scales.contiguous(), w[None], w_scales)
-    _launch(_FP8_TILES, operands, out, FP8_X=True, CODES=codes, SCALE_ROWS=scale_rows(w_codes, w_scales))
+    fold = row_tile is not None or rows <= LIBRARY_ROWS
+    _launch(_FP8_TILES, operands, out, fold, FP8_X=True, CODES=codes, SCALE_ROWS=scale_rows(w_codes, w_scales))
     return out[:, 0]
 
 
@@ -459,12 +460,18 @@ def _launch(
     tiles: Tiles,
     operands: tuple[Tensor, Tensor, Tensor, Tensor],
     out: Tensor,
+    fold: bool = True,
     *,
     FP8_X: bool = False,
     CODES: bool = False,
     SCALE_ROWS: int = 0,
 ) -> None:
-    """Launch a product; ``operands`` are the inputs [M, G, K], their scales, the weights [G, N, K] and their scales."""
+    """Launch a product.
+
+    Args:
+        operands: The inputs [M, G, K], their scales, the weights [G, N, K] and their scales.
+        fold: Programs of many rows add their parts as programs of few rows would.
+    """
     (x, _, w, w_scales), (rows, groups, outs) = operands, out.shape
     inputs = x.shape[2]
     assert w.is_contiguous() and w_scales.is_contiguous()
@@ -474,8 +481,8 @@ def _launch(
     splits = splits_of(groups * outs, blocks)
     if FP8_X and blocks // splits <= SHORT_BLOCKS:
         tile = replace(tile, num_stages=min(tile.num_stages, SHORT_STAGES))
-    fold = rows > SPLIT_MAX_ROWS and splits > 1
-    programs = 1 if fold else splits
+    fold = fold and rows > SPLIT_MAX_ROWS and splits > 1
+    programs = 1 if rows > SPLIT_MAX_ROWS else splits
     parts, arrivals = out, out
     if programs > 1:  # one part is the result itself
         parts = torch.empty(programs, *out.shape, dtype=torch.float32, device=out.device)
@@ -489,7 +496,7 @@ def _launch(
         outs,
         inputs,
         blocks,
-        triton.cdiv(blocks, splits),
+        triton.cdiv(blocks, splits) if fold or programs > 1 else blocks,
         x.stride(0),
         x.stride(1),
         groups,
@@ -501,7 +508,7 @@ def _launch(
         FOLD=fold,
         SPLITS=programs,
         CODES=CODES,
-        GROUPED=GROUPED_TILES,
+        GROUPED=GROUPED_ROWS // tile.rows,
         FP8_X=FP8_X,
         GPU=on_gpu(x.device),
         num_warps=tile.num_warps,
