@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import queue
 import threading
 import time
@@ -15,11 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from dsv4lite.config import EngineConfig, tiny_model
+from dsv4lite.config import EngineConfig
 from dsv4lite.errors import EngineDeadError, EngineStateError, InvalidRequestError, RequestFailedError
 from dsv4lite.request import FinishReason, Logprobs, MemoryTag, Request, SamplingParams, SequenceUpdate, TokenLogprob
 from dsv4lite.text.forms import FORMS, ChatForm
 from dsv4lite.text.tokenizer import Tokenizer
+from tests.text.shipped import SHIPPED
 
 REFUSED, POISON = 4000, 4001
 """Prompt tokens: the engine refuses a request with the first; one with the second fails after two tokens."""
@@ -328,16 +328,11 @@ class FakeEngine:
         self._closed = True
 
 
-@functools.cache
-def _tokenizer() -> Tokenizer:
-    return Tokenizer.from_folder(tiny_model())
-
-
 class Lab:
     """Makes the engines of one test."""
 
     def __init__(self) -> None:
-        self.tokenizer = copy.copy(_tokenizer())  # a test may replace its methods
+        self.tokenizer = copy.copy(SHIPPED)  # a test may replace its methods
         self.engines: list[FakeEngine] = []
         self.model: Model = echo
         self.held = False

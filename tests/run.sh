@@ -2,7 +2,7 @@
 # Set up, then run every check.     sh tests/run.sh     sh tests/run.sh --quick     sh tests/run.sh tests/unit -x
 #
 # On two cores all checks take about 40 minutes: 35 the tests, 1 kernels for every chip from Triton's cache (10 the first time, which
-# compiles them), 4 interpreted kernels. --quick takes four and a half: the linter, the type checker, and the tests of the rooms below
+# compiles them), 4 interpreted kernels. --quick takes about three: the linter, the type checker, and the tests of the rooms below
 # the engine. Other arguments go to pytest and replace the choice of tests. Every phase runs, even if one before it fails; the last
 # lines say how long each took, and the exit status is 1 if any failed.
 set -u
@@ -46,9 +46,10 @@ parallel() {
 }
 case "$*" in
 --quick)
-    # The rooms below the engine, without what runs engines or draws tens of thousands of samples.
+    # The rooms below the engine, without what runs engines, draws tens of thousands of samples, or takes thousands of random steps.
     set -- tests/api tests/planning tests/sampling tests/scheduling tests/speculation tests/text tests/unit tests/weights
-    for slow in tests/sampling/test_speculative_sampling.py tests/unit/test_benchmark.py tests/unit/test_benchmark_speculation.py; do
+    long="tests/sampling/test_speculative_sampling.py tests/scheduling/test_scheduler_fuzz.py tests/weights/test_update.py"
+    for slow in $long tests/unit/test_benchmark.py tests/unit/test_benchmark_speculation.py; do
         set -- "$@" --ignore "$slow"
     done
     phase pytest parallel "$@"

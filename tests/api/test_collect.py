@@ -10,17 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4lite.api.collect import Collector
-from dsv4lite.config import tiny_model
 from dsv4lite.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from dsv4lite.request import Request, SamplingParams, SequenceUpdate, TokenLogprob
-from dsv4lite.text.tokenizer import Tokenizer
-
-TOKENIZER = Tokenizer.from_folder(tiny_model())
+from tests.text.shipped import SHIPPED
 
 
 def collector(params: SamplingParams, **more: Any) -> Collector:
     request = Request(request_id="r", prompt_token_ids=(5, 6), params=params, eos_token_id=1, arrival=10.0)
-    return Collector(request, TOKENIZER, **more)
+    return Collector(request, SHIPPED, **more)
 
 
 def update(*ids: int, **more: Any) -> SequenceUpdate:
@@ -35,7 +32,7 @@ def update(*ids: int, **more: Any) -> SequenceUpdate:
 )
 def test_collector_output_does_not_depend_on_the_cuts(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
     """Whatever a step brings at once (drafts bring several tokens), text, tokens and reason are the same."""
-    ids = TOKENIZER.encode(text)
+    ids = SHIPPED.encode(text)
     params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=include)
     outputs = []
     for sizes in (cuts, [1] * 60, [1000]):
@@ -57,8 +54,8 @@ def test_collector_output_does_not_depend_on_the_cuts(text: str, stops: list[str
         assert out.finish_reason == "stop" and out.stop_reason in stops
         assert isinstance(out.stop_reason, str)
         assert out.text == text[: end if include else end - len(out.stop_reason)]
-        needed, size = len(text[:end].encode()), len(TOKENIZER.decode_bytes(out.token_ids))
-        assert len(TOKENIZER.decode_bytes(out.token_ids[:-1])) < needed <= size
+        needed, size = len(text[:end].encode()), len(SHIPPED.decode_bytes(out.token_ids))
+        assert len(SHIPPED.decode_bytes(out.token_ids[:-1])) < needed <= size
         assert out.token_ids == tuple(ids[: len(out.token_ids)])
     else:
         assert (out.text, out.token_ids, out.finish_reason) == (text, tuple(ids), "length")
@@ -71,7 +68,7 @@ def test_collector_reads_what_it_kept_like_what_was_pushed() -> None:
     for end in ("length", "abort"):
         params = SamplingParams(n=2, logprobs=1)
         plain, keeping = collector(params, streaming=True), collector(params)
-        for i, token in enumerate(TOKENIZER.encode(text)):
+        for i, token in enumerate(SHIPPED.encode(text)):
             one = update(token, index=i % 2, logprobs=(entries[i],), weight_version=i // 50, drafted=2, accepted=1)
             plain.push(one, 11)
             assert (keeping.push(one, 11) is None) == (i > 0)  # the first is the time of the first token
@@ -102,7 +99,7 @@ def test_collector_reads_at_once_for_a_stream_and_stop_strings(params: SamplingP
 def test_collector_cuts_logprobs_at_a_stop_string_within_an_update(streaming: bool) -> None:
     """Drafts bring several tokens at once, and those behind the stop string have no log-probabilities either."""
     entries = [TokenLogprob(logprob=-i, rank=i, token_ids=torch.tensor([i]), values=torch.tensor([-1.0 * i])) for i in range(1, 6)]
-    ids = [TOKENIZER.encode(letter)[0] for letter in "axbcd"]
+    ids = [SHIPPED.encode(letter)[0] for letter in "axbcd"]
     got = collector(SamplingParams(stop=("b",), logprobs=1), streaming=streaming)
     parts = ((ids[:1], entries[:1]), (ids[1:], entries[1:]))
     deltas = [got.push(update(*some, logprobs=tuple(their)), 11) for some, their in parts]
@@ -117,7 +114,7 @@ def test_collector_cuts_logprobs_at_a_stop_string_within_an_update(streaming: bo
 
 def test_collector_ignores_what_comes_after_the_end() -> None:
     got = collector(SamplingParams(stop=("b",)))
-    ids = TOKENIZER.encode("ab")
+    ids = SHIPPED.encode("ab")
     got.push(update(*ids, finish_reason="length"), 11)
     assert got.push(update(100, finish_reason="abort"), 12).token_ids == ()
     assert got.finished and got.output(13).outputs[0].stop_reason == "b"
@@ -133,8 +130,8 @@ def test_collector_joins_spans_of_weight_versions() -> None:
 
 def test_collector_joins_routed_experts_and_cuts_them_at_the_stop() -> None:
     got = collector(SamplingParams(stop=("b",)))
-    got.push(update(*TOKENIZER.encode("a"), routed_experts=torch.zeros(2, 3, 2)), 11)
-    got.push(update(*TOKENIZER.encode("b"), routed_experts=torch.ones(1, 3, 2)), 11)
+    got.push(update(*SHIPPED.encode("a"), routed_experts=torch.zeros(2, 3, 2)), 11)
+    got.push(update(*SHIPPED.encode("b"), routed_experts=torch.ones(1, 3, 2)), 11)
     experts = got.output(12).outputs[0].routed_experts
     assert experts is not None and experts.shape == (3, 3, 2) and experts[-1].eq(1).all()
     assert len(got.output(12).token_ids) == 2

