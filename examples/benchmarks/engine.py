@@ -24,7 +24,6 @@ import asyncio
 import atexit
 import json
 import logging
-import math
 import random
 import resource
 import shutil
@@ -36,7 +35,6 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 import torch
 
@@ -54,7 +52,6 @@ from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 
 BYTES_PER_SECOND = 4.3e12  # an H200's copy rate
-COLOURS = ("#1f6fb2", "#c8501e", "#2b8a3e", "#8a3ffc", "#b8860b", "#5c5c5c")
 PROFILED_STEPS = 12
 STEPS_BEFORE_PROFILE = 1500  # they go on while the profiler gets ready
 LONG_GAP_US = 10.0
@@ -313,6 +310,7 @@ def configured(args: argparse.Namespace) -> EngineConfig:
         pipeline_parallel_size=args.pp,
         redundant_experts=args.redundant_experts,
         executor=args.executor,
+        compile_cache_dir=args.compile_cache,
         start_timeout_s=args.timeout,
         step_timeout_s=args.timeout,
     )
@@ -359,13 +357,22 @@ async def measure(llm: AsyncLLM, args: argparse.Namespace, result: dict[str, Any
         show("prefill {} x {}".format(*args.prefill[0]), kernels, args.profile)
 
 
+def device_name(args: argparse.Namespace) -> str:
+    """Return the name of the GPU that engines will use, or ``cpu``."""
+    return torch.cuda.get_device_name() if args.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """Return the model's name and its number of layers."""
+    return ("" if args.model.startswith("v") else "V4-") + f"{args.model.title()}/{args.layers}"
+
+
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start an engine and measure it."""
     config = configured(args)
-    on_gpu = args.device != "cpu" and torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if on_gpu else "cpu"
-    family = "" if args.model.startswith("v") else "V4-"
-    name = f"{family}{args.model.title()}/{args.layers}" + (f", {config.layout}" if config.layout.world > 1 else "")
+    device = device_name(args)
+    on_gpu = device != "cpu"
+    name = model_name(args) + (f", {config.layout}" if config.layout.world > 1 else "")
     result: dict[str, Any] = {
         "device": device,
         "model": name,
@@ -393,65 +400,14 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times the powers of ten from ``low`` to ``high``."""
-    every = [digit * 10.0**power for power in range(-3, 12) for digit in (1, 2, 5)]
-    return [value for value in every if low <= value <= high]
-
-
-def plot(result: dict[str, Any]) -> str:
-    """Return tokens per second against batch as an SVG, logarithmic both ways: a line for each context, and the floor's, dashed."""
-    width, height, left, right, top, bottom = 720, 460, 80, 150, 50, 60
-    rows = result["decode"]
-    curves = {
-        f"context {context}": [(row["batch"], row["batch"] / row["step_s"]) for row in rows if row["context"] == context]
-        for context in sorted({row["context"] for row in rows})
-    }
-    curves["bytes of weights"] = sorted({(row["batch"], row["batch"] / row["floor_s"]) for row in rows})
-    batches = sorted({batch for points in curves.values() for batch, _ in points})
-    rates = [rate for points in curves.values() for _, rate in points]
-    low_x, high_x, low_y, high_y = batches[0] / 1.2, batches[-1] * 1.2, min(rates) / 1.3, max(rates) * 1.3
-
-    def x(batch: float) -> str:
-        return f"{left + (width - left - right) * math.log(batch / low_x) / math.log(high_x / low_x):.1f}"
-
-    def y(rate: float) -> str:
-        return f"{height - bottom - (height - top - bottom) * math.log(rate / low_y) / math.log(high_y / low_y):.1f}"
-
-    title = escape(f"{result['device']}, {result['model']}: decoded tokens per second")
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">',
-        f'<rect width="{width}" height="{height}" fill="white"/><text x="{left}" y="28" font-size="15">{title}</text>',
-    ]
-    for batch in batches:
-        parts.append(f'<line x1="{x(batch)}" x2="{x(batch)}" y1="{top}" y2="{height - bottom}" stroke="#eee"/>')
-        parts.append(f'<text x="{x(batch)}" y="{height - bottom + 20}" text-anchor="middle">{batch}</text>')
-    for rate in ticks(low_y, high_y):
-        parts.append(f'<line x1="{left}" x2="{width - right}" y1="{y(rate)}" y2="{y(rate)}" stroke="#eee"/>')
-        parts.append(f'<text x="{left - 8}" y="{y(rate)}" text-anchor="end" dominant-baseline="middle">{rate:,.0f}</text>')
-    middle = (left + width - right) / 2
-    parts.append(f'<text x="{middle}" y="{height - 18}" text-anchor="middle">sequences that decode together</text>')
-    for i, (name, points) in enumerate(curves.items()):
-        floor = i == len(curves) - 1
-        stroke = 'stroke="#888" stroke-dasharray="5 4"' if floor else f'stroke="{COLOURS[i % len(COLOURS)]}" stroke-width="2"'
-        path = " ".join(f"{x(batch)},{y(rate)}" for batch, rate in sorted(points))
-        parts.append(f'<polyline points="{path}" fill="none" {stroke}/>')
-        parts += [] if floor else [f'<circle cx="{x(b)}" cy="{y(r)}" r="3" fill="{COLOURS[i % len(COLOURS)]}"/>' for b, r in points]
-        at = top + 8 + 22 * i
-        parts.append(f'<line x1="{width - right + 14}" x2="{width - right + 40}" y1="{at}" y2="{at}" {stroke}/>')
-        parts.append(f'<text x="{width - right + 46}" y="{at}" dominant-baseline="middle">{name}</text>')
-    return "\n".join([*parts, "</svg>\n"])
-
-
 def prompts_of(text: str) -> tuple[int, int]:
     """Read ``64x1024`` as 64 prompts of 1024 tokens."""
     count, length = text.split("x")
     return int(count), int(length)
 
 
-def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read a command line, by default this program's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that ``configured`` reads besides ``--batch``."""
     parser.add_argument("--model", choices=tuple(MODELS), default="flash", help="whose shapes (default flash)")
     parser.add_argument("--layers", type=int, default=8, help="how many of the model's layers (default 8)")
     for axis in AXES:
@@ -459,18 +415,36 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--redundant-experts", type=int, help="places for copies of popular experts")
     parser.add_argument("--executor", default="auto", help="where ranks live: thread or process (default auto)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the start, and for a step (default 600)")
+    parser.add_argument("--device", default="auto", help="cpu or cuda (default auto)")
+    parser.add_argument("--max-model-len", type=int, default=16384, help="longest sequence (default 16384)")
+    parser.add_argument("--deterministic", action="store_true", help="results independent of what shares the batch")
+    parser.add_argument("--compile-cache", metavar="DIR", help="where compiled kernels are kept (default the package's own place)")
+
+
+def engine_options(args: argparse.Namespace) -> list[str]:
+    """Return the options of ``add_engine_options`` as a command line."""
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    given = [(action.option_strings[0], getattr(args, action.dest), action.nargs) for action in parser._actions[1:]]
+    line = [[name] if nargs == 0 else [name, str(value)] for name, value, nargs in given if value not in (None, False)]
+    return [word for words in line for word in words]
+
+
+def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read a command line, by default this program's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_options(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="sequences that decode together (default 1 8 64)")
     parser.add_argument("--context", type=int, nargs="+", default=[1024], help="prompt tokens of each (default 1024)")
     parser.add_argument("--tokens", type=int, default=96, help="tokens to decode for each figure (default 96)")
     sizes: dict[str, Any] = {"type": prompts_of, "nargs": "*", "default": [(1, 8192), (64, 1024)], "metavar": "COUNTxTOKENS"}
     parser.add_argument("--prefill", **sizes, help="prompts to prefill (default 1x8192 64x1024)")
-    parser.add_argument("--device", default="auto", help="cpu or cuda (default auto)")
-    parser.add_argument("--max-model-len", type=int, default=16384, help="longest sequence (default 16384)")
-    parser.add_argument("--deterministic", action="store_true", help="results independent of what shares the batch")
     parser.add_argument("--profile", type=int, nargs="?", const=40, default=0, metavar="N", help="list the kernels that take most")
     parser.add_argument("--profile-batch", type=int, nargs="+", metavar="BATCH", help="only for these (default all)")
     parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("--plot", metavar="FILE", help="draw tokens per second against batch, with the floor, into this SVG file")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw tokens per second against batch, with the floor, into this file (SVG, PNG, ...)"
+    )
     args = parser.parse_args(line)
     if args.profile and (args.device == "cpu" or not torch.cuda.is_available()):
         parser.error("--profile watches a GPU")
@@ -487,8 +461,9 @@ def main() -> None:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=1)
     if args.plot:
-        with open(args.plot, "w", encoding="utf-8") as file:
-            file.write(plot(result))
+        from examples.benchmarks.plots import rates
+
+        rates(result).savefig(args.plot)
 
 
 if __name__ == "__main__":
