@@ -3,7 +3,7 @@
     python -m examples.benchmarks.engine --layers 8 --batch 1 8 64              # a table
     python -m examples.benchmarks.engine --layers 24 --batch 1 --json out.json
     python -m examples.benchmarks.engine --batch 1 2 4 8 16 32 64 128 --context 1024 8192 --plot throughput.svg
-    python -m examples.benchmarks.engine --layers 43 --ep 2 --dp 2 --batch 1 8 64 256 --executor thread --profile
+    python -m examples.benchmarks.engine --layers 43 --ep 2 --dp 2 --batch 1 8 64 256
     python -m examples.benchmarks.engine --model pro --layers 8 --tp 4 --batch 1 8 64
     python -m examples.benchmarks.engine --model v2-lite --layers 27 --batch 1 8 64 256
     python -m examples.benchmarks.engine --model shipped --layers 6 --device cpu --tp 2 --batch 1 4 --context 64 --prefill 1x256
@@ -11,10 +11,8 @@
 Prints how long the start took and on what, the time of a decode step and how near it comes to the bytes it must read, the host's
 part of it, the rate of prefill, and the sequences that fit. Weights are random and need no download (V4-Flash: 3.4 GB a layer).
 
-With several GPUs the floor is what one of them must read, and a batch is shared by the replicas. ``--profile`` lists the kernels of
-one, how much of a step those of collectives took (moving data, and waiting for the other GPUs), how long none ran, and how much of
-that in gaps of more than 10 us, as when the host is late. With several ranks it watches rank 0 and needs ``--executor thread``,
-which has that rank in this process.
+With several GPUs the floor is what one of them must read, and a batch is shared by the replicas. ``profile.py`` shows where the
+time of a step goes.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,7 +36,6 @@ from typing import Any
 import torch
 
 from dsv4lite import AsyncLLM, EngineConfig, SamplingParams, tiny_model
-from dsv4lite.api.streams import AsyncStream
 from dsv4lite.device import choose_device
 from dsv4lite.layout import AXES, Layout
 from dsv4lite.models.config import ModelConfig
@@ -52,9 +48,6 @@ from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 
 BYTES_PER_SECOND = 4.3e12  # an H200's copy rate
-PROFILED_STEPS = 12
-STEPS_BEFORE_PROFILE = 1500  # they go on while the profiler gets ready
-LONG_GAP_US = 10.0
 
 
 def flash(layers: int) -> dict[str, Any]:
@@ -193,48 +186,23 @@ def params(count: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
 
 
-async def decode(
-    llm: AsyncLLM, batch: int, context: int, tokens: int, rng: random.Random, kernels: list[dict[str, Any]] | None = None
-) -> dict[str, float]:
-    """Return seconds of a step in which ``batch`` sequences decode, as one of their streams sees it, and the host's part.
-
-    With ``kernels`` some more steps are profiled, and their kernels are added to it; the seconds of a step that collectives take
-    are returned, too, their share of what all kernels take, and the seconds in which none runs, in all and in long gaps.
-    """
+async def decode(llm: AsyncLLM, batch: int, context: int, tokens: int, rng: random.Random) -> dict[str, float]:
+    """Return seconds of a step in which ``batch`` sequences decode, as one of their streams sees it, and the host's part."""
 
     def prompt() -> list[int]:
         return [rng.randrange(3, 4000) for _ in range(context)]
 
     times, host = [], []
-
-    async def read(stream: AsyncStream, count: int) -> None:
-        while count > 0:
-            delta = await anext(stream)
-            count -= len(delta.token_ids)
+    others = [asyncio.create_task(llm.generate(prompt(), params(tokens + 64 + 8 * batch))) for _ in range(batch - 1)]
+    await asyncio.sleep(0.05)
+    async with llm.stream(prompt(), params(tokens)) as stream:  # the last to start: the others decode by then
+        async for delta in stream:
             times.extend([time.perf_counter()] * len(delta.token_ids))
             host.append(llm.stats().host_s)
-
-    longer = tokens + (0 if kernels is None else STEPS_BEFORE_PROFILE + PROFILED_STEPS)
-    others = [asyncio.create_task(llm.generate(prompt(), params(longer + 64 + 8 * batch))) for _ in range(batch - 1)]
-    await asyncio.sleep(0.05)
-    async with llm.stream(prompt(), params(longer)) as stream:  # the last to start: the others decode by then
-        await read(stream, tokens)
-        gaps = [b - a for a, b in pairwise(times)][tokens // 2 :]
-        found = {"step_s": statistics.median(gaps), "host_s": statistics.median(host[tokens // 2 :])}
-        if kernels is not None:
-            with profiled(kernels) as gaps_us:
-                begun = llm.stats().steps
-                while llm.stats().steps < begun + PROFILED_STEPS:  # there may be tokens from before
-                    await read(stream, 1)
-                torch.cuda.synchronize()
-                steps = llm.stats().steps - begun
-            found["nccl_s"] = communication(kernels) / steps
-            found["nccl_share"] = communication(kernels) / (1e-6 * sum(row["us"] for row in kernels))
-            found["idle_s"] = 1e-6 * sum(gaps_us) / steps
-            found["late_s"] = 1e-6 * sum(gap for gap in gaps_us if gap > LONG_GAP_US) / steps
+    gaps = [b - a for a, b in pairwise(times)][tokens // 2 :]
     llm.abort()
     await asyncio.gather(*others)
-    return found
+    return {"step_s": statistics.median(gaps), "host_s": statistics.median(host[tokens // 2 :])}
 
 
 async def prefill(llm: AsyncLLM, count: int, length: int, rng: random.Random) -> float:
@@ -243,41 +211,6 @@ async def prefill(llm: AsyncLLM, count: int, length: int, rng: random.Random) ->
     started = time.perf_counter()
     await llm.generate_batch(prompts, params(1))
     return count * length / (time.perf_counter() - started)
-
-
-@contextmanager
-def profiled(kernels: list[dict[str, Any]]) -> Iterator[list[float]]:
-    """Watch this process's GPU during a block; add its kernels to a list, by the time they take in all.
-
-    The block gets a list that has, behind it, the microseconds between each kernel and the next one that did not overlap it.
-    """
-    gaps: list[float] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        yield gaps
-    ran = sorted(
-        (e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA
-    )
-    ended = ran[0][0] if ran else 0.0
-    for begun, end in ran:
-        gaps += [begun - ended] if begun > ended else []
-        ended = max(ended, end)
-    rows = sorted(profile.key_averages(), key=lambda row: -row.device_time_total)
-    kernels += [{"kernel": row.key, "calls": row.count, "us": row.device_time_total} for row in rows]
-
-
-def show(name: str, kernels: list[dict[str, Any]], most: int) -> None:
-    """Print the kernels that take the most time."""
-    total = sum(row["us"] for row in kernels) or 1.0
-    print(f"{name}: {total / 1e3:.1f} ms on the device\n{'share':>7}{'calls':>8}{'us each':>10}  kernel")
-    for row in kernels[:most]:
-        print(f"{row['us'] / total:>7.1%}{row['calls']:>8}{row['us'] / row['calls']:>10.1f}  {row['kernel'][:90]}", flush=True)
-
-
-def communication(kernels: list[dict[str, Any]]) -> float:
-    """Return the seconds that kernels of collectives took."""
-    return 1e-6 * sum(
-        row["us"] for row in kernels if row["kernel"].startswith(("nccl", "all_reduce_k", "all_gather_k", "reduce_scatter_k"))
-    )
 
 
 def written(config: dict[str, Any]) -> str:
@@ -321,40 +254,20 @@ async def measure(llm: AsyncLLM, args: argparse.Namespace, result: dict[str, Any
     rng, config = random.Random(0), llm.config
     source = ModelSource.open(config)
     numerics = choose_numerics(config, source, choose_device(config))
-    title = f"{'batch':>6}{'context':>9}{'step ms':>10}{'floor ms':>10}{'share':>8}{'host ms':>9}{'tok/s':>9}"
-    print(title + (f"{'sums ms':>9}{'share':>8}{'us a layer':>12}{'idle ms':>9}{'late ms':>9}" if args.profile else ""))
+    print(f"{'batch':>6}{'context':>9}{'step ms':>10}{'floor ms':>10}{'share':>8}{'host ms':>9}{'tok/s':>9}")
     floors = [count / BYTES_PER_SECOND for count in floor_bytes(source.model, numerics, config.layout, args.batch, source.family)]
     for batch, floor in zip(args.batch, floors, strict=True):
         for context in args.context:
-            kernels: list[dict[str, Any]] | None = [] if args.profile and batch in (args.profile_batch or args.batch) else None
-            measured = await decode(llm, batch, context, args.tokens, rng, kernels)
+            measured = await decode(llm, batch, context, args.tokens, rng)
             step = measured["step_s"]
             result["decode"].append({"batch": batch, "context": context, "floor_s": floor, **measured})
-            row = (
-                f"{batch:>6}{context:>9}{step * 1e3:>10.2f}{floor * 1e3:>10.2f}{floor / step:>8.2f}"
-                f"{measured['host_s'] * 1e3:>9.2f}{batch / step:>9.0f}"
-            )
-            if kernels is not None:
-                each = 1e6 * measured["nccl_s"] / args.layers
-                row += f"{1e3 * measured['nccl_s']:>9.2f}{measured['nccl_share']:>8.1%}{each:>12.1f}"
-                row += f"{1e3 * measured['idle_s']:>9.2f}{1e3 * measured['late_s']:>9.2f}"
-            print(row, flush=True)
-            if kernels is not None:
-                name = f"decode, batch {batch}, context {context}"
-                result[name] = kernels
-                show(name, kernels, args.profile)
+            row = f"{batch:>6}{context:>9}{step * 1e3:>10.2f}{floor * 1e3:>10.2f}{floor / step:>8.2f}"
+            print(f"{row}{measured['host_s'] * 1e3:>9.2f}{batch / step:>9.0f}", flush=True)
     for count, length in args.prefill:
         await prefill(llm, 1, length, rng)
         rate = await prefill(llm, count, length, rng)
         result[f"prefill_{count}x{length}"] = rate
         print(f"prefill {count} x {length}: {rate:,.0f} tokens/s", flush=True)
-    if args.profile and args.prefill:
-        kernels = result["prefill"] = []
-        with profiled(kernels):
-            await prefill(llm, *args.prefill[0], rng)
-            torch.cuda.synchronize()
-        result["prefill_nccl_share"] = communication(kernels) / (1e-6 * sum(row["us"] for row in kernels))
-        show("prefill {} x {}".format(*args.prefill[0]), kernels, args.profile)
 
 
 def device_name(args: argparse.Namespace) -> str:
@@ -439,18 +352,11 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=96, help="tokens to decode for each figure (default 96)")
     sizes: dict[str, Any] = {"type": prompts_of, "nargs": "*", "default": [(1, 8192), (64, 1024)], "metavar": "COUNTxTOKENS"}
     parser.add_argument("--prefill", **sizes, help="prompts to prefill (default 1x8192 64x1024)")
-    parser.add_argument("--profile", type=int, nargs="?", const=40, default=0, metavar="N", help="list the kernels that take most")
-    parser.add_argument("--profile-batch", type=int, nargs="+", metavar="BATCH", help="only for these (default all)")
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw tokens per second against batch, with the floor, into this file (SVG, PNG, ...)"
     )
-    args = parser.parse_args(line)
-    if args.profile and (args.device == "cpu" or not torch.cuda.is_available()):
-        parser.error("--profile watches a GPU")
-    if args.profile and args.tp * args.ep * args.dp * args.pp > 1 and args.executor != "thread":
-        parser.error("--profile watches this process; with several ranks it needs --executor thread")
-    return args
+    return parser.parse_args(line)
 
 
 def main() -> None:

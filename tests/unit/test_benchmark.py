@@ -17,7 +17,7 @@ from dsv4lite.models.deepseek_mla.config import parse_config as read_mla
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.family import FAMILIES
 from dsv4lite.weights.quant import Numerics
-from examples.benchmarks.engine import MODELS, arguments, communication, flash, floor_bytes, pro, run, v2_lite
+from examples.benchmarks.engine import MODELS, arguments, flash, floor_bytes, pro, run, v2_lite
 from examples.benchmarks.rollouts import main as benchmark_rollouts
 from tests import tiny
 from tests.mla import V2_LITE, V3, V32
@@ -132,11 +132,6 @@ def test_floor_of_several_gpus_is_what_one_of_them_reads() -> None:
     assert floor(8, 1, pp=2) == pytest.approx(one, rel=0.01), "a token goes through one stage after the other"
 
 
-def test_communication_is_the_time_of_collectives() -> None:
-    kernels = [{"kernel": "ncclDevKernel_AllReduce", "us": 30.0}, {"kernel": "gemm", "us": 5.0}, {"kernel": "ncclDev", "us": 2.0}]
-    assert communication(kernels) == pytest.approx(32e-6)
-
-
 def test_benchmark_measures_a_layout_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--model shipped --layers 1 --device cpu --ep 2 --executor thread --batch 1 2 --context 8 --tokens 6 --prefill 2x16"
     result = asyncio.run(run(arguments([*line.split(), "--max-model-len", "1024"])))
@@ -146,11 +141,10 @@ def test_benchmark_measures_a_layout_on_a_cpu(capsys: pytest.CaptureFixture[str]
     assert "V4-Shipped/1, tp=1 ep=2 dp=1 pp=1: started in" in capsys.readouterr().out
 
 
-def test_profile_of_what_cannot_be_watched_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for line, reason in (("--device cpu", "watches a GPU"), ("--prefill 64", "invalid prompts_of value")):
-        with pytest.raises(SystemExit):
-            arguments([*line.split(), "--profile"])
-        assert reason in capsys.readouterr().err
+def test_prompts_without_a_length_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(["--prefill", "64"])
+    assert "invalid prompts_of value" in capsys.readouterr().err
 
 
 def test_rollouts_are_measured_phase_by_phase(capsys: pytest.CaptureFixture[str]) -> None:
