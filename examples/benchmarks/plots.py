@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -10,8 +13,6 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-
-COLOURS = {"dsv4lite": "#1f6fb2", "vllm": "#c8501e"}
 
 
 def rates(result: Mapping[str, Any]) -> Figure:
@@ -42,23 +43,37 @@ def shares(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the share of the roofline that each engine reaches: a group of bars for each row of the table that has a roofline.
 
     Args:
-        rows: Of ``table.run``, of one device, model and layout.
+        rows: Of ``table.run``, also of several models and layouts.
     """
     rows = [row for row in rows if row["roofline_s"]]
-    names = list(dict.fromkeys(row["row"] for row in rows))
+    groups = dict.fromkeys((row["device"], row["model"], row["layout"]) for row in rows)
+    names = [f"{row['model']}, {row['layout']}: {row['row']}" if len(groups) > 1 else str(row["row"]) for row in rows]
+    places = {name: place for place, name in enumerate(dict.fromkeys(names))}
     engines = sorted({row["engine"] for row in rows})
-    figure, axes = pyplot.subplots(figsize=(8, 1.5 + 0.5 * len(names)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.45 * len(places)), layout="constrained")
     height = 0.8 / max(1, len(engines))
     for number, engine in enumerate(engines):
-        given = {row["row"]: row["roofline_s"] / row["seconds"] for row in rows if row["engine"] == engine}
-        places = [names.index(name) + number * height for name in given]
-        axes.barh(places, list(given.values()), height, color=COLOURS.get(engine), label=engine)
-    axes.set_yticks([place + (len(engines) - 1) * height / 2 for place in range(len(names))], labels=names)
+        given = {
+            places[name]: row["roofline_s"] / row["seconds"]
+            for name, row in zip(names, rows, strict=True)
+            if row["engine"] == engine
+        }
+        bars = axes.barh([place + number * height for place in given], list(given.values()), height, label=engine)
+        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
+    axes.set_yticks([place + (len(engines) - 1) * height / 2 for place in places.values()], labels=list(places))
     axes.invert_yaxis()
     axes.axvline(1, color="grey", linestyle="--")
-    axes.set(xlabel="share of the roofline")
-    if rows:
-        axes.set_title(", ".join(rows[0][key] for key in ("device", "model", "layout")))
+    axes.set(xlabel="share of the roofline", title="; ".join(", ".join(group) for group in groups) if len(groups) == 1 else None)
     axes.legend()
     pyplot.close(figure)
     return figure
+
+
+def main() -> None:
+    """Draw the rows of a file of ``table.py``: ``python -m examples.benchmarks.plots table.json table.svg``."""
+    rows = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    shares(rows).savefig(sys.argv[2])
+
+
+if __name__ == "__main__":
+    main()

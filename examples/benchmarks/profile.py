@@ -107,7 +107,7 @@ class Costs:
 
     def call(self, op: Op[Any, Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Call:
         """Return a call with what it costs."""
-        given, name = args[0], op.__name__
+        given, name = args[0] if args else None, op.__name__
         if isinstance(given, ExpertInputs | MoeInputs):
             return self._chosen(name, given, result)
         if isinstance(given, AttentionInputs):

@@ -6,16 +6,16 @@
     python -m examples.benchmarks.table --model shipped --layers 2 --device cpu --batch 1 2 --context 8 --tokens 4 --runs 1 \\
         --prefill 2x16 --requests 4x2 --lengths 16x4
 
-Rows, by name; ``--rows decode`` means all that begin with ``decode-``:
+Rows, by name; ``--rows decode`` means all that begin with ``decode-``, ``--rows decode-64`` those of 64 sequences:
 
-* ``decode-B``: a step of B sequences: the time of ``--tokens`` tokens minus the time of one token, for the whole batch, divided by
-  the steps in between, through the offline call.
+* ``decode-BxC``: a step of B sequences with prompts of C tokens: the time of ``--tokens`` tokens minus the time of one token, for
+  the whole batch, divided by the steps in between, through the offline call.
 * ``prefill-CxL``: C prompts of L tokens, one token each.
 * ``requests``: 512 requests with prompts of 16 to 1024 and outputs of 16 to 512 tokens, 256 at once.
 * ``start-cold`` and ``start-warm``: from nothing to a ready engine, with an empty folder of compiled kernels and then with a full
   one, each in a new process.
-* ``speculation-D-B``: one token of each of B sequences with the drafter D: ``none``, ``mtp1``, ``mtp2``, ``adaptive``. The MTP
-  block drafts, which costs what it costs, but the tokens to verify come from a record, each right with a probability of
+* ``speculation-D-BxC``: one token of each of B such sequences with the drafter D: ``none``, ``mtp1``, ``mtp2``, ``adaptive``.
+  The MTP block drafts, which costs what it costs, but the tokens to verify come from a record, each right with a probability of
   ``--acceptance`` (see ``speculation.py``).
 
 Figures are the median of ``--runs``. V4's layers are all routed by token id and tokens are sampled at temperature 1, so that every
@@ -171,7 +171,12 @@ def workloads(args: argparse.Namespace) -> Iterator[Workload]:
         given, steps = prompts([args.context] * batch), args.tokens - 1
         least = rooflines.step_s[batch]
         yield Workload(
-            row=f"decode-{batch}", prompts=given, counts=[args.tokens] * batch, roofline_s=least, steps=steps, tokens=batch
+            row=f"decode-{batch}x{args.context}",
+            prompts=given,
+            counts=[args.tokens] * batch,
+            roofline_s=least,
+            steps=steps,
+            tokens=batch,
         )
     for many, length in args.prefill:
         tokens = many * length
@@ -204,7 +209,7 @@ class Table:
 
     def wants(self, row: str) -> bool:
         """Return whether a row is to be measured."""
-        return not self._chosen or any(row == name or row.startswith(f"{name}-") for name in self._chosen)
+        return not self._chosen or any(row == name or row.startswith((f"{name}-", f"{name}x")) for name in self._chosen)
 
     @property
     def own(self) -> list[dict[str, Any]]:
@@ -275,7 +280,9 @@ def start(args: argparse.Namespace, table: Table) -> None:
 
 async def speculate(args: argparse.Namespace, config: EngineConfig, table: Table) -> None:
     """Measure drafters whose draft tokens are right with a given probability; see ``speculation.py``."""
-    wanted = {name: [batch for batch in args.batch if table.wants(f"speculation-{name}-{batch}")] for name in DRAFTERS}
+    wanted = {
+        name: [batch for batch in args.batch if table.wants(f"speculation-{name}-{batch}x{args.context}")] for name in DRAFTERS
+    }
     if not any(wanted.values()):
         return
     steps = args.tokens
@@ -285,7 +292,7 @@ async def speculate(args: argparse.Namespace, config: EngineConfig, table: Table
         for batch in wanted[name]:
             per_s = [(await rate(llm, batch, args.context, steps, tokens))["tokens_per_s"] for _ in range(args.runs)]
             seconds = [batch / each for each in per_s]
-            table.add(f"speculation-{name}-{batch}", Own.name, version("dsv4lite"), seconds, None, batch)
+            table.add(f"speculation-{name}-{batch}x{args.context}", Own.name, version("dsv4lite"), seconds, None, batch)
 
     config = replace(config, max_num_seqs=-(-max(args.batch) // config.data_parallel_size))
     async with AsyncLLM(config) as llm:

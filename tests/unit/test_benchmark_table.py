@@ -80,7 +80,7 @@ def test_a_step_is_what_more_tokens_take_and_the_middle_run_counts(monkeypatch: 
     monkeypatch.setattr(table, "Own", Fake)
     monkeypatch.setattr(Fake, "runs", 0)
     decode, prefill = table.run(arguments("--batch 2 --tokens 9 --runs 3 --rows decode,prefill"))
-    assert decode["row"] == "decode-2" and decode["seconds"] == 2 and decode["runs"] == [2, 20, 2]
+    assert decode["row"] == "decode-2x8" and decode["seconds"] == 2 and decode["runs"] == [2, 20, 2]
     assert (prefill["row"], prefill["seconds"], prefill["tokens"]) == ("prefill-2x16", 10, 32)
 
 
@@ -89,8 +89,8 @@ def test_rows_are_measured_in_parts_and_merged(tmp_path: Path, capsys: pytest.Ca
     other = {"device": "another", "model": "V4-Flash/8", "layout": "tp=1 ep=1 dp=1 pp=1", "row": "decode-1", "engine": "dsv4lite"}
     file.write_text(json.dumps([other]))
     for rows, names in (
-        ("decode-2,prefill", ["decode-2", "prefill-2x16"]),
-        ("requests,decode-2", ["prefill-2x16", "decode-2", "requests"]),
+        ("decode-2,prefill", ["decode-2x8", "prefill-2x16"]),
+        ("requests,decode-2", ["prefill-2x16", "decode-2x8", "requests"]),
     ):
         found = table.run(arguments(f"--rows {rows} --json {file}"))
         assert [row["row"] for row in found] == names
@@ -107,7 +107,7 @@ def test_drafters_and_starts_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "START", 2)
     monkeypatch.setattr("examples.benchmarks.speculation.START", 2)
     found = table.run(arguments("--acceptance 1 --rows start,speculation-mtp2-1,speculation-adaptive-2"))
-    names = ["start-cold", "start-warm", "speculation-mtp2-1", "speculation-adaptive-2"]
+    names = ["start-cold", "start-warm", "speculation-mtp2-1x8", "speculation-adaptive-2x8"]
     assert [row["row"] for row in found] == names and all(row["seconds"] > 0 for row in found)
     assert all(row["roofline_s"] is None for row in found)
 
@@ -134,6 +134,8 @@ def test_shares_are_drawn_for_every_row_with_a_roofline(tmp_path: Path, monkeypa
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.5, 0.8, 0.25])
     assert [text.get_text() for text in axes.get_yticklabels()] == ["decode-1", "prefill-1x8192"]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["dsv4lite", "vllm"]
+    several = shares([*rows, {**rows[0], "layout": "tp=2"}]).axes[0]
+    assert [text.get_text() for text in several.get_yticklabels()][-1] == "V4-Flash/8, tp=2: decode-1"
     monkeypatch.setattr(table, "Own", Fake)
     table.run(arguments(f"--rows prefill --plot {tmp_path / 'table.png'}"))
     assert (tmp_path / "table.png").stat().st_size > 1000
@@ -163,8 +165,8 @@ def test_peer_gets_the_same_settings_and_rows(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(table, "Own", Fake)
     found = table.run(arguments(f"--peer --rows decode-1,requests --json {tmp_path / 'table.json'}"))
     assert [(row["row"], row["engine"]) for row in found] == [
-        *(("decode-1", "fake"), ("requests", "fake")),
-        *(("decode-1", "vllm"), ("requests", "vllm")),
+        *(("decode-1x8", "fake"), ("requests", "fake")),
+        *(("decode-1x8", "vllm"), ("requests", "vllm")),
     ]
     assert {row["version"] for row in found} == {"1", "0.26.0"}
     (settings,) = made
