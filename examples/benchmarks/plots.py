@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
+from matplotlib import rcParams
 from matplotlib.figure import Figure
+
+rcParams["svg.fonttype"] = "none"  # text stays text
 
 
 def rates(result: Mapping[str, Any]) -> Figure:
@@ -21,7 +20,8 @@ def rates(result: Mapping[str, Any]) -> Figure:
     Args:
         result: Of ``engine.run``.
     """
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
     rows = result["decode"]
     for context in sorted({row["context"] for row in rows}):
         points = [(row["batch"], row["batch"] / row["step_s"]) for row in rows if row["context"] == context]
@@ -35,7 +35,6 @@ def rates(result: Mapping[str, Any]) -> Figure:
     axes.set_title(f"{result['device']}, {result['model']}: decoded tokens per second")
     axes.grid(alpha=0.3)
     axes.legend()
-    pyplot.close(figure)
     return figure
 
 
@@ -50,7 +49,8 @@ def shares(rows: Sequence[Mapping[str, Any]]) -> Figure:
     names = [f"{row['model']}, {row['layout']}: {row['row']}" if len(groups) > 1 else str(row["row"]) for row in rows]
     places = {name: place for place, name in enumerate(dict.fromkeys(names))}
     engines = sorted({row["engine"] for row in rows})
-    figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.45 * len(places)), layout="constrained")
+    figure = Figure(figsize=(9, 1.5 + 0.45 * len(places)), layout="constrained")
+    axes = figure.subplots()
     height = 0.8 / max(1, len(engines))
     for number, engine in enumerate(engines):
         given = {
@@ -64,8 +64,7 @@ def shares(rows: Sequence[Mapping[str, Any]]) -> Figure:
     axes.invert_yaxis()
     axes.axvline(1, color="grey", linestyle="--")
     axes.set(xlabel="share of the roofline", title="; ".join(", ".join(group) for group in groups) if len(groups) == 1 else None)
-    axes.legend()
-    pyplot.close(figure)
+    axes.legend(loc="lower right")
     return figure
 
 
