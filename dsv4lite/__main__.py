@@ -15,7 +15,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import TypeAlias
 
-from dsv4lite.config import tiny_model
+from dsv4lite.config import EngineSettings, tiny_model
 from dsv4lite.errors import DSV4LiteError
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -98,19 +98,29 @@ def _add_inspection(commands: Commands) -> None:
     plan.add_argument("--gpu", help="GPU to plan for, for example h200; it need not be in this machine (default: this machine's)")
     plan.add_argument("--memory", type=_bytes, help="memory of the GPU (or of --device cpu) to plan for, for example 141GiB")
     plan.add_argument("--devices", type=int, help="compare all ways to share the model among so many devices")
-    plan.add_argument("--kv-cache-memory", type=_bytes, help="bytes for sequence state")
-    plan.add_argument("--max-model-len", type=int, help="longest sequence in tokens")
-    plan.add_argument("--max-num-seqs", type=int, default=64, help="sequences at once (default: 64)")
-    plan.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens of one step (default: 2048)")
-    plan.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of activations")
-    plan.add_argument(
-        "--kv-cache-dtype", choices=("auto", "fp8", "bfloat16", "float32"), default="auto", help="of rows of the KV cache"
-    )
-    for axis, what in _AXES.items():
-        plan.add_argument(f"--{axis}-parallel-size", type=int, default=1, help=f"{what} (default: 1)")
+    _add_sizes(plan)
     plan.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: auto)")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(run=_plan)
+
+    compile_ = commands.add_parser(
+        "compile",
+        help="compile an engine's kernels for a GPU that need not be here",
+        description="Compile all kernels that an engine with these settings launches, without a GPU, into a folder. An engine of "
+        "which it is the compile_cache_dir, here or copied to another machine with the same versions of this package, PyTorch and "
+        "Triton, starts without compiling. Give the settings of that engine. The exit status is 1 if a kernel cannot be compiled.",
+    )
+    compile_.add_argument(
+        "model", nargs="?", default=tiny_model(), help="folder or hub id of a checkpoint (default: the shipped one)"
+    )
+    compile_.add_argument("--revision", help="hub revision")
+    compile_.add_argument("--gpu", required=True, help="GPU to compile for, for example h200")
+    compile_.add_argument("--output", help="folder for the kernels (default: that of engines)")
+    _add_sizes(compile_)
+    compile_.add_argument("--deterministic", action="store_true", help="of an engine with deterministic=True")
+    compile_.add_argument("--mtp", type=int, metavar="K", help="of an engine with speculative=MTP(K)")
+    compile_.add_argument("--json", action="store_true", help="print JSON")
+    compile_.set_defaults(run=_compile)
 
     inspect = commands.add_parser(
         "inspect",
@@ -149,6 +159,37 @@ def _add_inspection(commands: Commands) -> None:
     parity.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: auto)")
     parity.add_argument("--json", action="store_true", help="print JSON")
     parity.set_defaults(run=_parity)
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the settings that sizes and shapes of an engine follow from."""
+    parser.add_argument("--kv-cache-memory", type=_bytes, help="bytes for sequence state")
+    parser.add_argument("--max-model-len", type=int, help="longest sequence in tokens")
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences at once (default: 64)")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens of one step (default: 2048)")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of activations")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8", "bfloat16", "float32"), default="auto", help="of rows of the KV cache"
+    )
+    for axis, what in _AXES.items():
+        parser.add_argument(f"--{axis}-parallel-size", type=int, default=1, help=f"{what} (default: 1)")
+
+
+def _sizes(args: argparse.Namespace) -> EngineSettings:
+    """Return the settings of ``_add_sizes``."""
+    return {
+        "revision": args.revision,
+        "kv_cache_memory_bytes": args.kv_cache_memory,
+        "max_model_len": args.max_model_len,
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "dtype": args.dtype,
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "expert_parallel_size": args.expert_parallel_size,
+        "data_parallel_size": args.data_parallel_size,
+        "pipeline_parallel_size": args.pipeline_parallel_size,
+    }
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -220,18 +261,26 @@ def _plan(args: argparse.Namespace) -> int:
         gpu=args.gpu,
         memory_bytes=args.memory,
         devices=args.devices,
-        revision=args.revision,
-        kv_cache_memory_bytes=args.kv_cache_memory,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        dtype=args.dtype,
-        kv_cache_dtype=args.kv_cache_dtype,
         device=args.device,
-        **{f"{axis}_parallel_size": getattr(args, f"{axis}_parallel_size") for axis in _AXES},
+        **_sizes(args),
     )
     print(json.dumps(asdict(plan), indent=2) if args.json else plan)
     return 0 if plan.fits else 1
+
+
+def _compile(args: argparse.Namespace) -> int:
+    from dsv4lite import MTP, EngineConfig
+    from dsv4lite.engine.ahead import compile_ahead
+
+    def progress(done: int, total: int) -> None:
+        print(f"{done} of {total} kernels", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+
+    settings = _sizes(args)
+    settings["compile_cache_dir"], settings["deterministic"] = args.output, args.deterministic
+    settings["speculative"] = None if args.mtp is None else MTP(args.mtp)
+    compiled = compile_ahead(EngineConfig(model=args.model, **settings), args.gpu, progress)
+    print(json.dumps(asdict(compiled)) if args.json else compiled)
+    return 0 if compiled.missing == 0 else 1
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -278,8 +327,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status.
 
     Returns:
-        0 for success; 1 for a plan that does not fit, a checkpoint that is not complete, a bad op, unequal bits or rows that
-        failed; 2 for an error; 128 and the signal's number after Ctrl-C, or where the reader of the output has left.
+        0 for success; 1 for a plan that does not fit, a kernel that cannot be compiled, a checkpoint that is not complete, a bad
+        op, unequal bits or rows that failed; 2 for an error; 128 and the signal's number after Ctrl-C, or where the reader of the
+        output has left.
     """
     args = _parser().parse_args(argv)
     if args.verbose:

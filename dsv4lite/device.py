@@ -51,6 +51,7 @@ class Chip:
         capability: Compute capability.
         memory_bytes_s: Memory bandwidth, from the data sheet.
         link_bytes_s: To another GPU, in one direction, from the data sheet: NVLink, or PCI Express.
+        multiprocessors: How many it has.
     """
 
     name: str
@@ -58,18 +59,19 @@ class Chip:
     capability: tuple[int, int]
     memory_bytes_s: float
     link_bytes_s: float
+    multiprocessors: int
 
 
 CHIPS = {
-    "a100-40gb": Chip("NVIDIA A100 40GB", 39 << 30, (8, 0), 1.555e12, 300e9),
-    "a100-80gb": Chip("NVIDIA A100 80GB", 79 << 30, (8, 0), 2.039e12, 300e9),
-    "l40s": Chip("NVIDIA L40S", 44 << 30, (8, 9), 0.864e12, 32e9),
-    "rtx4090": Chip("NVIDIA GeForce RTX 4090", 23 << 30, (8, 9), 1.008e12, 32e9),
-    "h100": Chip("NVIDIA H100 80GB", 79 << 30, (9, 0), 3.35e12, 450e9),
-    "h200": Chip("NVIDIA H200", 139 << 30, (9, 0), 4.8e12, 450e9),
-    "b200": Chip("NVIDIA B200", 178 << 30, (10, 0), 8e12, 900e9),
-    "rtx5090": Chip("NVIDIA GeForce RTX 5090", 31 << 30, (12, 0), 1.792e12, 64e9),
-    "rtx-pro-6000": Chip("NVIDIA RTX PRO 6000 Blackwell", 94 << 30, (12, 0), 1.792e12, 64e9),
+    "a100-40gb": Chip("NVIDIA A100 40GB", 39 << 30, (8, 0), 1.555e12, 300e9, 108),
+    "a100-80gb": Chip("NVIDIA A100 80GB", 79 << 30, (8, 0), 2.039e12, 300e9, 108),
+    "l40s": Chip("NVIDIA L40S", 44 << 30, (8, 9), 0.864e12, 32e9, 142),
+    "rtx4090": Chip("NVIDIA GeForce RTX 4090", 23 << 30, (8, 9), 1.008e12, 32e9, 128),
+    "h100": Chip("NVIDIA H100 80GB", 79 << 30, (9, 0), 3.35e12, 450e9, 132),
+    "h200": Chip("NVIDIA H200", 139 << 30, (9, 0), 4.8e12, 450e9, 132),
+    "b200": Chip("NVIDIA B200", 178 << 30, (10, 0), 8e12, 900e9, 148),
+    "rtx5090": Chip("NVIDIA GeForce RTX 5090", 31 << 30, (12, 0), 1.792e12, 64e9, 170),
+    "rtx-pro-6000": Chip("NVIDIA RTX PRO 6000 Blackwell", 94 << 30, (12, 0), 1.792e12, 64e9, 188),
 }
 
 

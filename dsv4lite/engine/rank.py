@@ -41,13 +41,14 @@ from dsv4lite.engine.step_graphs import StepGraphs, graph_widths
 from dsv4lite.errors import CheckpointError, ConfigError, InvalidRequestError, UnsupportedError
 from dsv4lite.files import open_regular
 from dsv4lite.models.config import ModelConfig
+from dsv4lite.models.family import Model
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.rendezvous import differences
 from dsv4lite.planning.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan, merge_plans
 from dsv4lite.planning.workspace import SMALL_BLOCKS
 from dsv4lite.request import SamplingParams, check_token_ids
 from dsv4lite.sampling.sampler import Sampler
-from dsv4lite.speculation.drafters import make_drafter
+from dsv4lite.speculation.drafters import DeviceDrafter, make_drafter
 from dsv4lite.state.store import StateCache
 from dsv4lite.text.structured import GrammarCompiler
 from dsv4lite.text.tokenizer import Tokenizer
@@ -83,6 +84,57 @@ class ProbeReport:
     chat: str | None
     numerics: Numerics
     facts: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parts:
+    """What a rank runs its model with.
+
+    Attributes:
+        cache: State.
+        sampler: Of a rank that samples.
+        drafter: The model's own, on the last stage.
+        graphs: Captured steps, on a GPU.
+    """
+
+    cache: StateCache
+    sampler: Sampler | None
+    drafter: DeviceDrafter | None
+    graphs: StepGraphs | None
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        plan: MemoryPlan,
+        mesh: Mesh,
+        drafting: Drafting,
+        model: Model,
+        grammars: GrammarCompiler | None = None,
+    ) -> Parts:
+        """Allocate them beside a model, on its device; ``grammars`` is for a rank that samples."""
+        device, own = model.numerics.device, drafting.own
+        cache = StateCache.allocate(replace(model.state_spec, copies=1 + drafting.max_drafts), plan.sizes, device)
+        sampler: Sampler | None = None
+        if mesh.rank == mesh.layout.reporter(mesh.place.dp):
+            rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + drafting.max_drafts))
+            sampler = Sampler(model.config.vocab_size, device, config.seed, grammars, slots=plan.sizes.slots, rows=rows)
+        drafter = None if own is None or not model.shard.last else make_drafter(own, model, cache)
+        graphs: StepGraphs | None = None
+        # Verify steps are captured from ids to logits.
+        if device.type != "cpu" and model.capturable and (not drafting.max_drafts or mesh.layout.pp == 1):
+            graphs = StepGraphs(
+                model,
+                cache,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=plan.max_model_len,
+                widths=graph_widths(drafting.max_drafts, adaptive=drafting.adaptive),
+                max_tokens=config.max_num_batched_tokens,
+                sampling=sampler,
+                drafter=drafter,
+                adaptive=drafting.adaptive,
+            )
+        return cls(cache=cache, sampler=sampler, drafter=drafter, graphs=graphs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,47 +181,27 @@ class Probe:
         """
         try:
             config, device, drafting = self.config, self.numerics.device, self.drafting
-            own = drafting.own
             model = self.source.build(
                 self.numerics,
                 mesh,
-                with_mtp=own is not None,
+                with_mtp=drafting.own is not None,
                 dispatcher=config.dispatcher,
                 redundant_experts=config.redundant_experts,
                 seed=config.seed,
                 progress=progress,
             )
             give_back_unused(device)
-            cache = StateCache.allocate(replace(model.state_spec, copies=1 + drafting.max_drafts), plan.sizes, device)
-            samples, vocab_size = mesh.rank == mesh.layout.reporter(mesh.place.dp), self.source.model.vocab_size
-            sampler: Sampler | None = None
-            if samples:
-                rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + drafting.max_drafts))
-                sampler = Sampler(vocab_size, device, config.seed, grammars, slots=plan.sizes.slots, rows=rows)
-            drafter = None if own is None or not model.shard.last else make_drafter(own, model, cache)
-            graphs: StepGraphs | None = None
+            parts = Parts.of(config, plan, mesh, drafting, model, grammars)
+            cache, graphs = parts.cache, parts.graphs
             workspace = self.report.plan.per_device[0].workspace - SMALL_BLOCKS
             if device.type == "cuda":
-                # Verify steps are captured from ids to logits.
-                if model.capturable and (not drafting.max_drafts or mesh.layout.pp == 1):
-                    graphs = StepGraphs(
-                        model,
-                        cache,
-                        max_num_seqs=config.max_num_seqs,
-                        max_model_len=plan.max_model_len,
-                        widths=graph_widths(drafting.max_drafts, adaptive=drafting.adaptive),
-                        max_tokens=config.max_num_batched_tokens,
-                        sampling=sampler,
-                        drafter=drafter,
-                        adaptive=drafting.adaptive,
-                    )
                 reserve(device, workspace)
             balancer = None
             if config.redundant_experts is not None:
                 refill = partial(self.source.fill, numerics=self.numerics, mesh=mesh, seed=config.seed)
                 balancer = Balancer(model, refill, config.rebalance_steps)
             resident = Resident(model, cache, self.source, graphs=graphs, balancer=balancer, workspace=workspace)
-            runner = Runner(model, cache, sampler, graphs, drafter, mesh, balancer, resident)
+            runner = Runner(model, cache, parts.sampler, graphs, parts.drafter, mesh, balancer, resident)
             with torch.inference_mode():
                 cache_dir = config.compile_cache_dir or default_cache_dir()
                 runner.warm_up(config.max_num_batched_tokens, plan.max_model_len, cache_dir, progress)

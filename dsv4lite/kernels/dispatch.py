@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import update_wrapper
 from importlib import import_module
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,22 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Choice = TypeVar("Choice")
 
-GPU_TYPE = "cuda"  # of the devices that run kernels; tests on a machine without a GPU pretend that others do
+GPU_TYPE = "cuda"  # of the devices that run kernels; ``warmup.pretended`` and tests let others stand for a GPU
+
+
+class AbsentGpu(NamedTuple):
+    """What launchers ask about a GPU for which another device stands.
+
+    Attributes:
+        capability: Compute capability as one number.
+        multiprocessors: How many it has.
+    """
+
+    capability: int
+    multiprocessors: int
+
+
+ABSENT: AbsentGpu | None = None
 
 
 class ReferenceOnly:
@@ -109,10 +124,14 @@ def capability_of(device: torch.device) -> int:
     """Return the compute capability as one number, 90 for 9.0; the interpreter on a CPU stands for the newest."""
     if not on_gpu(device):
         return 120
+    if ABSENT is not None:
+        return ABSENT.capability
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
 def multiprocessors_of(device: torch.device) -> int:
     """Return how many multiprocessors the chip has; the interpreter on a CPU runs one program after the other and needs none."""
+    if ABSENT is not None:
+        return ABSENT.multiprocessors
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

@@ -3,6 +3,7 @@
     with recording() as wanted:     a pass that launches nothing
         ...
     prepare(wanted, directory)      loads what the directory holds, compiles the rest into it
+    with pretended(gpu):            the pass runs on tensors without memory, for a GPU that need not be here
 
 Left alone, Triton compiles where a kernel is first launched: one after the other, and much of it under the interpreter's lock. Here
 one more Python process does it for all of them, with a fork for each core; it never sees the device. Triton's configuration and the
@@ -34,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
@@ -42,10 +44,12 @@ from triton.runtime.cache import get_cache_key
 from triton.runtime.jit import JITFunction
 
 import dsv4lite.kernels
+from dsv4lite.kernels import dispatch
 
 log = logging.getLogger("dsv4lite.kernels")
 
 MOST_PROCESSES = 16
+_ABSENT_DEVICE = 1 << 20  # and the capability: a number that no device has
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from dsv4lite.kernels.warmup import main; main()"
 
 
@@ -83,9 +87,10 @@ class Specialization:
         """Return the compiled kernel if the directory, one of Triton's caches, holds it."""
         digest, record = self.place(directory)
         try:
-            files = json.loads(record.read_text())["child_paths"]
+            paths = json.loads(record.read_text())["child_paths"]
         except (OSError, ValueError, KeyError):  # never compiled, or damaged
             return None
+        files = {name: str(record.parent / Path(path).name) for name, path in paths.items()}  # it may have been moved since
         whole = all(Path(file).exists() for file in files.values())
         return CompiledKernel(self.source(), files, digest) if whole else None
 
@@ -170,6 +175,43 @@ def recording() -> Iterator[list[Wanted]]:
         for gate in gates:
             del gate.recording[thread]
     found += wanted.values()
+
+
+class _AbsentDriver:
+    """Triton's driver of a GPU that is not here: it knows the target, and a launch fails."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        return _ABSENT_DEVICE + self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+
+@contextmanager
+def pretended(gpu: dispatch.AbsentGpu) -> Iterator[torch.device]:
+    """Let tensors without memory stand for those of a GPU; only for a process in which no other thread launches kernels.
+
+    Yields:
+        The device of such tensors. Launches on it ask ``recording`` for the kernels of the GPU: addresses count from 0, and are as
+        aligned as those that CUDA allocates.
+    """
+    driver, before = triton.runtime.driver, (dispatch.GPU_TYPE, dispatch.ABSENT)
+    active = vars(driver)["_active"]  # the property would open one
+    dispatch.GPU_TYPE, dispatch.ABSENT = "meta", gpu
+    driver.set_active(_AbsentDriver(gpu.capability))
+    try:
+        yield torch.device("meta")
+    finally:
+        driver.set_active(active)
+        dispatch.GPU_TYPE, dispatch.ABSENT = before
+        for kernel in _kernels():
+            kernel.device_caches.pop(_ABSENT_DEVICE + gpu.capability, None)
 
 
 def triton_modules() -> list[str]:

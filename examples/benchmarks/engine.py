@@ -3,7 +3,7 @@
     python -m examples.benchmarks.engine --layers 8 --batch 1 8 64              # a table
     python -m examples.benchmarks.engine --layers 24 --batch 1 --json out.json
     python -m examples.benchmarks.engine --batch 1 2 4 8 16 32 64 128 --context 1024 8192 --plot throughput.svg
-    python -m examples.benchmarks.engine --layers 43 --ep 2 --dp 2 --batch 1 8 64 256 --executor thread --profile
+    python -m examples.benchmarks.engine --layers 43 --ep 2 --dp 2 --batch 1 8 64 256
     python -m examples.benchmarks.engine --model pro --layers 8 --tp 4 --batch 1 8 64
     python -m examples.benchmarks.engine --model v2-lite --layers 27 --batch 1 8 64 256
     python -m examples.benchmarks.engine --model shipped --layers 6 --device cpu --tp 2 --batch 1 4 --context 64 --prefill 1x256
@@ -11,10 +11,8 @@
 Prints how long the start took and on what, the time of a decode step and how near it comes to the bytes it must read, the host's
 part of it, the rate of prefill, and the sequences that fit. Weights are random and need no download (V4-Flash: 3.4 GB a layer).
 
-With several GPUs the floor is what one of them must read, and a batch is shared by the replicas. ``--profile`` lists the kernels of
-one, how much of a step those of collectives took (moving data, and waiting for the other GPUs), how long none ran, and how much of
-that in gaps of more than 10 us, as when the host is late. With several ranks it watches rank 0 and needs ``--executor thread``,
-which has that rank in this process.
+With several GPUs the floor is what one of them must read, and a batch is shared by the replicas. ``profile.py`` shows where the
+time of a step goes.
 """
 
 from __future__ import annotations
@@ -24,24 +22,20 @@ import asyncio
 import atexit
 import json
 import logging
-import math
 import random
 import resource
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 import torch
 
 from dsv4lite import AsyncLLM, EngineConfig, SamplingParams, tiny_model
-from dsv4lite.api.streams import AsyncStream
 from dsv4lite.device import choose_device
 from dsv4lite.layout import AXES, Layout
 from dsv4lite.models.config import ModelConfig
@@ -54,10 +48,6 @@ from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 
 BYTES_PER_SECOND = 4.3e12  # an H200's copy rate
-COLOURS = ("#1f6fb2", "#c8501e", "#2b8a3e", "#8a3ffc", "#b8860b", "#5c5c5c")
-PROFILED_STEPS = 12
-STEPS_BEFORE_PROFILE = 1500  # they go on while the profiler gets ready
-LONG_GAP_US = 10.0
 
 
 def flash(layers: int) -> dict[str, Any]:
@@ -196,48 +186,23 @@ def params(count: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
 
 
-async def decode(
-    llm: AsyncLLM, batch: int, context: int, tokens: int, rng: random.Random, kernels: list[dict[str, Any]] | None = None
-) -> dict[str, float]:
-    """Return seconds of a step in which ``batch`` sequences decode, as one of their streams sees it, and the host's part.
-
-    With ``kernels`` some more steps are profiled, and their kernels are added to it; the seconds of a step that collectives take
-    are returned, too, their share of what all kernels take, and the seconds in which none runs, in all and in long gaps.
-    """
+async def decode(llm: AsyncLLM, batch: int, context: int, tokens: int, rng: random.Random) -> dict[str, float]:
+    """Return seconds of a step in which ``batch`` sequences decode, as one of their streams sees it, and the host's part."""
 
     def prompt() -> list[int]:
         return [rng.randrange(3, 4000) for _ in range(context)]
 
     times, host = [], []
-
-    async def read(stream: AsyncStream, count: int) -> None:
-        while count > 0:
-            delta = await anext(stream)
-            count -= len(delta.token_ids)
+    others = [asyncio.create_task(llm.generate(prompt(), params(tokens + 64 + 8 * batch))) for _ in range(batch - 1)]
+    await asyncio.sleep(0.05)
+    async with llm.stream(prompt(), params(tokens)) as stream:  # the last to start: the others decode by then
+        async for delta in stream:
             times.extend([time.perf_counter()] * len(delta.token_ids))
             host.append(llm.stats().host_s)
-
-    longer = tokens + (0 if kernels is None else STEPS_BEFORE_PROFILE + PROFILED_STEPS)
-    others = [asyncio.create_task(llm.generate(prompt(), params(longer + 64 + 8 * batch))) for _ in range(batch - 1)]
-    await asyncio.sleep(0.05)
-    async with llm.stream(prompt(), params(longer)) as stream:  # the last to start: the others decode by then
-        await read(stream, tokens)
-        gaps = [b - a for a, b in pairwise(times)][tokens // 2 :]
-        found = {"step_s": statistics.median(gaps), "host_s": statistics.median(host[tokens // 2 :])}
-        if kernels is not None:
-            with profiled(kernels) as gaps_us:
-                begun = llm.stats().steps
-                while llm.stats().steps < begun + PROFILED_STEPS:  # there may be tokens from before
-                    await read(stream, 1)
-                torch.cuda.synchronize()
-                steps = llm.stats().steps - begun
-            found["nccl_s"] = communication(kernels) / steps
-            found["nccl_share"] = communication(kernels) / (1e-6 * sum(row["us"] for row in kernels))
-            found["idle_s"] = 1e-6 * sum(gaps_us) / steps
-            found["late_s"] = 1e-6 * sum(gap for gap in gaps_us if gap > LONG_GAP_US) / steps
+    gaps = [b - a for a, b in pairwise(times)][tokens // 2 :]
     llm.abort()
     await asyncio.gather(*others)
-    return found
+    return {"step_s": statistics.median(gaps), "host_s": statistics.median(host[tokens // 2 :])}
 
 
 async def prefill(llm: AsyncLLM, count: int, length: int, rng: random.Random) -> float:
@@ -246,41 +211,6 @@ async def prefill(llm: AsyncLLM, count: int, length: int, rng: random.Random) ->
     started = time.perf_counter()
     await llm.generate_batch(prompts, params(1))
     return count * length / (time.perf_counter() - started)
-
-
-@contextmanager
-def profiled(kernels: list[dict[str, Any]]) -> Iterator[list[float]]:
-    """Watch this process's GPU during a block; add its kernels to a list, by the time they take in all.
-
-    The block gets a list that has, behind it, the microseconds between each kernel and the next one that did not overlap it.
-    """
-    gaps: list[float] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        yield gaps
-    ran = sorted(
-        (e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA
-    )
-    ended = ran[0][0] if ran else 0.0
-    for begun, end in ran:
-        gaps += [begun - ended] if begun > ended else []
-        ended = max(ended, end)
-    rows = sorted(profile.key_averages(), key=lambda row: -row.device_time_total)
-    kernels += [{"kernel": row.key, "calls": row.count, "us": row.device_time_total} for row in rows]
-
-
-def show(name: str, kernels: list[dict[str, Any]], most: int) -> None:
-    """Print the kernels that take the most time."""
-    total = sum(row["us"] for row in kernels) or 1.0
-    print(f"{name}: {total / 1e3:.1f} ms on the device\n{'share':>7}{'calls':>8}{'us each':>10}  kernel")
-    for row in kernels[:most]:
-        print(f"{row['us'] / total:>7.1%}{row['calls']:>8}{row['us'] / row['calls']:>10.1f}  {row['kernel'][:90]}", flush=True)
-
-
-def communication(kernels: list[dict[str, Any]]) -> float:
-    """Return the seconds that kernels of collectives took."""
-    return 1e-6 * sum(
-        row["us"] for row in kernels if row["kernel"].startswith(("nccl", "all_reduce_k", "all_gather_k", "reduce_scatter_k"))
-    )
 
 
 def written(config: dict[str, Any]) -> str:
@@ -313,6 +243,7 @@ def configured(args: argparse.Namespace) -> EngineConfig:
         pipeline_parallel_size=args.pp,
         redundant_experts=args.redundant_experts,
         executor=args.executor,
+        compile_cache_dir=args.compile_cache,
         start_timeout_s=args.timeout,
         step_timeout_s=args.timeout,
     )
@@ -323,49 +254,38 @@ async def measure(llm: AsyncLLM, args: argparse.Namespace, result: dict[str, Any
     rng, config = random.Random(0), llm.config
     source = ModelSource.open(config)
     numerics = choose_numerics(config, source, choose_device(config))
-    title = f"{'batch':>6}{'context':>9}{'step ms':>10}{'floor ms':>10}{'share':>8}{'host ms':>9}{'tok/s':>9}"
-    print(title + (f"{'sums ms':>9}{'share':>8}{'us a layer':>12}{'idle ms':>9}{'late ms':>9}" if args.profile else ""))
+    print(f"{'batch':>6}{'context':>9}{'step ms':>10}{'floor ms':>10}{'share':>8}{'host ms':>9}{'tok/s':>9}")
     floors = [count / BYTES_PER_SECOND for count in floor_bytes(source.model, numerics, config.layout, args.batch, source.family)]
     for batch, floor in zip(args.batch, floors, strict=True):
         for context in args.context:
-            kernels: list[dict[str, Any]] | None = [] if args.profile and batch in (args.profile_batch or args.batch) else None
-            measured = await decode(llm, batch, context, args.tokens, rng, kernels)
+            measured = await decode(llm, batch, context, args.tokens, rng)
             step = measured["step_s"]
             result["decode"].append({"batch": batch, "context": context, "floor_s": floor, **measured})
-            row = (
-                f"{batch:>6}{context:>9}{step * 1e3:>10.2f}{floor * 1e3:>10.2f}{floor / step:>8.2f}"
-                f"{measured['host_s'] * 1e3:>9.2f}{batch / step:>9.0f}"
-            )
-            if kernels is not None:
-                each = 1e6 * measured["nccl_s"] / args.layers
-                row += f"{1e3 * measured['nccl_s']:>9.2f}{measured['nccl_share']:>8.1%}{each:>12.1f}"
-                row += f"{1e3 * measured['idle_s']:>9.2f}{1e3 * measured['late_s']:>9.2f}"
-            print(row, flush=True)
-            if kernels is not None:
-                name = f"decode, batch {batch}, context {context}"
-                result[name] = kernels
-                show(name, kernels, args.profile)
+            row = f"{batch:>6}{context:>9}{step * 1e3:>10.2f}{floor * 1e3:>10.2f}{floor / step:>8.2f}"
+            print(f"{row}{measured['host_s'] * 1e3:>9.2f}{batch / step:>9.0f}", flush=True)
     for count, length in args.prefill:
         await prefill(llm, 1, length, rng)
         rate = await prefill(llm, count, length, rng)
         result[f"prefill_{count}x{length}"] = rate
         print(f"prefill {count} x {length}: {rate:,.0f} tokens/s", flush=True)
-    if args.profile and args.prefill:
-        kernels = result["prefill"] = []
-        with profiled(kernels):
-            await prefill(llm, *args.prefill[0], rng)
-            torch.cuda.synchronize()
-        result["prefill_nccl_share"] = communication(kernels) / (1e-6 * sum(row["us"] for row in kernels))
-        show("prefill {} x {}".format(*args.prefill[0]), kernels, args.profile)
+
+
+def device_name(args: argparse.Namespace) -> str:
+    """Return the name of the GPU that engines will use, or ``cpu``."""
+    return torch.cuda.get_device_name() if args.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """Return the model's name and its number of layers."""
+    return ("" if args.model.startswith("v") else "V4-") + f"{args.model.title()}/{args.layers}"
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start an engine and measure it."""
     config = configured(args)
-    on_gpu = args.device != "cpu" and torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if on_gpu else "cpu"
-    family = "" if args.model.startswith("v") else "V4-"
-    name = f"{family}{args.model.title()}/{args.layers}" + (f", {config.layout}" if config.layout.world > 1 else "")
+    device = device_name(args)
+    on_gpu = device != "cpu"
+    name = model_name(args) + (f", {config.layout}" if config.layout.world > 1 else "")
     result: dict[str, Any] = {
         "device": device,
         "model": name,
@@ -393,65 +313,14 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times the powers of ten from ``low`` to ``high``."""
-    every = [digit * 10.0**power for power in range(-3, 12) for digit in (1, 2, 5)]
-    return [value for value in every if low <= value <= high]
-
-
-def plot(result: dict[str, Any]) -> str:
-    """Return tokens per second against batch as an SVG, logarithmic both ways: a line for each context, and the floor's, dashed."""
-    width, height, left, right, top, bottom = 720, 460, 80, 150, 50, 60
-    rows = result["decode"]
-    curves = {
-        f"context {context}": [(row["batch"], row["batch"] / row["step_s"]) for row in rows if row["context"] == context]
-        for context in sorted({row["context"] for row in rows})
-    }
-    curves["bytes of weights"] = sorted({(row["batch"], row["batch"] / row["floor_s"]) for row in rows})
-    batches = sorted({batch for points in curves.values() for batch, _ in points})
-    rates = [rate for points in curves.values() for _, rate in points]
-    low_x, high_x, low_y, high_y = batches[0] / 1.2, batches[-1] * 1.2, min(rates) / 1.3, max(rates) * 1.3
-
-    def x(batch: float) -> str:
-        return f"{left + (width - left - right) * math.log(batch / low_x) / math.log(high_x / low_x):.1f}"
-
-    def y(rate: float) -> str:
-        return f"{height - bottom - (height - top - bottom) * math.log(rate / low_y) / math.log(high_y / low_y):.1f}"
-
-    title = escape(f"{result['device']}, {result['model']}: decoded tokens per second")
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">',
-        f'<rect width="{width}" height="{height}" fill="white"/><text x="{left}" y="28" font-size="15">{title}</text>',
-    ]
-    for batch in batches:
-        parts.append(f'<line x1="{x(batch)}" x2="{x(batch)}" y1="{top}" y2="{height - bottom}" stroke="#eee"/>')
-        parts.append(f'<text x="{x(batch)}" y="{height - bottom + 20}" text-anchor="middle">{batch}</text>')
-    for rate in ticks(low_y, high_y):
-        parts.append(f'<line x1="{left}" x2="{width - right}" y1="{y(rate)}" y2="{y(rate)}" stroke="#eee"/>')
-        parts.append(f'<text x="{left - 8}" y="{y(rate)}" text-anchor="end" dominant-baseline="middle">{rate:,.0f}</text>')
-    middle = (left + width - right) / 2
-    parts.append(f'<text x="{middle}" y="{height - 18}" text-anchor="middle">sequences that decode together</text>')
-    for i, (name, points) in enumerate(curves.items()):
-        floor = i == len(curves) - 1
-        stroke = 'stroke="#888" stroke-dasharray="5 4"' if floor else f'stroke="{COLOURS[i % len(COLOURS)]}" stroke-width="2"'
-        path = " ".join(f"{x(batch)},{y(rate)}" for batch, rate in sorted(points))
-        parts.append(f'<polyline points="{path}" fill="none" {stroke}/>')
-        parts += [] if floor else [f'<circle cx="{x(b)}" cy="{y(r)}" r="3" fill="{COLOURS[i % len(COLOURS)]}"/>' for b, r in points]
-        at = top + 8 + 22 * i
-        parts.append(f'<line x1="{width - right + 14}" x2="{width - right + 40}" y1="{at}" y2="{at}" {stroke}/>')
-        parts.append(f'<text x="{width - right + 46}" y="{at}" dominant-baseline="middle">{name}</text>')
-    return "\n".join([*parts, "</svg>\n"])
-
-
 def prompts_of(text: str) -> tuple[int, int]:
     """Read ``64x1024`` as 64 prompts of 1024 tokens."""
     count, length = text.split("x")
     return int(count), int(length)
 
 
-def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read a command line, by default this program's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that ``configured`` reads besides ``--batch``."""
     parser.add_argument("--model", choices=tuple(MODELS), default="flash", help="whose shapes (default flash)")
     parser.add_argument("--layers", type=int, default=8, help="how many of the model's layers (default 8)")
     for axis in AXES:
@@ -459,24 +328,35 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--redundant-experts", type=int, help="places for copies of popular experts")
     parser.add_argument("--executor", default="auto", help="where ranks live: thread or process (default auto)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the start, and for a step (default 600)")
+    parser.add_argument("--device", default="auto", help="cpu or cuda (default auto)")
+    parser.add_argument("--max-model-len", type=int, default=16384, help="longest sequence (default 16384)")
+    parser.add_argument("--deterministic", action="store_true", help="results independent of what shares the batch")
+    parser.add_argument("--compile-cache", metavar="DIR", help="where compiled kernels are kept (default the package's own place)")
+
+
+def engine_options(args: argparse.Namespace) -> list[str]:
+    """Return the options of ``add_engine_options`` as a command line."""
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    given = [(action.option_strings[0], getattr(args, action.dest), action.nargs) for action in parser._actions[1:]]
+    line = [[name] if nargs == 0 else [name, str(value)] for name, value, nargs in given if value not in (None, False)]
+    return [word for words in line for word in words]
+
+
+def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read a command line, by default this program's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_options(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="sequences that decode together (default 1 8 64)")
     parser.add_argument("--context", type=int, nargs="+", default=[1024], help="prompt tokens of each (default 1024)")
     parser.add_argument("--tokens", type=int, default=96, help="tokens to decode for each figure (default 96)")
     sizes: dict[str, Any] = {"type": prompts_of, "nargs": "*", "default": [(1, 8192), (64, 1024)], "metavar": "COUNTxTOKENS"}
     parser.add_argument("--prefill", **sizes, help="prompts to prefill (default 1x8192 64x1024)")
-    parser.add_argument("--device", default="auto", help="cpu or cuda (default auto)")
-    parser.add_argument("--max-model-len", type=int, default=16384, help="longest sequence (default 16384)")
-    parser.add_argument("--deterministic", action="store_true", help="results independent of what shares the batch")
-    parser.add_argument("--profile", type=int, nargs="?", const=40, default=0, metavar="N", help="list the kernels that take most")
-    parser.add_argument("--profile-batch", type=int, nargs="+", metavar="BATCH", help="only for these (default all)")
     parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("--plot", metavar="FILE", help="draw tokens per second against batch, with the floor, into this SVG file")
-    args = parser.parse_args(line)
-    if args.profile and (args.device == "cpu" or not torch.cuda.is_available()):
-        parser.error("--profile watches a GPU")
-    if args.profile and args.tp * args.ep * args.dp * args.pp > 1 and args.executor != "thread":
-        parser.error("--profile watches this process; with several ranks it needs --executor thread")
-    return args
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw tokens per second against batch, with the floor, into this file (SVG, PNG, ...)"
+    )
+    return parser.parse_args(line)
 
 
 def main() -> None:
@@ -487,8 +367,9 @@ def main() -> None:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=1)
     if args.plot:
-        with open(args.plot, "w", encoding="utf-8") as file:
-            file.write(plot(result))
+        from examples.benchmarks.plots import rates
+
+        rates(result).savefig(args.plot)
 
 
 if __name__ == "__main__":

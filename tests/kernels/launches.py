@@ -15,16 +15,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 
 from dsv4lite.config import tiny_model
 from dsv4lite.engine.packing import padding
 from dsv4lite.engine.step_graphs import StepGraphs
-from dsv4lite.kernels import dispatch, warmup
+from dsv4lite.kernels import warmup
+from dsv4lite.kernels.dispatch import AbsentGpu
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_forward, experts_outputs
 from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, moe_decode_small
 from dsv4lite.kernels.gemm import float_linear, fp8_linear, fp8_weight_linear, pair_linear
@@ -58,35 +56,11 @@ CONTEXT = 65536  # of the longest sequence; others are short
 VOCABULARY = 129280
 
 
-class _Driver:
-    """A driver that knows its device by name only: a launch fails."""
-
-    def __init__(self, capability: int) -> None:
-        self._capability = capability
-
-    def get_current_device(self) -> int:
-        return self._capability  # a number that no other device has
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._capability, 32)
-
-
 @contextmanager
 def pretended(capability: int) -> Iterator[None]:
     """Let launchers take ``meta`` tensors for those of a chip; it compiles nothing and launches nothing."""
-    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        patch.setattr(triton.runtime.driver, "_active", _Driver(capability))
-        patch.setattr(dispatch, "GPU_TYPE", META.type)
-        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: divmod(capability, 10))
-        patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-        try:
-            yield
-        finally:
-            for kernel in warmup._kernels():
-                kernel.device_caches.pop(capability, None)
+    with warmup.pretended(AbsentGpu(capability, 132)), torch.inference_mode():
+        yield
 
 
 def launches(capability: int) -> list[Specialization]:

@@ -6,8 +6,8 @@ import asyncio
 import math
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from dsv4lite.models.deepseek_mla.config import parse_config as read_mla
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.family import FAMILIES
 from dsv4lite.weights.quant import Numerics
-from examples.benchmarks.engine import MODELS, arguments, communication, flash, floor_bytes, plot, pro, run, ticks, v2_lite
+from examples.benchmarks.engine import MODELS, arguments, flash, floor_bytes, pro, run, v2_lite
 from examples.benchmarks.rollouts import main as benchmark_rollouts
 from tests import tiny
 from tests.mla import V2_LITE, V3, V32
@@ -27,7 +27,6 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 RESIDENT = Numerics.choose(
     dtype=torch.bfloat16, quantized=True, deterministic=False, device=torch.device("cuda"), dense_fp8=True, expert_format="fp4"
 )
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def floor(layers: int, batch: int, **axes: int) -> float:
@@ -44,43 +43,54 @@ def result(batches: list[int], contexts: list[int]) -> dict[str, Any]:
     return {"device": "An <unusual> & rare GPU", "model": "V4-Flash/8", "decode": rows}
 
 
-def points(element: ElementTree.Element) -> list[tuple[float, float]]:
-    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in element.attrib["points"].split())]
+def lines_of(figure: Any) -> list[list[tuple[float, float]]]:
+    """The points of each line, where they are drawn: right and up are more."""
+    axes = figure.axes[0]
+    return [[tuple(point) for point in axes.transData.transform(line.get_xydata())] for line in axes.get_lines()]
 
 
 def test_plot_has_a_line_for_each_context_and_one_for_the_floor() -> None:
+    pytest.importorskip("matplotlib")
+    from examples.benchmarks.plots import rates
+
     batches = [1, 4, 16, 64]
-    root = ElementTree.fromstring(plot(result(batches, [1024, 16384])))
-    lines = [points(line) for line in root.iter(f"{SVG}polyline")]
+    figure = rates(result(batches, [1024, 16384]))
+    lines, axes = lines_of(figure), figure.axes[0]
     assert [len(line) for line in lines] == [4, 4, 4]
-    assert len(list(root.iter(f"{SVG}circle"))) == 8
+    assert [line.get_marker() for line in axes.get_lines()] == ["o", "o", "None"]
     for line in lines:
         steps = [b[0] - a[0] for a, b in pairwise(line)]
         assert steps == pytest.approx([steps[0]] * 3, abs=0.2), "batches grow by the same factor"
-        assert [y for _, y in line] == sorted((y for _, y in line), reverse=True), "more sequences give more tokens, and up is less"
+        assert [y for _, y in line] == sorted(y for _, y in line), "more sequences give more tokens"
     short, long, floor = lines
-    assert all(a[1] < b[1] for a, b in zip(short, long, strict=True)), "long contexts are slower"
-    assert all(a[1] < b[1] for a, b in zip(floor, short, strict=True))
-    names = [text.text for text in root.iter(f"{SVG}text")]
-    assert {"context 1024", "context 16384", "bytes of weights", "1", "64", "sequences that decode together"} <= set(names)
-    assert "An <unusual> & rare GPU, V4-Flash/8: decoded tokens per second" in names
+    assert all(a[1] > b[1] for a, b in zip(short, long, strict=True)), "long contexts are slower"
+    assert all(a[1] > b[1] for a, b in zip(floor, short, strict=True))
+    names = {text.get_text() for text in (*axes.get_legend().get_texts(), *axes.get_xticklabels())}
+    assert {"context 1024", "context 16384", "bytes of weights", "1", "64"} <= names
+    assert axes.get_xlabel() == "sequences that decode together"
+    assert axes.get_title() == "An <unusual> & rare GPU, V4-Flash/8: decoded tokens per second"
 
 
 def test_heights_are_logarithms_of_rates() -> None:
+    pytest.importorskip("matplotlib")
+    from examples.benchmarks.plots import rates
+
     data = result([1, 2, 8], [1024])
-    rates = [row["batch"] / row["step_s"] for row in data["decode"]]
-    line = points(next(ElementTree.fromstring(plot(data)).iter(f"{SVG}polyline")))
-    scale = (line[0][1] - line[2][1]) / math.log(rates[2] / rates[0])
-    assert line[0][1] - line[1][1] == pytest.approx(scale * math.log(rates[1] / rates[0]), abs=0.3)
+    expected = [row["batch"] / row["step_s"] for row in data["decode"]]
+    line = lines_of(rates(data))[0]
+    scale = (line[2][1] - line[0][1]) / math.log(expected[2] / expected[0])
+    assert line[1][1] - line[0][1] == pytest.approx(scale * math.log(expected[1] / expected[0]), abs=0.3)
 
 
-def test_a_single_figure_can_be_drawn() -> None:
-    root = ElementTree.fromstring(plot(result([8], [1024])))
-    assert [len(points(line)) for line in root.iter(f"{SVG}polyline")] == [1, 1]
+def test_a_single_figure_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from examples.benchmarks.plots import rates
 
-
-def test_ticks_are_round() -> None:
-    assert ticks(70, 1200) == [100, 200, 500, 1000]
+    figure = rates(result([8], [1024]))
+    assert [len(line) for line in lines_of(figure)] == [1, 1]
+    figure.savefig(tmp_path / "rates.svg")
+    title = "An &lt;unusual&gt; &amp; rare GPU, V4-Flash/8: decoded tokens per second"
+    assert title in (tmp_path / "rates.svg").read_text(encoding="utf-8")
 
 
 def test_shapes_are_those_of_the_releases() -> None:
@@ -122,11 +132,6 @@ def test_floor_of_several_gpus_is_what_one_of_them_reads() -> None:
     assert floor(8, 1, pp=2) == pytest.approx(one, rel=0.01), "a token goes through one stage after the other"
 
 
-def test_communication_is_the_time_of_collectives() -> None:
-    kernels = [{"kernel": "ncclDevKernel_AllReduce", "us": 30.0}, {"kernel": "gemm", "us": 5.0}, {"kernel": "ncclDev", "us": 2.0}]
-    assert communication(kernels) == pytest.approx(32e-6)
-
-
 def test_benchmark_measures_a_layout_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--model shipped --layers 1 --device cpu --ep 2 --executor thread --batch 1 2 --context 8 --tokens 6 --prefill 2x16"
     result = asyncio.run(run(arguments([*line.split(), "--max-model-len", "1024"])))
@@ -136,11 +141,10 @@ def test_benchmark_measures_a_layout_on_a_cpu(capsys: pytest.CaptureFixture[str]
     assert "V4-Shipped/1, tp=1 ep=2 dp=1 pp=1: started in" in capsys.readouterr().out
 
 
-def test_profile_of_what_cannot_be_watched_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for line, reason in (("--device cpu", "watches a GPU"), ("--prefill 64", "invalid prompts_of value")):
-        with pytest.raises(SystemExit):
-            arguments([*line.split(), "--profile"])
-        assert reason in capsys.readouterr().err
+def test_prompts_without_a_length_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(["--prefill", "64"])
+    assert "invalid prompts_of value" in capsys.readouterr().err
 
 
 def test_rollouts_are_measured_phase_by_phase(capsys: pytest.CaptureFixture[str]) -> None:
