@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 from uuid import uuid4
 
 import anyio
@@ -31,6 +31,7 @@ from inspect_ai.tool import ToolCall, ToolChoice, ToolFunction, ToolInfo
 from dsv4lite.errors import ContextLengthError, UnsupportedError
 
 if TYPE_CHECKING:
+    from dsv4lite.config import EngineSettings
     from dsv4lite.llm import LLM
     from dsv4lite.request import CompletionOutput, SamplingParams
 
@@ -54,7 +55,7 @@ class Model(ModelAPI):
         api_key: str | None = None,
         config: GenerateConfig = GenerateConfig(),  # noqa: B008  # Inspect's own default
         llm: LLM | None = None,
-        **settings: Any,
+        **settings: Unpack[EngineSettings],
     ) -> None:
         """Take an engine that has started, or start one; ``close`` ends it.
 

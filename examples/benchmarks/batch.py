@@ -4,8 +4,8 @@
     python -m examples.benchmarks.batch --rows 500 --kills 3
 
 Writes a file of prompts and runs ``python -m dsv4lite batch`` over it. The process gets SIGKILL at random moments, and the same
-command continues; the last run goes to the end. Prints for each run the rows that it wrote, rows per second, and its resident memory
-in MiB after its first row, at half of its rows and after its last. The exit status is 1 if a row is missing or came twice.
+command continues; the last run goes to the end. Prints for each run the rows that it wrote, rows per second, and its resident
+memory in MiB after its first row, at half of its rows and after its last. The exit status is 1 if a row is missing or came twice.
 """
 
 from __future__ import annotations
