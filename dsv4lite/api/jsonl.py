@@ -190,8 +190,12 @@ class RowFiles:
             body = output.to_openai(chat=row.chat, tokenizer=self._tokenizer)
             line["response"] = {"status_code": 200, "request_id": output.request_id, "body": body}
         data = (json.dumps(line, ensure_ascii=False) + "\n").encode()
-        while data:
-            data = data[self._out.write(data) :]
+        try:
+            while data:
+                data = data[self._out.write(data) :]
+        except OSError as problem:
+            problem.filename = str(self._target)  # for its message
+            raise
         self._done, self._failed = self._done + 1, self._failed + (error is not None)
         self._prompt_tokens += output.usage.prompt_tokens
         self._completion_tokens += output.usage.completion_tokens

@@ -393,9 +393,12 @@ def _check_schema(schema: dict[str, Any], given: object) -> None:
 def _check_bounds(node: dict[str, Any], given: object) -> None:
     """Refuse an exclusive whole number as a bound if the other bound is less than 1 away: llguidance allows that number."""
     for name, inclusive, others, sign in _EXCLUSIVE:
-        bound, *ends = (sign * node[key] if isinstance(node.get(key), (int, float)) else None for key in (name, *others))
-        near = [end for end in ends if end is not None and bound is not None and bound < end < bound + 1]
-        if near and bound >= 0 and bound % 1 == 0:
+        bound, *ends = (node.get(key) for key in (name, *others))
+        near = [sign * end for end in ends if isinstance(end, (int, float))]
+        if not isinstance(bound, (int, float)) or not near:
+            continue
+        bound = sign * bound
+        if bound >= 0 and bound % 1 == 0 and bound < min(near) < bound + 1:
             problem = f"json has {name}={node[name]} and another bound less than 1 away, which cannot be enforced; use {inclusive}"
             raise _malformed(problem, given)
 
