@@ -26,7 +26,7 @@ from inspect_ai.model import (
     ModelUsage,
     modelapi,
 )
-from inspect_ai.tool import ToolCall, ToolChoice, ToolFunction, ToolInfo
+from inspect_ai.tool import ToolCall, ToolChoice, ToolInfo
 
 from dsv4lite.errors import ContextLengthError, UnsupportedError
 
@@ -142,7 +142,8 @@ class Model(ModelAPI):
 
     def connection_key(self) -> str:
         """Return the model's name: each engine has its own limit of samples at once."""
-        return self.model_name
+        name: str = self.model_name
+        return name
 
     def close(self) -> None:
         """End the engine."""
@@ -165,9 +166,8 @@ def _params(config: GenerateConfig) -> SamplingParams:
 
 
 def _choice(choice: ToolChoice) -> str:
-    if isinstance(choice, ToolFunction):
-        return choice.name
-    return "required" if choice == "any" else choice
+    name: str = {"any": "required"}.get(choice, choice) if isinstance(choice, str) else choice.name
+    return name
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
