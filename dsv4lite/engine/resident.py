@@ -19,7 +19,7 @@ from dsv4lite.models.shard import shards_of
 from dsv4lite.parallel.shard import Cut
 from dsv4lite.request import MemoryTag
 from dsv4lite.state.store import StateCache
-from dsv4lite.weights.host_memory import HostMemory
+from dsv4lite.weights.host_memory import PIECE, HostMemory
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.weights.update import Bucket, Transaction, checksum
 
@@ -70,7 +70,7 @@ class Resident:
         self._shards = shards_of(source.model, source.family.tensors, mesh.layout, mesh.rank)
         self._device = cache.device
         self._open: tuple[int, Transaction] | None = None
-        self._copies: dict[int, Tensor] = {}  # host copies of the weights' storages, in the order of ``_weights``
+        self._copies: dict[int, list[Tensor]] = {}  # host copies of the weights' storages, in the order of ``_weights``
         self._host = HostMemory(cache.device)  # for those, or for what an update stages
 
     # -------------------------------------------------------------------------------------------------------------- updates
@@ -138,8 +138,7 @@ class Resident:
         """
         for i, tensor in enumerate(self._weights()):
             if holds_storage(tensor):
-                there = storage_bytes(tensor)
-                self._copies[i] = self._host.take(there.shape, there.dtype).copy_(there)
+                self._copies[i] = [self._host.take(part.shape, part.dtype).copy_(part) for part in _pieces(tensor)]
 
     def drop_copies(self, free: bool) -> None:
         """Forget the host copies of the weights; free their memory, or keep it for the next ones."""
@@ -172,8 +171,8 @@ class Resident:
             for i, tensor in enumerate(self._weights()) if "weights" in tags else ():
                 if not holds_storage(tensor):
                     fill_storage(tensor)
-                    if i in self._copies:
-                        storage_bytes(tensor).copy_(self._copies[i])
+                    for part, copy in zip(_pieces(tensor), self._copies.get(i, ()), strict=False):
+                        part.copy_(copy)
             if "kv_cache" in tags:
                 self._cache.restore_memory()
                 if self._graphs is not None:
@@ -192,6 +191,11 @@ def whole_checksums(parts: Iterable[Checksums]) -> dict[str, str]:
         for name, found in part.items():
             joined.setdefault(name, {}).update(found)
     return {name: f"{sum(found.values()) & (1 << 64) - 1:016x}" for name, found in sorted(joined.items())}
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the bytes of a tensor's storage in pieces that any host memory from before has room for."""
+    return tuple(storage_bytes(tensor).split(PIECE))
 
 
 def _bounds(cut: Cut) -> tuple[tuple[int, int], ...]:

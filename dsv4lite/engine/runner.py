@@ -25,7 +25,7 @@ from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
 from dsv4lite.models.family import Batch, Model
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.pipeline import StageLink, TokenBroadcast
-from dsv4lite.planning.workspace import SCORED_ROWS
+from dsv4lite.planning.workspace import SCORED_ROWS, scored_logits
 from dsv4lite.request import Logprobs, Replay, Request
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.sampling.samples import Arrival, Given, Samples, Scores, cut
@@ -442,12 +442,15 @@ class Runner:
                 kinds[processed].append((Given(s, begin + 1, request.prompt_token_ids[begin + 1 : end + 1]), first_row - s.start))
         for processed, spans in kinds.items():
             rows = [row + position - 1 for given, row in spans for position in range(given.position, given.end)]
-            for start in range(0, len(rows), SCORED_ROWS):  # the memory plan has room for so many rows beside the logits
-                part = torch.tensor(rows[start : start + SCORED_ROWS], dtype=torch.int64, device="cpu")
+            wanted = [self._requests[given.sequence.seq_id].params.prompt_logprobs or 0 for given, _ in spans]
+            # Raw lists rank copies of the logits, of which the memory plan has few rows.
+            most = SCORED_ROWS if not processed and any(wanted) else scored_logits(streams_TND.device)
+            for start in range(0, len(rows), most):
+                part = torch.tensor(rows[start : start + most], dtype=torch.int64, device="cpu")
                 logits = self.model.logits(streams_TND[send(part, streams_TND.device)])
                 if self.sampler is None:
                     continue
-                some = cut([given for given, _ in spans], start, start + SCORED_ROWS)
+                some = cut([given for given, _ in spans], start, start + most)
                 tops = [self._requests[given.sequence.seq_id].params.prompt_logprobs or 0 for given in some]
                 if processed:
                     scores = self.sampler.score(logits, some)

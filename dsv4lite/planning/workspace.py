@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from dsv4lite.kernels.sampling.rows import row_bytes
 from dsv4lite.models.config import ModelConfig, PassBytes
 from dsv4lite.models.shard import ModelShard
@@ -12,7 +14,8 @@ _FLOAT, _INT = 4, 4
 # Copies of the logits while they are sampled from: on a CPU for a nucleus among all tokens (sorted keys, ids, masses, penalties);
 # elsewhere kernels work in rows of their own, and only long lists of best tokens take copies (the processed logits and their keys).
 _SAMPLING_CPU, _SAMPLING = 15, 8
-SCORED_ROWS = 64  # prompt tokens whose logits exist at a time while they are scored
+SCORED_ROWS = 64  # prompt tokens that are scored at a time where that takes copies of their logits
+_SCORED_LOGITS = 1024  # prompt tokens whose logits exist at a time on an accelerator, so that few passes read the output head
 _LISTED = 10  # words of each listed best token: keys and ids while they are ranked, ids and values
 _LIBRARY = 32 * MIB  # scratch of the matrix library on one stream, on the chips where it is largest
 _SCRATCH = 16 * MIB  # parts of products of few rows, and counters
@@ -25,7 +28,7 @@ def step_bytes(step: PassBytes, numerics: Numerics, vocab_size: int, *, tokens: 
     """Return the bytes that hold any step; on an accelerator ``SMALL_BLOCKS``, and the rest in one piece.
 
     Args:
-        step: A pass of the most tokens; what samples from it, or scores ``SCORED_ROWS`` prompt tokens, comes after it.
+        step: A pass of the most tokens; what samples from it, or scores prompt tokens, comes after it.
         numerics: Says whether products are left to the matrix library.
         vocab_size: Tokens of the vocabulary.
         tokens: Most tokens of a step.
@@ -37,8 +40,14 @@ def step_bytes(step: PassBytes, numerics: Numerics, vocab_size: int, *, tokens: 
     sampling = _FLOAT * words * max(sequences, SCORED_ROWS)
     if on_cpu:  # whose passes are estimated as a whole
         return step.widest + sampling
-    live = max(step.widest, tokens * step.held + sampling)
+    logits = _FLOAT * vocab_size * min(tokens, scored_logits(numerics.device))
+    live = max(step.widest, tokens * step.held + sampling + logits)
     return int(_GAPS * live) + _SCRATCH + SMALL_BLOCKS + (_LIBRARY if numerics.uses_library else 0)
+
+
+def scored_logits(device: torch.device) -> int:
+    """Return how many prompt tokens have their logits made together."""
+    return SCORED_ROWS if device.type == "cpu" else _SCORED_LOGITS
 
 
 def graph_bytes(step: PassBytes, vocab_size: int, *, sequences: int) -> int:

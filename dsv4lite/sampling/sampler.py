@@ -368,7 +368,9 @@ class Sampler:
         """
         most, rows = len(self.space.state), range(len(logits))
         if len(rows) > most:
-            parts = [self.score(logits[start : start + most].clone(), cut(spans, start, start + most)) for start in rows[::most]]
+            some = [logits[start : start + most] for start in rows[::most]]
+            some = [part if part.data_ptr() % 16 == 0 else part.clone() for part in some]  # as kernels want them
+            parts = [self.score(part, cut(spans, row, row + most)) for part, row in zip(some, rows[::most], strict=True)]
             width = max(part[2].shape[1] for part in parts)
             parts = [(*part[:2], *(pad(x, (0, width - x.shape[1])) for x in part[2:])) for part in parts]
             return tuple(torch.cat(column) for column in zip(*parts, strict=True))

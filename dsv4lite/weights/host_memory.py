@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsv4lite.errors import CapacityError
 
-_PIECE = 256 << 20  # bytes that are locked at a time
+PIECE = 256 << 20  # bytes that are locked at a time; larger tensors have a piece of their own, which no other may fit
 _ALIGN = 512
 
 
@@ -44,7 +44,7 @@ class HostMemory:
         while self._piece < len(self._pieces) and self._used + size > len(self._pieces[self._piece]):
             self._piece, self._used = self._piece + 1, 0
         if self._piece == len(self._pieces):
-            self._pieces.append(self._allocate(max(_PIECE, size)))
+            self._pieces.append(self._allocate(max(PIECE, size)))
         begin, self._used = self._used, self._used + -(-size // _ALIGN) * _ALIGN
         return self._pieces[self._piece][begin : begin + size].view(dtype).view(tuple(shape))
 

@@ -245,8 +245,7 @@ class Transaction:
             if isinstance(weight, Tensor) and weight.is_meta:
                 weight = self._patched(name, slot, weight)
             self._accept(name, slot, weight, scale, packed=isinstance(found.assignments[name].weight, PackedCut))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._finish()
 
     def _opened(self, name: str, tensor: Given) -> Described:
         if isinstance(tensor, TensorInfo):
@@ -352,9 +351,20 @@ class Transaction:
             raise _refused(missing=missing)
 
     def write(self) -> None:
-        """Write what is staged to its slots, in place."""
+        """Write what is staged to its slots, in place. The host waits once, at the end."""
+
+        def sent(tensor: Tensor) -> Tensor:
+            return tensor.to(self._device, non_blocking=True)
+
         for name, (weight, scale) in self._staged.items():
-            self._slots[name].store(weight, scale)
+            whole = FourBit(*map(sent, weight)) if isinstance(weight, FourBit) else sent(weight)
+            self._slots[name].store(whole, None if scale is None else sent(scale))
+        self._finish()
+
+    def _finish(self) -> None:
+        """Wait until the device has read what the host may change now."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def _lasting(info: Described) -> Described:

@@ -232,7 +232,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, *, after: i
 def test_failed_sleep_leaves_the_engine_awake(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     before, bytes_before = ask(llm), held(llm)
     with monkeypatch.context() as patch:
-        patch.setattr(host_memory, "_PIECE", 1)  # as many pieces as tensors
+        patch.setattr(host_memory, "PIECE", 1)  # as many pieces as tensors
         failing(patch, host_memory.mmap, "mmap", after=3)
         with pytest.raises(CapacityError, match="the host has too little memory for copies of weights: Default"):
             llm.sleep(1)

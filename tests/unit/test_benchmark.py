@@ -144,10 +144,15 @@ def test_profile_of_what_cannot_be_watched_is_refused(capsys: pytest.CaptureFixt
 
 
 def test_rollouts_are_measured_phase_by_phase(capsys: pytest.CaptureFixture[str]) -> None:
-    report = benchmark_rollouts(["--model", "shipped", "--layers", "3", "--device", "cpu"])
+    report = benchmark_rollouts(
+        ["--model", "shipped", "--layers", "3", "--device", "cpu", "--batch", "2", "--max-model-len", "512"]
+    )
     names = [name for name, _ in report]
     assert names[:4] == ["update, staged", "first request after it", "update, in place", "first request after it"]
     assert names[4:8] == ["sleep(1)", "wake_up()", "first request after it", "second request"] == names[8:12]
     assert names[12:15] == ["sleep(2)", "wake_up()", "update after it"]
+    assert names[-3:] == ["prefill, 2 x 128", "scores, raw, 2 x 128", "scores, processed, 2 x 128"]
+    assert {"update in flight", "update from a process, staged", "update from a process, in place"} <= {*names}
     assert all(seconds > 0 for _, seconds in report)
-    assert "update after it" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "update after it" in out and "2 requests of 60 tokens, none lost; 2 have tokens of both versions" in out

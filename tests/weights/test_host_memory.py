@@ -30,7 +30,7 @@ def filled(memory: HostMemory, rng: random.Random) -> list[tuple[Tensor, int]]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tensors_do_not_overlap_and_memory_is_used_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_PIECE", 1 << 16)
+    monkeypatch.setattr(host_memory, "PIECE", 1 << 16)
     memory = HostMemory(torch.device(device))
     addresses = []
     for _ in range(2):
