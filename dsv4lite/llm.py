@@ -206,7 +206,7 @@ class AsyncLLM(BaseLLM):
         params: SamplingParams | None = None,
         *,
         max_in_flight: int | None = None,
-        progress: FileProgress | None = None,
+        progress: FileProgress | bool = False,
     ) -> FileReport:
         """Run the requests in the lines of a file, and write a line for each as it ends; continue what an earlier run has begun.
 
@@ -220,7 +220,8 @@ class AsyncLLM(BaseLLM):
             target: The file of outputs.
             params: What rows do not set themselves; ``None`` means the checkpoint's ``generation_config.json``.
             max_in_flight: Most rows that are held at a time; default ``2 * max_num_seqs``.
-            progress: Called after each row.
+            progress: ``True`` shows a bar of the rows that are left, as in ``as_completed``; a callable gets a report after each
+                row.
 
         Returns:
             How many rows were done. A row that is malformed or fails has its ``error`` in the file and is counted in ``failed``.
@@ -230,10 +231,11 @@ class AsyncLLM(BaseLLM):
             OSError: A file cannot be read or written. What is in ``target`` stays.
         """
         with RowFiles(source, target, params) as files:
-            async with self._completions("generate_file", files.rows, None, files.job, "return", max_in_flight) as outputs:
+            bar = False if callable(progress) else progress
+            async with self._completions("generate_file", files, None, files.job, "return", max_in_flight, bar) as outputs:
                 async for output in outputs:
                     files.write(output)
-                    if progress is not None:
+                    if callable(progress):
                         progress(files.report())
             return files.report()
 

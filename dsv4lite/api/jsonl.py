@@ -11,7 +11,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
@@ -106,15 +106,21 @@ class RowFiles:
         self._done = self._failed = self._prompt_tokens = self._completion_tokens = 0
         self._begun = time.monotonic()
         self._out: BinaryIO = self._target.open("ab", buffering=0)
-        self.rows = self._read_rows()
-        """The rows that have no output yet; a malformed one comes with its problem."""
+        self._unread = self._read_rows()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.rows.close()
+        self._unread.close()
         self._out.close()
+
+    def __iter__(self) -> Iterator[_Row]:
+        """Iterate once over the rows that have no output yet; a malformed one comes with its problem."""
+        return self._unread
+
+    def __len__(self) -> int:
+        return max(self._rows - len(self._earlier), 0)
 
     def _read_target(self) -> dict[int, int]:
         """Return the numbers of the rows that have an output, with the marks of their ids; cut off a line that was not finished."""
@@ -184,8 +190,12 @@ class RowFiles:
             body = output.to_openai(chat=row.chat, tokenizer=self._tokenizer)
             line["response"] = {"status_code": 200, "request_id": output.request_id, "body": body}
         data = (json.dumps(line, ensure_ascii=False) + "\n").encode()
-        while data:
-            data = data[self._out.write(data) :]
+        try:
+            while data:
+                data = data[self._out.write(data) :]
+        except OSError as problem:
+            problem.filename = str(self._target)  # for its message
+            raise
         self._done, self._failed = self._done + 1, self._failed + (error is not None)
         self._prompt_tokens += output.usage.prompt_tokens
         self._completion_tokens += output.usage.completion_tokens

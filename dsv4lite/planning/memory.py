@@ -162,7 +162,7 @@ class MemoryPlan:
         if not self.fits:
             return f"does not fit: {self.advice[0]}"
         room = f"{self.max_concurrency:,} sequences of {self.max_model_len:,} tokens"
-        return f"fits, with {self.kv_tokens:,} tokens of state: {room} at once"
+        return f"fits, with {self.kv_tokens:,} tokens of KV cache: {room} at once"
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -438,9 +438,7 @@ def _taken(config: EngineConfig, used: int, available: int, total: int, *, least
             ways.append(f"lower kv_cache_memory_bytes={config.kv_cache_memory_bytes:,} by {used - available:,}")
         elif int(100 * available / total):
             fraction = int(100 * available / total) / 100
-            ways.append(
-                f"set gpu_memory_utilization={fraction} (now {config.gpu_memory_utilization}) to do with fewer tokens of state"
-            )
+            ways.append(f"set gpu_memory_utilization={fraction} (now {config.gpu_memory_utilization}) to do with less KV cache")
     return f"{in_gib(used)} are wanted, but of the device's {in_gib(total)} only {in_gib(available)} are free: {', or '.join(ways)}"
 
 

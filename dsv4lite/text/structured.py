@@ -55,6 +55,10 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator
 FLEXIBLE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 """The same for ``json_whitespace="flexible"``. Limited, because a model that is forced into a schema it does not like may write
 whitespace forever."""
+_EXCLUSIVE = (
+    ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
+    ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,9 +383,24 @@ def _check_schema(schema: dict[str, Any], given: object) -> None:
     for name, limit in (("properties", MAX_PROPERTIES), ("patternProperties", MAX_PATTERN_PROPERTIES)):
         count = sum(len(node[name]) for node, _ in objects if isinstance(node.get(name), dict))
         check_size("json", given, count, limit, name)
+    for node, _ in objects:
+        _check_bounds(node, given)
     has_ids = any(level > 1 and isinstance(node.get(name), str) for node, level in objects for name in ("$id", "id"))
     depth += _depth_of_references(schema, references, has_ids)
     check_size("json", given, depth, MAX_DEPTH, "levels along its references")
+
+
+def _check_bounds(node: dict[str, Any], given: object) -> None:
+    """Refuse an exclusive whole number as a bound if the other bound is less than 1 away: llguidance allows that number."""
+    for name, inclusive, others, sign in _EXCLUSIVE:
+        bound, *ends = (node.get(key) for key in (name, *others))
+        near = [sign * end for end in ends if isinstance(end, (int, float))]
+        if not isinstance(bound, (int, float)) or not near:
+            continue
+        bound = sign * bound
+        if bound >= 0 and bound % 1 == 0 and bound < min(near) < bound + 1:
+            problem = f"json has {name}={node[name]} and another bound less than 1 away, which cannot be enforced; use {inclusive}"
+            raise _malformed(problem, given)
 
 
 def _nodes(node: object) -> Iterator[tuple[object, int]]:

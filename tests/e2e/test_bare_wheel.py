@@ -84,7 +84,7 @@ def test_help_needs_the_wheel_alone(bare: dict[str, str], tmp_path: Path) -> Non
 def test_commands_of_the_bare_wheel_work_without_a_warning(bare: dict[str, str], tmp_path: Path) -> None:
     """Commands used to print torch's warning about numpy, and to fail with ``-W error``."""
     assert run(bare, tmp_path, "-m", "dsv4lite", "generate", "def f(", "--max-tokens", "3").stdout.startswith("def f(")
-    assert "tokens of state" in run(bare, tmp_path, "-m", "dsv4lite", "plan").stdout
+    assert "tokens of KV cache" in run(bare, tmp_path, "-m", "dsv4lite", "plan").stdout
 
 
 def test_library_of_the_bare_wheel_saves_and_replays_a_step(bare: dict[str, str], tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ ELSEWHERE = (
     "import ray",
 )  # code with one of these starts processes; other tests run it
 LONG = "tools=tools"  # the prompt of code with this has more than 1,000 letters
-OPTIONAL = {"prometheus_client", "starlette"}  # not among the test extra's packages everywhere
+OPTIONAL = {"inspect_ai", "prometheus_client", "starlette"}  # not among the test extra's packages everywhere
 HUB = re.compile(r"(deepseek-ai|path/to)/[\w.-]+")
 
 
@@ -93,6 +93,8 @@ def test_code_of_the_pages_runs(
         return
     for package in OPTIONAL & set(re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)):
         pytest.importorskip(package)
+    if "inspect_ai" in text:
+        importlib.import_module("dsv4lite.integrations.inspect_ai")  # what its entry point does where the package is installed
     if "integrations.lm_eval" in text:
         pytest.importorskip("lm_eval")
     monkeypatch.setattr(config, "tiny_model", lambda: model)

@@ -79,6 +79,20 @@ def test_bar_counts_rows(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == ""
 
 
+def test_bar_counts_the_rows_of_a_file_that_are_left(lab: Lab, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("tqdm")
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_text('"one"\n"two"\n"three"\n')
+    with LLM("m") as llm:
+        llm.generate_file(source, target)
+        target.write_bytes(target.read_bytes().splitlines(keepends=True)[0])
+        report = llm.generate_file(source, target, progress=True)
+        with pytest.raises(InvalidRequestError, match="progress=3 must be True or False"):
+            llm.generate_file(source, target, progress=3)  # type: ignore[arg-type]
+    shown = capfd.readouterr().err
+    assert (report.earlier, report.done) == (1, 2) and "generate_file" in shown and "2/2" in shown and "3/3" not in shown
+
+
 def test_bar_without_its_package_says_what_to_install(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with LLM("m") as llm, pytest.raises(UnsupportedError, match=r"pip install 'dsv4lite\[progress\]'"):

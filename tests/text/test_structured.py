@@ -113,6 +113,8 @@ def rules(length: int) -> str:
         ({"regex": "a\udfff"}, r"regex has the lone surrogate '\\udfff'"),
         ({"choice": ["a", "\ud800"]}, r"choice has the lone surrogate '\\ud800'"),
         ({"grammar": 'start: "\ud800"'}, r"grammar has the lone surrogate '\\ud800'"),
+        ({"json": {"exclusiveMinimum": 0, "maximum": 0.5}}, "exclusiveMinimum=0 and another bound .* use minimum"),
+        ({"json": {"items": {"exclusiveMaximum": -10, "minimum": -10.5}}}, "exclusiveMaximum=-10 and another bound .* use maximum"),
         ({"json": nested(101)}, "json has 101 objects and arrays inside each other, more than 100; make it smaller"),
         ({"json": nested(130)}, "json has 130 objects and arrays"),
         ({"json": nested(30_000)}, "json is nested too deep; at most 100|json has 30,000 objects and arrays"),
