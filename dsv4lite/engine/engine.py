@@ -416,6 +416,7 @@ class Engine:
             window=window,
             prefix_checkpoint_tokens=config.prefix_checkpoint_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
+            snapshots=any(budget.snapshots for budget in plan.per_device),
             max_drafts=drafting.max_drafts,
             drafter_rows=drafting.own is not None,
             stages=config.layout.pp,

@@ -109,6 +109,15 @@ def test_prefixes_are_cached_and_shared(folder: Path, alone: list[tuple[int, ...
         assert [tuple(output.token_ids) for output in outputs] == [alone[3]] * 3
 
 
+def test_prefixes_of_pages_alone_are_cached_while_there_are_pages(folder: Path) -> None:
+    """No other number limits them, such as that of sequences."""
+    prompts = prompts_of((257,) * 24, CONFIG["vocab_size"], seed=3)
+    few = SamplingParams(max_tokens=1)
+    with opened(folder, family=TINY, max_num_seqs=2, kv_cache_memory_bytes=32 * PAGE_BYTES, max_model_len=2048) as llm:
+        llm.generate_batch(prompts, few)
+        assert [output.usage.cached_tokens for output in llm.generate_batch(prompts, few)] == [256] * 24
+
+
 def test_preempted_requests_come_out_the_same(folder: Path, alone: list[tuple[int, ...]]) -> None:
     tight = {"kv_cache_memory_bytes": 3 * PAGE_BYTES, "max_model_len": 600, "enable_prefix_caching": False}
     with opened(folder, family=TINY, **tight) as llm:

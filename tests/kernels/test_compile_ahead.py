@@ -87,7 +87,6 @@ def asked_by_a_start(config: EngineConfig) -> set[str]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("settings", [{"speculative": MTP(1)}, {"tensor_parallel_size": 2}], ids=["MTP", "tp"])
 def test_what_is_compiled_is_what_starts_ask_for(
     settings: dict[str, Any], asked: list[Wanted], tmp_path: Path, request: pytest.FixtureRequest

@@ -68,5 +68,5 @@ def store_matrix_triton(codes: Tensor, words: Tensor, weight: Tensor, scale: Ten
     numbers, scales = (torch.uint8, scale.view(torch.uint8)) if fp4 else (torch.int32, e8m0_to_float(scale).view(torch.int32))
     _store_tiles_kernel[(rows // HALF_ROWS, chunks)](
         weight.contiguous().view(numbers), scales.contiguous(), codes.view(torch.int32), words, half or 0,
-        CHUNKS=chunks, GROUPS=triton.next_power_of_2(chunks * 4), WHOLE=whole, FP4=fp4, num_warps=4,
+        CHUNKS=chunks, GROUPS=triton.next_power_of_2(chunks * 4), WHOLE=whole, FP4=fp4, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -89,7 +89,8 @@ def all_reduce_kernel(
 
 def _constants(inbox: Inbox) -> dict[str, int]:
     """Return what is compiled in, and how programs are launched, of every collective."""
-    return {"RANKS": len(inbox.addresses) - 1, "BLOCK": BLOCK, "TURNS": TURNS, "PATIENCE": _PATIENCE, "num_warps": _WARPS}
+    sizes = {"RANKS": len(inbox.addresses) - 1, "BLOCK": BLOCK, "TURNS": TURNS, "PATIENCE": _PATIENCE}
+    return {**sizes, "num_warps": _WARPS, "enable_fp_fusion": True}
 
 
 def _experts_of(parts: ExpertSum) -> dict[str, int]:
