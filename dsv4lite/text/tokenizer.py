@@ -110,25 +110,23 @@ class Tokenizer:
         config = read_json(config_file) if os.path.lexists(config_file) else {}
         entries = {key: config[key] for key in ("bos_token", "eos_token", "pad_token") if key in config}
         named = {key: entry.get("content") if isinstance(entry, dict) else entry for key, entry in entries.items()}  # older files
-        unknown = {
-            key: text
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        problems = [
+            f"{key} {shown(text)} is not in the vocabulary"
             for key, text in named.items()
-            if text is not None and not (isinstance(text, str) and backend.token_to_id(text) is not None)
-        }
-        add_bos = config.get("add_bos_token", False)
-        template = _chat_template(folder, config)
-        loaded = cls(backend, **{**named, **dict.fromkeys(unknown)}, add_bos_token=add_bos, chat_template=template)
-        problems = [f"{key} {shown(text)} is not in the vocabulary" for key, text in unknown.items()]
-        if loaded.vocab_size > vocab_size:
-            largest = loaded.vocab_size - 1
+            if text is not None and not (isinstance(text, str) and text in vocabulary)
+        ]
+        largest = max(vocabulary.values(), default=-1)
+        if largest >= vocab_size:
             problems.append(f"{file.name} has the token id {largest}; ids are below the model's vocab_size={vocab_size}")
+        add_bos = config.get("add_bos_token", False)
         if not isinstance(add_bos, bool):
             problems.append(f"add_bos_token={shown(add_bos)} must be true or false")
         if problems:
             raise CheckpointError(
                 f"the tokenizer in {str(folder)!r} does not fit its configuration or the model", problems=problems
             )
-        return loaded
+        return cls(backend, **named, add_bos_token=add_bos, chat_template=_chat_template(folder, config))
 
     def encode(self, text: str, *, add_bos: bool = False, allow_special: bool = True) -> list[int]:
         """Return the token ids of ``text``.

@@ -152,6 +152,7 @@ def opened(model: Path | str, *, overlap: bool | None = None, **settings: Any) -
 def assert_idle(engine: Engine) -> None:
     """Assert that nothing is left of any request."""
     engine._finish_all()
+    engine._flush()  # what a request left that was aborted right before
     scheduler, runner = engine._scheduler, engine._runner
     # What a finished step still held is released when the next one is planned.
     assert not scheduler.has_work() and scheduler.schedule(0.0) is None
@@ -163,7 +164,8 @@ def assert_idle(engine: Engine) -> None:
             assert pool.num_available == pool.total
     if isinstance(runner, Runner):  # of several ranks each has its own
         assert not runner._requests and not runner.sampler.num_sequences
-    assert not engine._choices and not engine._seq_ids and not engine._hosted and not engine._outputs and not engine._in_flight
+    for kept in (engine._choices, engine._seq_ids, engine._hosted, engine._outputs, engine._in_flight):
+        assert not kept, kept
 
 
 def raising(error: BaseException) -> Callable[..., Any]:

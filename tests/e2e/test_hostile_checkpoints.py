@@ -164,7 +164,7 @@ SIZES = {
 CONFIG_ERRORS: dict[str, tuple[str, Damage]] = {
     **{f"{key}={value!r:.20}": (rf"{key}=.* must be", config(**{key: value})) for key, values in SIZES.items() for value in values},
     "model_type=[]": (r"model_type=\[\] is not supported", config(model_type=[])),
-    "several sizes": (r"hidden_size=0 .*; hc_mult=<an integer of", config(hidden_size=0, hc_mult=10**400)),
+    "several sizes": (r"hc_mult=<an integer of .*; hidden_size=0 ", config(hidden_size=0, hc_mult=10**400)),
     "many experts in all": (
         "have more than 131072 experts in all",
         config(num_hidden_layers=200, n_routed_experts=4096, compress_ratios=[0] * 201),
