@@ -17,7 +17,7 @@ import torch
 
 from dsv4lite.config import EngineConfig, default_cache_dir
 from dsv4lite.device import find_chip, require_private
-from dsv4lite.engine.rank import Parts
+from dsv4lite.engine.rank import RunnerParts
 from dsv4lite.engine.runner import Runner
 from dsv4lite.errors import UnsupportedError
 from dsv4lite.kernels.dispatch import AbsentGpu
@@ -97,7 +97,7 @@ def compile_ahead(config: EngineConfig, gpu: str, progress: Callable[[int, int],
                 with_mtp=drafting.own is not None,
             )
             model: Model = empty.requires_grad_(False).eval()
-            parts = Parts.of(config, plan, mesh, drafting, model)
+            parts = RunnerParts.of(config, plan, mesh, drafting, model)
             runner = Runner(model, parts.cache, parts.sampler, parts.graphs, parts.drafter, mesh)
             with recording() as found, model.brief():
                 runner.dry_run(config.max_num_batched_tokens, plan.max_model_len)

@@ -87,7 +87,7 @@ class ProbeReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Parts:
+class RunnerParts:
     """What a rank runs its model with.
 
     Attributes:
@@ -111,7 +111,7 @@ class Parts:
         drafting: Drafting,
         model: Model,
         grammars: GrammarCompiler | None = None,
-    ) -> Parts:
+    ) -> RunnerParts:
         """Allocate them beside a model, on its device; ``grammars`` is for a rank that samples."""
         device, own = model.numerics.device, drafting.own
         cache = StateCache.allocate(replace(model.state_spec, copies=1 + drafting.max_drafts), plan.sizes, device)
@@ -191,7 +191,7 @@ class Probe:
                 progress=progress,
             )
             give_back_unused(device)
-            parts = Parts.of(config, plan, mesh, drafting, model, grammars)
+            parts = RunnerParts.of(config, plan, mesh, drafting, model, grammars)
             cache, graphs = parts.cache, parts.graphs
             workspace = self.report.plan.per_device[0].workspace - SMALL_BLOCKS
             if device.type == "cuda":

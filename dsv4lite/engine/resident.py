@@ -171,8 +171,9 @@ class Resident:
             for i, tensor in enumerate(self._weights()) if "weights" in tags else ():
                 if not holds_storage(tensor):
                     fill_storage(tensor)
-                    for part, copy in zip(_pieces(tensor), self._copies.get(i, ()), strict=False):
-                        part.copy_(copy)
+                    if i in self._copies:
+                        for part, copy in zip(_pieces(tensor), self._copies[i], strict=True):
+                            part.copy_(copy)
             if "kv_cache" in tags:
                 self._cache.restore_memory()
                 if self._graphs is not None:

@@ -247,7 +247,8 @@ class MatrixSlot:
         weight = weight.dequantize() if isinstance(weight, FourBit) else weight
         home, scales = self.matrix.weight.detach().flatten(0, -2)[self.begin : self.end], self.matrix.scale
         if scales is None:
-            home.copy_(weight if scale is None else dequantize_matrix(weight, scale))
+            plain = weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            home.copy_(weight if plain else dequantize_matrix(weight, scale))
             return
         wide = scales.dtype == torch.float32
         wanted = [torch.float8_e8m0fnu, *([torch.float32] if wide else [])]

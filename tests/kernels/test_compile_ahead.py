@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 from dsv4lite.__main__ import main  # noqa: E402  only where there is Triton
 from dsv4lite.config import MTP, Drafting, EngineConfig, tiny_model  # noqa: E402
 from dsv4lite.engine.ahead import _silent_mesh, compile_ahead  # noqa: E402
-from dsv4lite.engine.rank import Parts  # noqa: E402
+from dsv4lite.engine.rank import RunnerParts  # noqa: E402
 from dsv4lite.engine.runner import Runner  # noqa: E402
 from dsv4lite.engine.step_graphs import StepGraphs, graph_widths  # noqa: E402
 from dsv4lite.errors import ConfigError  # noqa: E402
@@ -67,7 +67,7 @@ def asked_by_a_start(config: EngineConfig) -> set[str]:
     for rank in ranks:
         mesh = _silent_mesh(config.layout, rank, CPU)
         model = source.family.build(source.model, replace(numerics, device=CPU), mesh, with_mtp=drafting.own is not None)
-        parts = Parts.of(config, plan, mesh, drafting, model.requires_grad_(False))
+        parts = RunnerParts.of(config, plan, mesh, drafting, model.requires_grad_(False))
         assert parts.graphs is None, "a CPU has none"
         graphs = StepGraphs(
             model,

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -197,15 +198,38 @@ def is_open(address: str, port: int) -> bool:
     return True
 
 
+def hexadecimal(address: str) -> str:
+    """Return an address as Linux lists it."""
+    return socket.inet_aton(address)[::-1].hex().upper()
+
+
+def listening(port: int) -> dict[str, str]:
+    """Return the addresses at which programs of this machine listen to a port, with the inodes of their sockets."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    return {row[1].partition(":")[0]: row[9] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")}
+
+
+def owners(inode: str) -> set[str]:
+    """Return the processes that have a socket open."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(file) == f"socket:[{inode}]":
+                found.add(file.parts[2])
+    return found
+
+
 class Crowd(Rendezvous):
     """A rank whose machine has others that connect to the leader's port first: one is silent, one leaves, one lies."""
 
     def exchange(self, mine: object) -> dict[int, Any]:
         known = super().exchange(mine)
         name, port, token = known[0]
-        if name != "127.0.0.1" and is_open("127.0.0.1", port):  # to another program, which has the port at this address alone
-            sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
-            assert not [local for _, local, *_ in sockets if local == f"00000000:{port:04X}"]
+        if name != "127.0.0.1" and is_open("127.0.0.1", port):  # another program may have the port at this address
+            here, leader = hexadecimal("127.0.0.1"), hexadecimal(name)
+            inodes = listening(port)
+            assert leader in inodes and set(inodes) <= {here, leader}
+            assert here not in inodes or not owners(inodes[here]) & owners(inodes[leader])
         ends = [socket.create_connection((name, port)) for _ in range(3)]
         strangers.extend(ends[:1])
         ends[1].close()

@@ -360,8 +360,8 @@ def fp8_linear_triton(
     if codes:  # the chip does not know e4m3: kernels read bytes
         x, w = x.view(torch.uint8), w.view(torch.uint8)
     operands = (x[:, None], x_scales.contiguous(), w[None], w_scales)
-    fold = row_tile is not None or rows <= LIBRARY_ROWS
-    _launch(_FP8_TILES, operands, out, fold, FP8_X=True, CODES=codes, SCALE_ROWS=scale_rows(w_codes, w_scales))
+    in_parts = row_tile is not None or rows <= LIBRARY_ROWS
+    _launch(_FP8_TILES, operands, out, in_parts, FP8_X=True, CODES=codes, SCALE_ROWS=scale_rows(w_codes, w_scales))
     return out[:, 0]
 
 
@@ -460,7 +460,7 @@ def _launch(
     tiles: Tiles,
     operands: tuple[Tensor, Tensor, Tensor, Tensor],
     out: Tensor,
-    fold: bool = True,
+    in_parts: bool = True,
     *,
     FP8_X: bool = False,
     CODES: bool = False,
@@ -470,7 +470,7 @@ def _launch(
 
     Args:
         operands: The inputs [M, G, K], their scales, the weights [G, N, K] and their scales.
-        fold: Programs of many rows add their parts as programs of few rows would.
+        in_parts: Many rows are summed in the parts in which few rows are, for the same bits.
     """
     (x, _, w, w_scales), (rows, groups, outs) = operands, out.shape
     inputs = x.shape[2]
@@ -478,11 +478,11 @@ def _launch(
     if rows == 0 or outs == 0:
         return
     tile, blocks = tile_for(tiles, rows, capability_of(x.device)), _blocks_of(inputs)
-    splits = splits_of(groups * outs, blocks)
+    splits = splits_of(groups * outs, blocks) if in_parts or rows <= SPLIT_MAX_ROWS else 1
     if FP8_X and blocks // splits <= SHORT_BLOCKS:
         tile = replace(tile, num_stages=min(tile.num_stages, SHORT_STAGES))
-    fold = fold and rows > SPLIT_MAX_ROWS and splits > 1
-    programs = 1 if rows > SPLIT_MAX_ROWS else splits
+    fold = rows > SPLIT_MAX_ROWS and splits > 1
+    programs = 1 if fold else splits
     parts, arrivals = out, out
     if programs > 1:  # one part is the result itself
         parts = torch.empty(programs, *out.shape, dtype=torch.float32, device=out.device)
@@ -496,7 +496,7 @@ def _launch(
         outs,
         inputs,
         blocks,
-        triton.cdiv(blocks, splits) if fold or programs > 1 else blocks,
+        triton.cdiv(blocks, splits),
         x.stride(0),
         x.stride(1),
         groups,
