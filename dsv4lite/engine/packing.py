@@ -75,14 +75,17 @@ def pack(plan: StepPlan, model: Model, cache: StateCache, most_tokens: int | Non
     return batch
 
 
-def padding(tokens: int, model: Model) -> Batch:
-    """Return a step that is all padding: it launches everything and changes no state.
+def padding(tokens: int, model: Model, *, sequences: int = 1) -> Batch:
+    """Return a step of so many sequences that is all padding: it launches everything and changes no state.
 
     Ranks that share experts run it with the same number of tokens.
     """
-    pages = (0,) * -(-tokens // PAGE_TOKENS)  # read, as a prompt's would be, and never written
-    nowhere = SequencePlan(-1, NO_SLOT, 0, (0,) * tokens, pages, 0, (NO_PAGE,), sample=False)
-    token_ids_T, paging, longest = make_paging([nowhere], model.numerics.device)
+    nowhere = []
+    for i in range(sequences):
+        own = tokens // sequences + (i < tokens % sequences)
+        pages = (0,) * -(-own // PAGE_TOKENS)  # read, as a prompt's would be, and never written
+        nowhere.append(SequencePlan(-1 - i, NO_SLOT, 0, (0,) * own, pages, 0, (NO_PAGE,), sample=False))
+    token_ids_T, paging, longest = make_paging(nowhere, model.numerics.device)
     batch = model.batch(token_ids_T, paging, max_tokens=longest)
     paging.positions_T.fill_(-1)
     batch.most_tokens = tokens

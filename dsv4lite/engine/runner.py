@@ -256,10 +256,14 @@ class Runner:
         return sorted({max_tokens, *(length for length in wanted if 0 < length < max_tokens)})
 
     def _run_padding(self, tokens: int, longest: int) -> None:
-        """Run a step of padding as if a sequence had as many as ``longest`` tokens."""
-        batch = padding(tokens, self.model)
+        """Run a step of padding as if a sequence had as many as ``longest`` tokens.
+
+        One prompt takes them all, or many sequences have two tokens each: attention of many tokens has a kernel for either.
+        """
+        follow = longest > tokens  # tokens after others, whose places only the device knows
+        batch = padding(tokens, self.model, sequences=max(1, tokens // 2) if follow else 1)
         batch.max_tokens = longest
-        if longest > tokens:  # tokens after others, whose places only the device knows
+        if follow:
             batch.paging = replace(batch.paging, host_spans=None)
         streams_TND = self._forward(batch, drafts=True)
         if self.model.shard.last:

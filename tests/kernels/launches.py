@@ -132,9 +132,10 @@ def _steps(model: Model, prefills: Sequence[int], decodes: Sequence[int]) -> Ite
     graphs = StepGraphs(model, cache, max_num_seqs=max(decodes), max_model_len=CONTEXT)
 
     def prefill(tokens: int, longest: int) -> None:
-        batch = padding(tokens, model)
+        follow = longest > tokens
+        batch = padding(tokens, model, sequences=max(1, tokens // 2) if follow else 1)
         batch.max_tokens = longest
-        if longest > tokens:
+        if follow:
             batch.paging = replace(batch.paging, host_spans=None)
         model.logits(model(batch, cache.layers)[:1])
 

@@ -19,6 +19,7 @@ triton = pytest.importorskip("triton")
 
 from dsv4lite.kernels.attention import triton as attention_triton  # noqa: E402
 from dsv4lite.kernels.attention.merge_triton import merged  # noqa: E402
+from dsv4lite.kernels.attention.prefill_triton import prefill_attention_triton  # noqa: E402
 from dsv4lite.kernels.attention.triton import Tile, paged_attention_triton, tile_for, unquantized_tile_for  # noqa: E402
 
 pytestmark = pytest.mark.kernel
@@ -224,6 +225,39 @@ def test_fresh_rows_may_be_spread_out(tokens: int, splits: int) -> None:
     given = case(TINY, [(300, tokens)], splits, room=8)
     assert given.fresh_TB.stride(0) % 16 == 0
     equals_the_reference(given)
+
+
+# Many tokens (``prefill_attention_triton``): windows that fill, that begin before the step or with it, listed entries and all.
+PREFILL: list[tuple[Layer, Steps]] = [
+    (TINY, [(0, 3), (126, 2), (700, 2)]),
+    (replace(TINY, top_k=None), [(400, 1), (130, 2)]),
+    (replace(TINY, ratio=128, top_k=None), [(127, 1), (1300, 2)]),
+    (replace(SLIDING, window=133), [(500, 2), (60, 1)]),
+    (replace(TINY, heads=70, nope=192), [(300, 1)]),
+    (replace(FLASH, heads=16, top_k=64), [(290, 1)]),
+]
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # the interpreter's, of rows that are not read
+@pytest.mark.parametrize(("layer", "steps"), PREFILL)
+def test_rows_may_be_widened_first(layer: Layer, steps: Steps) -> None:
+    given = case(layer, steps, padding=2, room=8)
+    given.fresh_TB[-2:] = 0x7F
+    got = prefill_attention_triton(given)
+    close(got, paged_attention.reference(given))
+    assert got[-2:].eq(0).all()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter's tiles are another chip's")
+@pytest.mark.parametrize("steps", [[(0, 1100)], [(5000, 700), (2900, 500)]])
+@pytest.mark.parametrize("layer", [FLASH, replace(FLASH, ratio=128, top_k=None), replace(FLASH, ratio=0, top_k=None)])
+def test_widening_rows_first_changes_no_bit(layer: Layer, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = case(layer, steps)
+    got = []
+    for most in (0, 1000):
+        monkeypatch.setattr(attention_triton, "WIDENED_ROWS", most)
+        got.append(kernel(given))
+    assert torch.equal(*got)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's; infinity is meant

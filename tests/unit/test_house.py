@@ -98,8 +98,8 @@ CACHES = {
     "kernels.counters._counters": "scratch of one stream, zero between kernels; engines have streams of their own",
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
-MAX_PACKAGE_LINES = 41_500
-MAX_TEST_LINES = 41_060
+MAX_PACKAGE_LINES = 41_720
+MAX_TEST_LINES = 41_100
 MAX_FUNCTION_LINES = 80
 
 # Debts. These may only shrink: public names that docs/api.md does not describe yet and ops without tests

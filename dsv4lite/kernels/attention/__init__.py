@@ -28,6 +28,7 @@ from dsv4lite.kernels.rows import RowStore, unpack_rows
 BLOCK = 64
 WINDOW = 128
 DECODE_SPLITS = 4  # from here on latency decides: another kernel, which also norms queries
+WIDENED_ROWS = 16  # for each token, up to which rows of a prompt are all widened before they are used
 _REF_TOKENS = 64  # whose rows the reference holds at a time
 _LEAST_SHARING = 8  # tokens of a sequence that share rows under a mask, if the order of summation is free
 

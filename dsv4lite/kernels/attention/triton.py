@@ -4,7 +4,8 @@ One program takes one token x a block of heads x one of ``splits`` parts of its 
 ``merge_triton.py`` adds the parts. A token's rows are cut into pieces of fixed size, window first; split s takes pieces s,
 s + splits, … A piece is read once for all heads of the block: codes of packed rows are widened to bfloat16 in registers, four at a
 time, and the tile then serves both products from shared memory. The next piece's bytes, and the addresses of the one after, are
-requested meanwhile. Packed rows of few tokens have another kernel, that of ``decode_triton.py``.
+requested meanwhile. Packed rows of few tokens have another kernel, that of ``decode_triton.py``, and those that many tokens share
+one more, that of ``prefill_triton.py``.
 
 Products of float32 are three products of TF32; the tensor cores cut their sums, which costs a few of float32's last bits.
 """
@@ -18,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.attention import DECODE_SPLITS, AttentionInputs
+from dsv4lite.kernels.attention import DECODE_SPLITS, WIDENED_ROWS, AttentionInputs
 from dsv4lite.kernels.attention.decode_triton import decode_attention_triton
 from dsv4lite.kernels.attention.merge_triton import entries_of, merged
+from dsv4lite.kernels.attention.prefill_triton import prefill_attention_triton, rows_to_widen
 from dsv4lite.kernels.dispatch import capability_of
 from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, UnquantizedRow
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, rotated_back, scaled
@@ -47,15 +49,18 @@ class Tile:
     num_stages: int
 
 
+WIDE = Tile(heads=64, rows=64, num_warps=8, num_stages=3)
+
+
 def tile_for(heads: int, capability: int) -> Tile:
     """Return the tile for packed rows, which follows from the layer alone on one kind of chip."""
     most = max(16, triton.next_power_of_2(heads))
     if capability not in _LARGE:
         return Tile(heads=min(most, 16), rows=32, num_warps=4, num_stages=2)
     # Triton 3.9 leaves nothing of the wide tile on sm_100.
-    if most < 64 or capability != 90:
+    if most < 32 or capability != 90:
         return Tile(heads=16, rows=64, swap=True, num_warps=4, num_stages=3)
-    return Tile(heads=64, rows=64, num_warps=8, num_stages=3)
+    return WIDE
 
 
 def unquantized_tile_for(heads: int, row_bytes: int, splits: int, capability: int) -> Tile:
@@ -319,6 +324,9 @@ def paged_attention_triton(given: AttentionInputs) -> Tensor:
     q = given.q_THC.contiguous()
     given, capability = given._replace(q_THC=q), capability_of(q.device)
     tile = tile_for(heads, capability) if packed else unquantized_tile_for(heads, fmt.data_bytes, splits, capability)
+    # Widening the rows first changes no bit, so that no result depends on whether a step does.
+    if packed and tile == WIDE and splits == 1 and rows_to_widen(given) <= WIDENED_ROWS * tokens:
+        return prefill_attention_triton(given)
     out = q if splits > 1 else torch.empty_like(q)  # that of splits is made by those who add them
     parts, stats = given.room_for_splits() if splits > 1 else (out, out)
     _attend_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from dsv4lite.kernels.attention import WIDENED_ROWS
 from dsv4lite.kernels.compress import OVERLAP_RATIO
 from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS
 from dsv4lite.kernels.gemm import LIBRARY_ROWS
@@ -85,8 +86,8 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
         _FLOAT * compressed * (2 if again else 1),
         # Queries as they come from the projection, and normed.
         latents + 2 * (heads + index_heads),
-        # Normed queries, the entries they have chosen, and what attention returns.
-        latents + 2 * heads + index_heads + _INT * c.index_topk,
+        # Normed queries, the entries they have chosen, rows that are widened first, and what attention returns.
+        latents + 2 * heads + index_heads + _INT * c.index_topk + _BF16 * c.head_dim * (WIDENED_ROWS if numerics.quantized else 0),
         # Attention's results, their low-rank form in bfloat16 and FP8, the sub-layer's output.
         heads + outputs * (2 if by_library else 1) + numerics.fp8_bytes(outputs // item) + item * c.hidden_size,
         _experts(c, numerics),

@@ -1,0 +1,195 @@
+"""Attention of many tokens on packed pages: all rows that they may see are widened to bfloat16 once.
+
+A first launch writes the step's own rows, those of the window before them and the compressed entries of each sequence side by side.
+Then one program takes one token x a block of heads. It takes the token's rows in the pieces of ``triton.py`` and returns the same
+bits, but a piece is copied to shared memory as it is, where both products read it. Neighbouring tokens share most rows, which are
+widened, and looked up in page tables, once for all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4lite.kernels.attention import AttentionInputs
+from dsv4lite.kernels.attention.merge_triton import entries_of
+from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, rotated_back, scaled
+
+_HEADS, _ROWS, _STAGES = 64, 64, 2  # of a program, of a piece, and how many pieces are copied or used at a time
+_WIDENED = 32  # rows of a program of the first launch
+
+
+@triton.jit(do_not_specialize=["tokens", "sequences", "grow_columns", "window_columns"])
+def _widen_rows_kernel(
+    fresh, window, entries, firsts, lens, grow, window_pages, window_firsts, out, tokens, sequences, grow_columns, window_columns,
+    RATIO: tl.constexpr, WINDOW: tl.constexpr, NOPE: tl.constexpr, FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr,
+    WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr, ENTRY_ROWS: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    DATA: tl.constexpr = NOPE + 128
+    SCALES: tl.constexpr = 8
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    own = row < tokens
+    data = fresh + row.to(tl.int64) * FRESH_ROW
+    scales = data + DATA
+    # The window before the step's first token.
+    at = row - tokens
+    sequence = at // WINDOW
+    live = (at >= 0) & (sequence < sequences)
+    place = tl.load(firsts + sequence, mask=live, other=0) - WINDOW + at % WINDOW
+    column = place // WINDOW_ROWS - tl.load(window_firsts + sequence, mask=live, other=0)
+    live = live & (place >= 0) & (column >= 0)
+    page = tl.load(window_pages + sequence * window_columns + column, mask=live, other=-1).to(tl.int64)
+    live = live & (page >= 0)
+    base = window + page * WINDOW_BYTES
+    data = tl.where(own, data, base + place % WINDOW_ROWS * DATA)
+    scales = tl.where(own, scales, base + WINDOW_ROWS * DATA + place % WINDOW_ROWS * SCALES)
+    live = live | own
+    if ENTRY_ROWS > 0:
+        at -= sequences * WINDOW
+        sequence = at // (grow_columns * ENTRY_ROWS)
+        entry = at % (grow_columns * ENTRY_ROWS)
+        more = (at >= 0) & (sequence < sequences)
+        end = tl.load(firsts + sequence, mask=more, other=0) + tl.load(lens + sequence, mask=more, other=0)
+        more = more & (entry < end // RATIO)
+        page = tl.load(grow + sequence * grow_columns + entry // ENTRY_ROWS, mask=more, other=0).to(tl.int64)
+        base = entries + page * ENTRY_BYTES
+        data = tl.where(more, base + entry % ENTRY_ROWS * DATA, data)
+        scales = tl.where(more, base + ENTRY_ROWS * DATA + entry % ENTRY_ROWS * SCALES, scales)
+        live = live | more
+    data, scales = tl.multiple_of(data, 16 if FRESH_ROW % 16 == 0 else 8), tl.multiple_of(scales, SCALES)
+    raw = fetch(data, scales, live, NOPE, FRESH_ROW, False)
+    out += row.to(tl.int64)[:, None] * (NOPE + 64) + tl.arange(0, 64)[None, :]
+    for group in tl.static_range(NOPE // 64):
+        tl.store(out + group * 64, scaled(raw[group], raw[8], group, GPU), mask=live[:, None])
+    tl.store(out + NOPE, raw[7], mask=live[:, None])
+
+
+@triton.jit
+def _rows_of(
+    piece, selected, here, counts, tokens, window_base, entry_base, WINDOW: tl.constexpr, ENTRIES: tl.constexpr,
+    SELECTED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return where a piece's rows are; in place of those that it lacks stands the token's own."""
+    position, first, first_row = here
+    window_rows, entry_rows, listed, window_pieces = counts
+    r = tl.arange(0, ROWS)
+    in_window = piece < window_pieces
+    # Reference: _window_rows
+    since = position + 1 - window_rows + piece * ROWS + r - first
+    own = first_row + position - first
+    place = tl.where(since >= 0, first_row + since, window_base + since)
+    place = tl.where(r < window_rows - piece * ROWS, place, own)
+    if ENTRIES:
+        # Reference: _entry_rows
+        done = (piece - window_pieces) * ROWS
+        left = tl.where(in_window, 0, entry_rows - done)
+        entry = done + r
+        if SELECTED:
+            entry = tl.where(listed, tl.load(selected + entry, mask=r < tl.where(listed, left, 0), other=0), entry)
+        place = tl.where(in_window, place, tl.where(r < left, entry_base + entry, own))
+    return place
+
+
+@triton.jit(do_not_specialize=["tokens", "sequences", "grow_columns"])
+def _prefill_kernel(
+    q, rows, selected, positions, sequence_of, firsts, first_rows, sink, cos, sin, out, tokens, sequences, grow_columns, scale,
+    H: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
+    ENTRY_ROWS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = WIDTH // 2
+    BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
+    token = tl.program_id(0) // BLOCKS
+    head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
+    position = tl.load(positions + token)
+    sequence = tl.load(sequence_of + token)
+    here = (position, tl.load(firsts + sequence), tl.load(first_rows + sequence))
+    window_rows = tl.minimum(position + 1, WINDOW)
+    window_pieces = (window_rows + ROWS - 1) // ROWS
+    entry_rows, listed = entries_of(position, RATIO, TOP_K, ENTRY_ROWS > 0)
+    pieces = window_pieces + (entry_rows + ROWS - 1) // ROWS
+    counts = (window_rows, entry_rows, listed, window_pieces)
+    window_base = tokens + (sequence + 1) * WINDOW
+    entry_base = tokens + sequences * WINDOW + sequence * grow_columns * ENTRY_ROWS
+    selected += token.to(tl.int64) * TOP_K
+
+    column = tl.arange(0, HALF)[None, :]
+    at = (token.to(tl.int64) * H + head[:, None]) * WIDTH + column
+    inside = (head < H)[:, None]
+    q0 = tl.load(q + at, mask=inside, other=0.0)
+    q1 = tl.load(q + HALF + at, mask=inside, other=0.0)
+    if not GPU:
+        q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
+    acc0 = tl.zeros((HEADS, HALF), tl.float32)
+    acc1 = tl.zeros((HEADS, HALF), tl.float32)
+    peak = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    for piece in tl.range(0, pieces, num_stages=STAGES):
+        place = _rows_of(
+            piece, selected, here, counts, tokens, window_base, entry_base, WINDOW, ENTRY_ROWS > 0, TOP_K > 0, ROWS
+        )  # fmt: skip
+        keys = rows + place[:, None] * WIDTH + column
+        k0 = tl.load(keys)
+        k1 = tl.load(keys + HALF)
+        if not GPU:
+            k0, k1 = k0.to(tl.float32), k1.to(tl.float32)
+        # See triton.py for the branch.
+        if piece < pieces:
+            logits = tl.dot(q0, tl.trans(k0))
+            more = tl.dot(q1, tl.trans(k1))
+        else:
+            logits = tl.dot(q1, tl.trans(k1))
+            more = tl.dot(q0, tl.trans(k0))
+        logits = (logits + more) * scale
+        count = tl.where(piece < window_pieces, window_rows - piece * ROWS, entry_rows - (piece - window_pieces) * ROWS)
+        logits = tl.where((tl.arange(0, ROWS) < count)[None, :], logits, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(logits, 1))
+        shrink = tl.exp2(peak - new_peak)
+        p = tl.exp2(logits - new_peak[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        p = narrowed(p, False, GPU)
+        acc0 *= shrink[:, None]
+        acc1 *= shrink[:, None]
+        acc0 = tl.dot(p, k0, acc0)
+        acc1 = tl.dot(p, k1, acc1)
+        peak = new_peak
+
+    # Padding has no rows: its peak is -inf, this sum infinite, its result 0.
+    total += tl.exp2(tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634 - peak)
+    cos += token * 32
+    sin += token * 32
+    o0 = narrowed(acc0 / total[:, None], False, GPU)
+    o1 = rotated_back(narrowed(acc1 / total[:, None], False, GPU), cos, sin, HEADS, HALF, HALF - 64, 64)
+    tl.store(out + at, o0, mask=inside)
+    tl.store(out + HALF + at, narrowed(o1, False, GPU), mask=inside)
+
+
+def rows_to_widen(given: AttentionInputs) -> int:
+    """Return how many rows the tokens may see, at most: what the tables of pages have room for."""
+    sequences, columns = given.paging.grow_SP.shape
+    entries = 0 if given.entries is None else columns * given.entries.rows_per_page
+    return len(given.q_THC) + sequences * (given.window_size + entries)
+
+
+def prefill_attention_triton(given: AttentionInputs) -> Tensor:
+    """See ``attention.paged_attention``; inputs are as ``paged_attention_triton`` has checked them."""
+    (tokens, heads, channels), paging, q = given.q_THC.shape, given.paging, given.q_THC
+    sequences, columns = paging.grow_SP.shape
+    count, places, layer = rows_to_widen(given), given.places(), given.layer(_ROWS)
+    rows = torch.empty(count, channels, dtype=torch.bfloat16, device=q.device)
+    _widen_rows_kernel[(triton.cdiv(count, _WIDENED),)](
+        given.fresh_TB, given.window.memory, (given.entries or given.window).memory, paging.first_S, paging.lens_S,
+        paging.grow_SP, paging.window_SP, paging.window_first_S, rows, tokens, sequences, columns, paging.window_SP.shape[1],
+        RATIO=layer["RATIO"], WINDOW=given.window_size, NOPE=channels - 64, **places, ROWS=_WIDENED, GPU=layer["GPU"],
+        num_warps=4, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
+    out = torch.empty_like(q)
+    _prefill_kernel[(tokens * triton.cdiv(heads, _HEADS),)](
+        q, rows, paging.positions_T if given.selected_TK is None else given.selected_TK, paging.positions_T, paging.sequence_T,
+        paging.first_S, paging.rows_S, given.sink_H, given.cos, given.sin, out, tokens, sequences, columns, given.scale * LOG2_E,
+        H=heads, WIDTH=channels, RATIO=layer["RATIO"], TOP_K=layer["TOP_K"], WINDOW=given.window_size,
+        ENTRY_ROWS=places["ENTRY_ROWS"], HEADS=_HEADS, ROWS=_ROWS, STAGES=_STAGES, GPU=layer["GPU"],
+        num_warps=8, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
+    return out
