@@ -38,10 +38,18 @@ def _bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 80GiB") from error
 
 
+class _Version(argparse.Action):
+    """Asks for the version when it is wanted: a copied folder, which is not installed, has none and runs all the same."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *ignored: object) -> None:
+        print(f"dsv4lite {version('dsv4lite')}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dsv4lite", description="Embeddable inference for DeepSeek models.")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what the engine does")
-    parser.add_argument("--version", action="version", version=f"dsv4lite {version('dsv4lite')}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generation(commands)
     _add_inspection(commands)

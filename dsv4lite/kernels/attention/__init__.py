@@ -131,6 +131,13 @@ class AttentionInputs(NamedTuple):
         """Channels of a kernel's tiles: a power of two whose halves the tensor cores can multiply."""
         return max(32, 1 << (self.q_THC.shape[2] - 1).bit_length())
 
+    @property
+    def visible_rows(self) -> int:
+        """How many rows the tokens may see, at most: what the tables of pages have room for."""
+        sequences, columns = self.paging.grow_SP.shape
+        entries = 0 if self.entries is None else columns * self.entries.rows_per_page
+        return len(self.q_THC) + sequences * (self.window_size + entries)
+
     def tensors(self) -> tuple[Tensor, ...]:
         """Return queries, rows, selection and tables, as kernels take them."""
         paging = self.paging

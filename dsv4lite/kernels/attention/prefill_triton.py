@@ -165,18 +165,11 @@ def _prefill_kernel(
     tl.store(out + HALF + at, narrowed(o1, False, GPU), mask=inside)
 
 
-def rows_to_widen(given: AttentionInputs) -> int:
-    """Return how many rows the tokens may see, at most: what the tables of pages have room for."""
-    sequences, columns = given.paging.grow_SP.shape
-    entries = 0 if given.entries is None else columns * given.entries.rows_per_page
-    return len(given.q_THC) + sequences * (given.window_size + entries)
-
-
 def prefill_attention_triton(given: AttentionInputs) -> Tensor:
     """See ``attention.paged_attention``; inputs are as ``paged_attention_triton`` has checked them."""
     (tokens, heads, channels), paging, q = given.q_THC.shape, given.paging, given.q_THC
     sequences, columns = paging.grow_SP.shape
-    count, places, layer = rows_to_widen(given), given.places(), given.layer(_ROWS)
+    count, places, layer = given.visible_rows, given.places(), given.layer(_ROWS)
     rows = torch.empty(count, channels, dtype=torch.bfloat16, device=q.device)
     _widen_rows_kernel[(triton.cdiv(count, _WIDENED),)](
         given.fresh_TB, given.window.memory, (given.entries or given.window).memory, paging.first_S, paging.lens_S,

@@ -22,7 +22,7 @@ from torch import Tensor
 from dsv4lite.kernels.attention import DECODE_SPLITS, WIDENED_ROWS, AttentionInputs
 from dsv4lite.kernels.attention.decode_triton import decode_attention_triton
 from dsv4lite.kernels.attention.merge_triton import entries_of, merged
-from dsv4lite.kernels.attention.prefill_triton import prefill_attention_triton, rows_to_widen
+from dsv4lite.kernels.attention.prefill_triton import prefill_attention_triton
 from dsv4lite.kernels.dispatch import capability_of
 from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, UnquantizedRow
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, rotated_back, scaled
@@ -325,7 +325,7 @@ def paged_attention_triton(given: AttentionInputs) -> Tensor:
     given, capability = given._replace(q_THC=q), capability_of(q.device)
     tile = tile_for(heads, capability) if packed else unquantized_tile_for(heads, fmt.data_bytes, splits, capability)
     # Widening the rows first changes no bit, so that no result depends on whether a step does.
-    if packed and tile == WIDE and splits == 1 and rows_to_widen(given) <= WIDENED_ROWS * tokens:
+    if packed and tile == WIDE and splits == 1 and given.visible_rows <= WIDENED_ROWS * tokens:
         return prefill_attention_triton(given)
     out = q if splits > 1 else torch.empty_like(q)  # that of splits is made by those who add them
     parts, stats = given.room_for_splits() if splits > 1 else (out, out)
