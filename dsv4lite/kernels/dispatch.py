@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import update_wrapper
+from functools import cache, update_wrapper
 from importlib import import_module
+from types import ModuleType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -47,7 +48,8 @@ class Op(Generic[P, R]):
 
     def __init__(self, reference: Callable[P, R], launcher: str, suits: Callable[..., bool] | None) -> None:
         self.reference = reference
-        self._module, self._launcher = launcher.split(":")
+        self._path, self._launcher = launcher.split(":")
+        self._module: ModuleType | None = None
         self._suits = suits
         update_wrapper(self, reference)
 
@@ -57,7 +59,9 @@ class Op(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self.launches(*args, **kwargs):
-            launch: Callable[P, R] = getattr(import_module(self._module), self._launcher)
+            if self._module is None:
+                self._module = import_module(self._path)
+            launch: Callable[P, R] = getattr(self._module, self._launcher)
             return launch(*args, **kwargs)
         return self.reference(*args, **kwargs)
 
@@ -114,10 +118,20 @@ def _first_tensor(arguments: Iterable[Any]) -> Tensor | None:
 
 
 def _holds_reference_only(arguments: Iterable[Any]) -> bool:
-    return any(
-        _holds_reference_only(argument) if isinstance(argument, tuple) else isinstance(argument, ReferenceOnly)
-        for argument in arguments
-    )
+    for argument in arguments:
+        if _holds_reference_only(argument) if isinstance(argument, tuple) else isinstance(argument, ReferenceOnly):
+            return True
+    return False
+
+
+def ceil_div(count: int, size: int) -> int:
+    """Return how many parts of this size hold so many; Triton's own is a function for kernels, which takes 20 times as long."""
+    return -(-count // size)
+
+
+def power_of_2(least: int) -> int:
+    """Return the smallest power of two that is no less."""
+    return 1 << max(0, least - 1).bit_length()
 
 
 def capability_of(device: torch.device) -> int:
@@ -126,8 +140,7 @@ def capability_of(device: torch.device) -> int:
         return 120
     if ABSENT is not None:
         return ABSENT.capability
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    return _capability(device) if device.index is None else _known_capability(device)
 
 
 def multiprocessors_of(device: torch.device) -> int:
@@ -135,3 +148,13 @@ def multiprocessors_of(device: torch.device) -> int:
     if ABSENT is not None:
         return ABSENT.multiprocessors
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@cache  # every launch asks, and PyTorch takes as long to answer as a launch does; without an index a device is the current one
+def _known_capability(device: torch.device) -> int:
+    return _capability(device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4lite.kernels import dispatch
-from dsv4lite.kernels.dispatch import by_most, capability_of, on_gpu, use_triton
+from dsv4lite.kernels.dispatch import by_most, capability_of, ceil_div, on_gpu, power_of_2, use_triton
 
 META = torch.device("meta")
 
@@ -28,6 +28,11 @@ def test_a_test_can_pretend_a_chip(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_choice_is_the_first_one_that_is_for_so_many() -> None:
     table = ((0, "none"), (16, "few"), (None, "many"))
     assert [by_most(table, count) for count in (0, 1, 16, 17, None)] == ["none", "few", "few", "many", "many"]
+
+
+def test_parts_and_powers_of_two() -> None:
+    assert [ceil_div(count, 16) for count in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert [power_of_2(least) for least in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
 
 
 @pytest.mark.gpu

@@ -96,9 +96,10 @@ OPEN_KEYWORDS = {
 # Caches that outlive an engine, and why.
 CACHES = {
     "kernels.counters._counters": "scratch of one stream, zero between kernels; engines have streams of their own",
+    "kernels.dispatch._known_capability": "of a device, which does not change",
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
-MAX_PACKAGE_LINES = 41_720
+MAX_PACKAGE_LINES = 41_755
 MAX_TEST_LINES = 41_100
 MAX_FUNCTION_LINES = 80
 

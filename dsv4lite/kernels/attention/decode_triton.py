@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.attention import WINDOW, AttentionInputs
 from dsv4lite.kernels.attention.merge_triton import LOW, entries_of, merged
+from dsv4lite.kernels.dispatch import ceil_div
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, scaled
 from dsv4lite.kernels.rows.triton import inverse_root, mean_of, rotate_tail, rounded
@@ -298,7 +299,7 @@ def decode_attention_triton(given: AttentionInputs) -> Tensor:
     # Small pieces for layers whose rows are hardly more than the window's.
     small = given.paging.splits >= _SMALL_SPLITS and (given.ratio == 0 or given.ratio >= WINDOW)
     rows, warps = (32, 4) if small else (64, 8)
-    _decode_kernel[(tokens * triton.cdiv(heads, _HEADS), given.paging.splits)](
+    _decode_kernel[(tokens * ceil_div(heads, _HEADS), given.paging.splits)](
         *given.tensors(), given.cos, given.sin, parts, stats, given.paging.grow_SP.stride(0), given.paging.window_SP.stride(0),
         q.stride(0), given.scale * LOG2_E, given.norm_eps or 0.0, **given.layer(rows), **given.places(), HEADS=_HEADS,
         SINGLES=given.paging.singles, NORM=given.norm_eps is not None,

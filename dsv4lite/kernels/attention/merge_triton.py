@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.attention import AttentionInputs
+from dsv4lite.kernels.dispatch import power_of_2
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows.packed import narrowed, rotated_back
 
@@ -76,7 +77,7 @@ def merged(given: AttentionInputs, parts: Tensor, stats: Tensor, rows: int, *, f
         rows: Of a piece; split s has pieces s, s + splits, …
         fills: A window that is not full yet has fewer pieces, not empty ones.
     """
-    q, splits = given.q_THC, triton.next_power_of_2(given.paging.splits)
+    q, splits = given.q_THC, power_of_2(given.paging.splits)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _merge_kernel[(q.shape[0] * q.shape[1],)](
         parts,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.attention import AttentionInputs
 from dsv4lite.kernels.attention.merge_triton import entries_of
+from dsv4lite.kernels.dispatch import ceil_div
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, rotated_back, scaled
 
 _HEADS, _ROWS, _STAGES = 64, 64, 2  # of a program, of a piece, and how many pieces are copied or used at a time
@@ -171,14 +172,14 @@ def prefill_attention_triton(given: AttentionInputs) -> Tensor:
     sequences, columns = paging.grow_SP.shape
     count, places, layer = given.visible_rows, given.places(), given.layer(_ROWS)
     rows = torch.empty(count, channels, dtype=torch.bfloat16, device=q.device)
-    _widen_rows_kernel[(triton.cdiv(count, _WIDENED),)](
+    _widen_rows_kernel[(ceil_div(count, _WIDENED),)](
         given.fresh_TB, given.window.memory, (given.entries or given.window).memory, paging.first_S, paging.lens_S,
         paging.grow_SP, paging.window_SP, paging.window_first_S, rows, tokens, sequences, columns, paging.window_SP.shape[1],
         RATIO=layer["RATIO"], WINDOW=given.window_size, NOPE=channels - 64, **places, ROWS=_WIDENED, GPU=layer["GPU"],
         num_warps=4, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     out = torch.empty_like(q)
-    _prefill_kernel[(tokens * triton.cdiv(heads, _HEADS),)](
+    _prefill_kernel[(tokens * ceil_div(heads, _HEADS),)](
         q, rows, paging.positions_T if given.selected_TK is None else given.selected_TK, paging.positions_T, paging.sequence_T,
         paging.first_S, paging.rows_S, given.sink_H, given.cos, given.sin, out, tokens, sequences, columns, given.scale * LOG2_E,
         H=heads, WIDTH=channels, RATIO=layer["RATIO"], TOP_K=layer["TOP_K"], WINDOW=given.window_size,

@@ -23,7 +23,7 @@ from dsv4lite.kernels.attention import DECODE_SPLITS, WIDENED_ROWS, AttentionInp
 from dsv4lite.kernels.attention.decode_triton import decode_attention_triton
 from dsv4lite.kernels.attention.merge_triton import entries_of, merged
 from dsv4lite.kernels.attention.prefill_triton import prefill_attention_triton
-from dsv4lite.kernels.dispatch import capability_of
+from dsv4lite.kernels.dispatch import capability_of, ceil_div, power_of_2
 from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, UnquantizedRow
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, rotated_back, scaled
 
@@ -54,7 +54,7 @@ WIDE = Tile(heads=64, rows=64, num_warps=8, num_stages=3)
 
 def tile_for(heads: int, capability: int) -> Tile:
     """Return the tile for packed rows, which follows from the layer alone on one kind of chip."""
-    most = max(16, triton.next_power_of_2(heads))
+    most = max(16, power_of_2(heads))
     if capability not in _LARGE:
         return Tile(heads=min(most, 16), rows=32, num_warps=4, num_stages=2)
     # Triton 3.9 leaves nothing of the wide tile on sm_100.
@@ -329,7 +329,7 @@ def paged_attention_triton(given: AttentionInputs) -> Tensor:
         return prefill_attention_triton(given)
     out = q if splits > 1 else torch.empty_like(q)  # that of splits is made by those who add them
     parts, stats = given.room_for_splits() if splits > 1 else (out, out)
-    _attend_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](
+    _attend_kernel[(tokens * ceil_div(heads, tile.heads), splits)](
         *given.tensors(), given.sink_H, given.cos, given.sin, out, parts, stats,
         given.paging.grow_SP.stride(0), given.paging.window_SP.stride(0), given.scale * LOG2_E,
         **given.layer(tile.rows), **given.places(), HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages,

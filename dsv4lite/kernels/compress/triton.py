@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dsv4lite.kernels.compress import OVERLAP_RATIO, CompressInputs
-from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows import UnquantizedRow
 from dsv4lite.kernels.rows.triton import (
@@ -357,7 +357,7 @@ def compress_step_triton(given: CompressInputs) -> None:
     stages, shape = min(STAGES, ratio + 1), {"A": sets, "RATIO": ratio, "WIDTH": width}
     entry = {
         **shape,
-        "ROWS": triton.next_power_of_2(triton.cdiv(width, 64)),
+        "ROWS": power_of_2(ceil_div(width, 64)),
         "PLACES": store.rows_per_page,
         "LOG": width.bit_length() - 1 if hadamard else 0,
         "KIND": kind,
@@ -374,7 +374,7 @@ def compress_step_triton(given: CompressInputs) -> None:
         _sequence_kernel[(len(slots),)](*inputs, *spans, grow, *strides, **entry)
         return
     of_tokens = (paging.positions_T, paging.sequence_T, slots, copies, paging.first_S, grow, tokens)
-    grid = (triton.cdiv(tokens, ratio),)
+    grid = (ceil_div(tokens, ratio),)
     _entry_kernel[grid](*inputs, *of_tokens, *strides, **entry, STAGES=stages, enable_fp_fusion=False)
     shape |= {"ROWS": STATE_ROWS, "STAGES": stages, "num_warps": 1, "enable_fp_fusion": False}
-    _state_kernel[(len(slots), triton.cdiv(width, 64 * STATE_ROWS))](projected, ape, state, *spans, *strides[:2], **shape)
+    _state_kernel[(len(slots), ceil_div(width, 64 * STATE_ROWS))](projected, ape, state, *spans, *strides[:2], **shape)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.counters import counters_of
-from dsv4lite.kernels.dispatch import capability_of
+from dsv4lite.kernels.dispatch import capability_of, ceil_div, power_of_2
 from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, MoeInputs
 from dsv4lite.kernels.experts.grouping_triton import Block
@@ -167,7 +167,7 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
     shared_dtype = torch.float32 if held.shared_partial else h_TI.dtype
     shared_TD = torch.empty(tokens if shared else 0, hidden, dtype=shared_dtype, device=h_TI.device)
     inputs = shared_codes.shape[1]
-    blocks, shared_programs = triton.cdiv(inputs, FP8_GROUP), triton.cdiv(hidden, _OUTS) if shared else 0
+    blocks, shared_programs = ceil_div(inputs, FP8_GROUP), ceil_div(hidden, _OUTS) if shared else 0
     assert shared_codes.shape == (hidden, h_TI.shape[1] // 2 if shared else inputs), shared_codes.shape
     assert shared_codes.is_contiguous() and shared_scales.is_contiguous()
     codes = capability_of(x_codes.device) < 89
@@ -183,7 +183,7 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
         hidden,
         inputs,
         blocks,
-        triton.cdiv(blocks, splits_of(hidden, blocks)),
+        ceil_div(blocks, splits_of(hidden, blocks)),
         work.numbers(u_codes),
         w2.codes,
         w2.scales,
@@ -219,10 +219,10 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: T
     weight_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
     inputs, tile = h_TI.shape[1] // 2, next(tile for tile in _SHARERS if tokens <= tile)
     most_sharers, num_warps = _SHARERS[tile]
-    shared_groups = triton.cdiv(inputs, FP8_GROUP)
+    shared_groups = ceil_div(inputs, FP8_GROUP)
     s_codes = torch.empty(tokens, inputs, dtype=torch.uint8, device=device)
     s_scales = torch.empty(tokens, shared_groups, dtype=torch.uint8, device=device)
-    shared = triton.next_power_of_2(shared_groups) if inputs else 0
+    shared = power_of_2(shared_groups) if inputs else 0
     sharers = min(max(shared, 1), most_sharers)
     columns, hidden_groups = x_scales.shape[1], groups.arrivals.shape[1]
     routing = (logits_TE, logits_TE if bias is None else bias, chosen_TK if table is None else table)
@@ -254,11 +254,11 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: T
         COUNTS=load_E is not None,
         TOKENS=tile,
         ROWS=work.block.rows,
-        FILL=triton.next_power_of_2(tile * top_k * work.block.rows),
+        FILL=power_of_2(tile * top_k * work.block.rows),
         COLUMNS=columns,
-        COLUMNS_TILE=triton.next_power_of_2(columns),
+        COLUMNS_TILE=power_of_2(columns),
         GROUPS=hidden_groups,
-        GROUPS_TILE=triton.next_power_of_2(hidden_groups),
+        GROUPS_TILE=power_of_2(hidden_groups),
         SHARED=shared,
         SHARERS=sharers,
         ALIGNED=inputs % FP8_GROUP == 0,

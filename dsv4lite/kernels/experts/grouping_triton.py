@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import ceil_div, power_of_2
 from dsv4lite.kernels.quantize import FP8_GROUP
 
 COUNT_FROM = 4096  # pairs of token and expert, from which on they are counted once for all
@@ -185,11 +186,11 @@ def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups
         slots_TK: Experts, int64; those of ``experts`` or more are none.
         x_scales: Scale bytes of the inputs, uint8 [T, D / 128]; ``None`` if these are not quantized.
     """
-    bins = triton.next_power_of_2(experts + 1)
+    bins = power_of_2(experts + 1)
     counts, counted = groups.count, groups.pairs >= COUNT_FROM
     if counted:
         counts = torch.zeros(experts, dtype=torch.int32, device=slots_TK.device)
-        _count_kernel[(triton.cdiv(groups.pairs, _COUNT_CHUNK),)](
+        _count_kernel[(ceil_div(groups.pairs, _COUNT_CHUNK),)](
             slots_TK,
             counts,
             groups.pairs,
@@ -214,9 +215,9 @@ def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups
         BINS=bins,
         TOP_K=slots_TK.shape[1],
         COLUMNS=columns,
-        COLUMNS_TILE=triton.next_power_of_2(columns),
+        COLUMNS_TILE=power_of_2(columns),
         GROUPS=hidden_groups,
-        GROUPS_TILE=triton.next_power_of_2(hidden_groups),
+        GROUPS_TILE=power_of_2(hidden_groups),
         ROWS=groups.order.shape[1],
         CHUNK=next(chunk for chunk in _SCAN_CHUNKS if groups.pairs <= chunk or chunk == _SCAN_CHUNKS[-1]),
         COUNTED=counted,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import power_of_2
 from dsv4lite.kernels.experts import HALF_ROWS, TILE_COLUMNS
 from dsv4lite.kernels.quantize import e8m0_to_float
 
@@ -68,5 +69,5 @@ def store_matrix_triton(codes: Tensor, words: Tensor, weight: Tensor, scale: Ten
     numbers, scales = (torch.uint8, scale.view(torch.uint8)) if fp4 else (torch.int32, e8m0_to_float(scale).view(torch.int32))
     _store_tiles_kernel[(rows // HALF_ROWS, chunks)](
         weight.contiguous().view(numbers), scales.contiguous(), codes.view(torch.int32), words, half or 0,
-        CHUNKS=chunks, GROUPS=triton.next_power_of_2(chunks * 4), WHOLE=whole, FP4=fp4, num_warps=4, enable_fp_fusion=True,
+        CHUNKS=chunks, GROUPS=power_of_2(chunks * 4), WHOLE=whole, FP4=fp4, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

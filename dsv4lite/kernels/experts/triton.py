@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import ceil_div
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.experts import HALF_ROWS, TILE_ROWS, ExpertInputs, ExpertSum, Tiles
 from dsv4lite.kernels.experts.grouping_triton import Block, Blocks, Groups, block_for, group_triton
@@ -408,7 +409,7 @@ def combine_triton(parts: ExpertSum) -> Tensor:
     dtype = torch.float32 if shared is None else shared.dtype
     out = torch.empty(tokens, hidden, dtype=dtype, device=parts.outputs_TKD.device)
     if tokens:
-        _combine_kernel[(tokens, triton.cdiv(hidden, _SUM_BLOCK))](
+        _combine_kernel[(tokens, ceil_div(hidden, _SUM_BLOCK))](
             parts.outputs_TKD,
             parts.slots_TK,
             out if shared is None else shared,

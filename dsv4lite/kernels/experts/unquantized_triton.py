@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.dispatch import ceil_div, on_gpu
 from dsv4lite.kernels.experts import ExpertInputs
 from dsv4lite.kernels.experts.grouping_triton import Block, Blocks, Groups, block_for, group_triton
 from dsv4lite.kernels.rows.triton import rounded
@@ -123,8 +123,6 @@ def unquantized_outputs_triton(given: ExpertInputs, *, block: Block | None = Non
         "STAGES": block.num_stages, "GPU": on_gpu(device),
         "num_warps": block.num_warps, "num_stages": block.num_stages, "enable_fp_fusion": True,
     }  # fmt: skip
-    _gate_up_kernel[(most * triton.cdiv(width, OUTS),)](
-        x, w13, *work, given.weight_TK, u, pairs, given.limit, TOP_K=top_k, **launch
-    )
-    _down_kernel[(most * triton.cdiv(hidden, OUTS),)](u, w2, *work, y, pairs, **launch)
+    _gate_up_kernel[(most * ceil_div(width, OUTS),)](x, w13, *work, given.weight_TK, u, pairs, given.limit, TOP_K=top_k, **launch)
+    _down_kernel[(most * ceil_div(hidden, OUTS),)](u, w2, *work, y, pairs, **launch)
     return y

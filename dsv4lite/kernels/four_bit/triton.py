@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import by_most, on_gpu
+from dsv4lite.kernels.dispatch import by_most, ceil_div, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_values
 from dsv4lite.kernels.experts import ExpertInputs
 from dsv4lite.kernels.experts.grouping_triton import Block, Blocks, Groups, block_for, group_triton
@@ -108,7 +108,7 @@ def four_bit_linear_triton(x_MK: Tensor, w: FourBit, dtype: torch.dtype, row_til
     out = torch.empty(rows, w.shape[0], dtype=dtype, device=x.device)
     if rows:
         block = by_most(FOUR_BIT_BLOCKS, rows)
-        _launch(block, triton.cdiv(rows, block.rows), x, w, out, rows)
+        _launch(block, ceil_div(rows, block.rows), x, w, out, rows)
     return out
 
 
@@ -148,7 +148,7 @@ def _launch(
     assert x.dtype in (torch.bfloat16, torch.float32), x.dtype
     outs, gpu = y.shape[1], on_gpu(x.device)
     work = (y, y, y) if groups is None else (groups.order, groups.owner, groups.count)
-    _four_bit_kernel[(blocks * triton.cdiv(outs, OUTS),)](
+    _four_bit_kernel[(blocks * ceil_div(outs, OUTS),)](
         x,
         w.codes,
         w.scales.view(torch.uint8) if w.nvfp4 else w.scales,

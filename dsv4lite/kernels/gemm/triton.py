@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.counters import counters_of
-from dsv4lite.kernels.dispatch import capability_of, on_gpu
+from dsv4lite.kernels.dispatch import capability_of, ceil_div, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_values, e8m0
 from dsv4lite.kernels.gemm import LIBRARY_ROWS, scale_rows
 from dsv4lite.kernels.gemm.decode_1_triton import fp8_row, groups_row, pair_row, takes_fp8, takes_groups, takes_pair
@@ -417,7 +417,7 @@ def widen_triton(w_codes: Tensor, w_scales: Tensor) -> Tensor:
     out = torch.empty(w_codes.shape, dtype=torch.bfloat16, device=w_codes.device)
     assert w_codes.is_contiguous() and w_scales.is_contiguous()
     if out.numel():
-        _widen_kernel[(triton.cdiv(rows, _WIDEN_ROWS), triton.cdiv(columns, _WIDEN_COLUMNS))](
+        _widen_kernel[(ceil_div(rows, _WIDEN_ROWS), ceil_div(columns, _WIDEN_COLUMNS))](
             w_codes.view(torch.uint8),
             w_scales,
             out,
@@ -487,7 +487,7 @@ def _launch(
     if programs > 1:  # one part is the result itself
         parts = torch.empty(programs, *out.shape, dtype=torch.float32, device=out.device)
         arrivals = counters_of(out.device)
-    _product_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(outs, tile.outs) * groups, programs)](
+    _product_kernel[(ceil_div(rows, tile.rows) * ceil_div(outs, tile.outs) * groups, programs)](
         *operands,
         parts,
         out,
@@ -496,7 +496,7 @@ def _launch(
         outs,
         inputs,
         blocks,
-        triton.cdiv(blocks, splits),
+        ceil_div(blocks, splits),
         x.stride(0),
         x.stride(1),
         groups,

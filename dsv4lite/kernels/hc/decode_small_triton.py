@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from dsv4lite.kernels.counters import counters_of
-from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
 from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.hc import COLLAPSED_CHANNELS, KERNEL_STREAMS, HcEntered, HcInputs
@@ -293,15 +293,15 @@ def sizes_of(tokens: int, width: int, *, gpu: bool) -> dict[str, int]:
 
     The interpreter runs one program after the other: there one program collapses a token, and waits for no other of its kind.
     """
-    groups = triton.cdiv(width, FP8_GROUP)
-    each = COLLAPSED_CHANNELS // FP8_GROUP if gpu else triton.next_power_of_2(groups)
+    groups = ceil_div(width, FP8_GROUP)
+    each = COLLAPSED_CHANNELS // FP8_GROUP if gpu else power_of_2(groups)
     unit = _UNIT if tokens <= _FEWEST_TOKENS else _WIDER_UNIT
     return {
         "WIDTH": width,
         "UNIT": unit,
         "PARTS": PARTS_OF_SUM,
-        "UNITS": triton.cdiv(width, unit * PARTS_OF_SUM),
-        "SHARES": triton.cdiv(groups, each),
+        "UNITS": ceil_div(width, unit * PARTS_OF_SUM),
+        "SHARES": ceil_div(groups, each),
         "GROUPS": each,
         "RECORD": _RECORD,
     }

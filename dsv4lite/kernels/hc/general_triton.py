@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.dispatch import on_gpu, power_of_2
 from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.hc import HcEntered, HcInputs, HcMix
 from dsv4lite.kernels.hc.prefill_triton import Results, sigmoid
@@ -122,7 +122,7 @@ def leave_enter_triton(
     if tokens:
         _leave_kernel[(tokens,)](
             streams_TND, y, post, comb, out, squares,
-            STREAMS=streams, WIDTH=width, BLOCK=min(_BLOCK, triton.next_power_of_2(width)), LEAVE=pending is not None,
+            STREAMS=streams, WIDTH=width, BLOCK=min(_BLOCK, power_of_2(width)), LEAVE=pending is not None,
             GPU=on_gpu(streams_TND.device), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     if fn is not None:
@@ -143,7 +143,7 @@ def collapse_triton(streams_TND: Tensor, sums: Tensor, given: HcInputs) -> HcEnt
         _collapse_kernel[(tokens,)](
             streams_TND, sums, given.weights.base, given.weights.scale, x if head else given.norm_weight, x,
             results.post, results.comb, given.settings.eps, given.settings.norm_eps,
-            STREAMS=streams, TILE=triton.next_power_of_2(streams), WIDTH=width, PADDED=triton.next_power_of_2(width), ROWS=rows,
+            STREAMS=streams, TILE=power_of_2(streams), WIDTH=width, PADDED=power_of_2(width), ROWS=rows,
             ITERS=given.settings.iters, HEAD=head, GPU=on_gpu(streams_TND.device), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     rounded = quantize_fp8(x, FP8_GROUP) if given.quantize else None

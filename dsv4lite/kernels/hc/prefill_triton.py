@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import by_most, on_gpu
+from dsv4lite.kernels.dispatch import by_most, ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.hc import KERNEL_STREAMS, HcEntered, HcInputs, HcMix, has_kernel
 from dsv4lite.kernels.quantize import FP8_GROUP
@@ -414,7 +414,7 @@ class Results(NamedTuple):
         return cls(
             torch.empty(tokens, width, dtype=given.streams_TND.dtype, device=device),
             torch.empty(quantized, width, dtype=torch.uint8, device=device),
-            torch.empty(quantized, triton.cdiv(width, FP8_GROUP), dtype=torch.uint8, device=device),
+            torch.empty(quantized, ceil_div(width, FP8_GROUP), dtype=torch.uint8, device=device),
             torch.empty(mixed, streams, dtype=torch.float32, device=device),
             torch.empty(mixed, streams, streams, dtype=torch.float32, device=device),
         )
@@ -449,7 +449,7 @@ def leave_enter_triton(
     out = streams_TND if pending is None else torch.empty_like(streams_TND)
     sums = torch.empty(programs, tokens, rows + 1, dtype=torch.float32, device=streams_TND.device)
     if tokens:
-        leave_enter_kernel[(triton.cdiv(tokens, tile.tokens) * programs,)](
+        leave_enter_kernel[(ceil_div(tokens, tile.tokens) * programs,)](
             streams_TND,
             y,
             post,
@@ -461,7 +461,7 @@ def leave_enter_triton(
             units if tile.whole else 1,
             WIDTH=width,
             ROWS=rows,
-            ROWS_TILE=max(16, triton.next_power_of_2(rows)),  # at least the rows of one instruction of the tensor cores
+            ROWS_TILE=max(16, power_of_2(rows)),  # at least the rows of one instruction of the tensor cores
             TOKENS=tile.tokens,
             UNIT=UNIT_CHANNELS,
             PROGRAMS=programs,
@@ -485,8 +485,8 @@ def collapse_triton(streams_TND: Tensor, sums: Tensor, given: HcInputs) -> HcEnt
     assert head or (given.norm_weight is not None and given.norm_weight.is_contiguous() and given.norm_weight.shape == (width,))
     results = Results.allocate(given)
     mix_tokens = _MIX_TOKENS if tile_for(tokens).whole else 1
-    mixers = triton.cdiv(len(results.post), mix_tokens)
-    groups_tile = triton.next_power_of_2(triton.cdiv(width, FP8_GROUP))
+    mixers = ceil_div(len(results.post), mix_tokens)
+    groups_tile = power_of_2(ceil_div(width, FP8_GROUP))
     if tokens:
         collapse_kernel[(mixers + tokens,)](
             streams_TND,
@@ -501,7 +501,7 @@ def collapse_triton(streams_TND: Tensor, sums: Tensor, given: HcInputs) -> HcEnt
             given.settings.norm_eps,
             WIDTH=width,
             ROWS=rows,
-            ROWS_TILE=triton.next_power_of_2(rows + 1),
+            ROWS_TILE=power_of_2(rows + 1),
             GROUPS_TILE=groups_tile,
             PARTS=PARTS_OF_SUM,
             UNITS=len(sums) // PARTS_OF_SUM,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.dispatch import ceil_div, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes, e4m3_values, to_bf16
 from dsv4lite.kernels.index_keys import _EPS, IndexKeyInputs
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
@@ -130,7 +130,7 @@ def index_queries_triton(query_THC: Tensor, cos: Tensor, sin: Tensor, keys: RowS
     assert query_THC.stride(2) == 1 and query_THC.stride(1) == channels, query_THC.stride()
     out = torch.empty(tokens, heads, channels, dtype=torch.float32, device=query_THC.device)
     if tokens:
-        _query_kernel[(tokens, triton.cdiv(heads, _HEADS))](
+        _query_kernel[(tokens, ceil_div(heads, _HEADS))](
             query_THC, cos, sin, out, query_THC.stride(0), H=heads, HEADS=_HEADS,
             **_layer(cos, sin, keys, channels, interleaved),
         )  # fmt: skip

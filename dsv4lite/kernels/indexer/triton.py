@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.gemm.triton import e4m3_to_bf16
 from dsv4lite.kernels.indexer import IndexInputs
 from dsv4lite.kernels.paging import Paging
@@ -393,8 +393,8 @@ def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tenso
     assert isinstance(fmt, UnquantizedRow) or channels & (channels - 1) == 0, fmt
     piece, stages = (FLOAT32_KEYS, 1) if iq_NHC.dtype == torch.float32 else (KEYS, _STAGES)
     tokens = 1 if paging.singles else TOKENS
-    tiles = triton.cdiv(count, tokens)
-    pieces = min(triton.cdiv(entries_max, piece), max(1, PROGRAMS // tiles))
+    tiles = ceil_div(count, tokens)
+    pieces = min(ceil_div(entries_max, piece), max(1, PROGRAMS // tiles))
     _scores_kernel[(tiles, pieces)](
         iq_NHC,
         weights_NH,
@@ -412,10 +412,10 @@ def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tenso
         entries_max,
         given.weight_scale,
         H=heads,
-        HEADS=max(16, triton.next_power_of_2(heads)),
+        HEADS=max(16, power_of_2(heads)),
         GROUPS=fmt.scale_bytes if isinstance(fmt, Fp4Key) else 0,
         CHANNELS=channels,
-        PADDED=max(16, triton.next_power_of_2(channels)),
+        PADDED=max(16, power_of_2(channels)),
         RATIO=given.ratio,
         TOP_K=top_k,
         PAGE_BYTES=keys.memory.shape[1],
@@ -445,11 +445,11 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
         _select_float32_kernel[(count,)](*inputs, out, begin, columns, **options, CHUNK=SEGMENT, num_warps=8)
         return out
     if columns <= MOST:
-        block, early = max(1024, triton.next_power_of_2(columns)), dependent_launch(out.device)  # of a small set of sizes
+        block, early = max(1024, power_of_2(columns)), dependent_launch(out.device)  # of a small set of sizes
         _select_kernel[(count,)](*inputs, out, begin, columns, **options, BLOCK=block, num_warps=block // 512, launch_pdl=early)
         return out
-    segments = triton.cdiv(columns, SEGMENT)
-    options |= {"SEGMENT": SEGMENT, "SEGMENTS": triton.next_power_of_2(segments), "num_warps": 8}
+    segments = ceil_div(columns, SEGMENT)
+    options |= {"SEGMENT": SEGMENT, "SEGMENTS": power_of_2(segments), "num_warps": 8}
     highs, lows = torch.empty(2, count, segments, 256, dtype=torch.int32, device=out.device)
     for number in range(3):
         _segment_kernel[(count, segments)](*inputs, highs, lows, out, begin, columns, **options, PASS=number)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.attention.triton import _LARGE, Tile
-from dsv4lite.kernels.dispatch import capability_of, on_gpu
+from dsv4lite.kernels.dispatch import capability_of, ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.e4m3 import e4m3_values
 from dsv4lite.kernels.latent_attention import MOST_HEADS, LatentAttentionInputs
 from dsv4lite.kernels.latent_rows.triton import _row_elements
@@ -225,7 +225,7 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
     tile = _tile_for(heads, fp8, q.element_size(), capability_of(device))
     top_k = 0 if given.selected_TK is None else given.selected_TK.shape[1]
     layer = {
-        "H": heads, "LATENT": latent, "PADDED": max(16, triton.next_power_of_2(latent)), "TOP_K": top_k, "SPLITS": splits,
+        "H": heads, "LATENT": latent, "PADDED": max(16, power_of_2(latent)), "TOP_K": top_k, "SPLITS": splits,
         "ROWS": tile.rows, "GPU": on_gpu(device),
     }  # fmt: skip
     out = torch.empty_like(query_THL)
@@ -235,10 +235,10 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
         stats = torch.empty(splits, tokens, heads, 2, dtype=torch.float32, device=device)
     selected = paging.positions_T if given.selected_TK is None else given.selected_TK
     tables = (paging.positions_T, paging.sequence_T, paging.grow_SP)
-    _absorbed_kernel[(tokens * triton.cdiv(heads, tile.heads), splits)](
+    _absorbed_kernel[(tokens * ceil_div(heads, tile.heads), splits)](
         query_THL, q, *given.angles(), memory, selected, *tables, parts, stats, q.stride(0), paging.grow_SP.stride(0),
         given.scale * LOG2_E, begin,
-        **layer, NOPE=given.nope, ROPE=given.rope, TAIL=max(16, triton.next_power_of_2(given.rope)), ROW=row,
+        **layer, NOPE=given.nope, ROPE=given.rope, TAIL=max(16, power_of_2(given.rope)), ROW=row,
         PLACES=rows.rows_per_page, HEADS=tile.heads, STAGES=tile.num_stages, FP8=fp8,
         TURNS=given.cos is not None,
         num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,

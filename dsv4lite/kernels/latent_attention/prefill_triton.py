@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.attention.triton import _LARGE
-from dsv4lite.kernels.dispatch import capability_of, on_gpu, send
+from dsv4lite.kernels.dispatch import capability_of, on_gpu, power_of_2, send
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, projected_rows
 from dsv4lite.kernels.rows.packed import LOG2_E, narrowed
 from dsv4lite.kernels.rows.triton import only_if, rotate
@@ -147,7 +147,7 @@ def attend_projected(given: LatentAttentionInputs, sequences: Sequence[int], out
     """Write the results of some sequences' tokens; the host knows their places."""
     q, up_HCL, nope, device = given.q_THC, given.up_HCL, given.nope, given.q_THC.device
     (tokens, heads, _), (_, channels, latent) = q.shape, up_HCL.shape
-    key, value = (max(16, triton.next_power_of_2(size)) for size in (nope, channels - nope))
+    key, value = (max(16, power_of_2(size)) for size in (nope, channels - nope))
     large = capability_of(device) in _LARGE and q.element_size() == 2 and key + value <= 256
     queries, keys, stages = (128, 64, 3) if large else (32 if q.element_size() == 4 else 64, 32, 1 if key + value > 256 else 2)
     name = ("rounds", tuple(sequences), heads, channels, queries, given.chunk_rows, given.rows.rows_per_page)
@@ -161,7 +161,7 @@ def attend_projected(given: LatentAttentionInputs, sequences: Sequence[int], out
         _projected_kernel[(len(blocks), heads)](
             q, *given.angles(), projected, rows, blocks, out_THV, parts, stats, q.stride(0), given.scale * LOG2_E,
             H=heads, NOPE=nope, ROPE=given.rope, VALUE=channels - nope, LATENT=latent, KEY=key,
-            TAIL=max(16, triton.next_power_of_2(given.rope)), OUT=value, QUERIES=queries, KEYS=keys, STAGES=stages,
+            TAIL=max(16, power_of_2(given.rope)), OUT=value, QUERIES=queries, KEYS=keys, STAGES=stages,
             TURNS=given.cos is not None, GPU=on_gpu(device), num_warps=8 if large else 4, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
         del rows, projected

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.e4m3 import e4m3_bytes
 from dsv4lite.kernels.latent_norm_store import LatentInputs
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
@@ -92,9 +92,9 @@ def latent_norms_triton(given: LatentInputs) -> tuple[Tensor, Tensor | None, Ten
         assert latent_TK.dtype == torch.bfloat16 and 2 * cos.shape[1] == 64, (fmt, latent_TK.dtype)
         q_TR = torch.empty(tokens, rank, dtype=torch.float8_e4m3fn, device=device)
         codes = q_TR.view(torch.uint8)
-        q_scales = torch.empty(tokens, triton.cdiv(rank, 128), dtype=torch.uint8, device=device)
+        q_scales = torch.empty(tokens, ceil_div(rank, 128), dtype=torch.uint8, device=device)
         row = fmt.data_bytes + fmt.scale_bytes
-        fresh = torch.empty(tokens, triton.cdiv(row, 16) * 16, dtype=torch.uint8, device=device)  # aligned rows are read faster
+        fresh = torch.empty(tokens, ceil_div(row, 16) * 16, dtype=torch.uint8, device=device)  # aligned rows are read faster
         fresh_TB = fresh[:, :row]
     if tokens:
         _latent_kernel[(tokens, 2)](
@@ -119,10 +119,10 @@ def latent_norms_triton(given: LatentInputs) -> tuple[Tensor, Tensor | None, Ten
             window_tokens,
             eps,
             RANK=rank,
-            QUERY_GROUPS=triton.next_power_of_2(triton.cdiv(rank, 128)),
+            QUERY_GROUPS=power_of_2(ceil_div(rank, 128)),
             WIDTH=fmt.width,
             ROPE=2 * cos.shape[1],
-            ROWS=triton.next_power_of_2(triton.cdiv(fmt.width, 64)),
+            ROWS=power_of_2(ceil_div(fmt.width, 64)),
             PLACES=window.rows_per_page,
             FRESH_ROW=fresh.shape[1],
             KIND=kind,

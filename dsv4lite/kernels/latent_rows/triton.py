@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.e4m3 import e4m3_bytes, to_bf16
 from dsv4lite.kernels.latent_rows import LatentRowInputs
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
@@ -93,9 +93,9 @@ def store_latent_rows_triton(given: LatentRowInputs) -> Tensor | None:
         _latent_rows_kernel[(tokens, 2 if rank else 1)](
             latent_TK, kv_norm if q_norm is None else q_norm, kv_norm, cos, sin, q_TR, memory,
             paging.positions_T, paging.sequence_T, paging.grow_SP, latent_TK.stride(0), paging.grow_SP.stride(0), eps,
-            RANK=rank, RANK_GROUPS=triton.next_power_of_2(triton.cdiv(max(rank, 1), 128)),
-            LATENT=latent, GROUPS=triton.next_power_of_2(triton.cdiv(latent, 128)),
-            ROPE=rope, PAIRS=triton.next_power_of_2(rope // 2), ROW=row, PLACES=rows.rows_per_page, FP8=fp8,
+            RANK=rank, RANK_GROUPS=power_of_2(ceil_div(max(rank, 1), 128)),
+            LATENT=latent, GROUPS=power_of_2(ceil_div(latent, 128)),
+            ROPE=rope, PAIRS=power_of_2(rope // 2), ROW=row, PLACES=rows.rows_per_page, FP8=fp8,
             GPU=on_gpu(latent_TK.device), num_warps=4, enable_fp_fusion=False, launch_pdl=dependent_launch(latent_TK.device),
         )  # fmt: skip
     return None if q_norm is None else q_TR

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import power_of_2
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
 from dsv4lite.kernels.quantize.triton import _rows_of
 
@@ -39,7 +40,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     rows = _rows_of(x)
     count, width = rows.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     if count:
         rms_norm_kernel[(count,)](
             rows,

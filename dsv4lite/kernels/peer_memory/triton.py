@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import ceil_div
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
 from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.experts.triton import sum_of_token
@@ -117,7 +118,7 @@ def all_reduce_triton(part: Tensor | ExpertSum, inbox: Inbox, dtype: torch.dtype
     assert part.is_contiguous() and (also is None or also.is_contiguous()) and 0 < shape.numel() <= inbox.numbers, shape
     assert dtype in (torch.bfloat16, torch.float32), dtype
     out = torch.empty(shape, dtype=dtype, device=part.device)
-    all_reduce_kernel[(triton.cdiv(out.numel(), BLOCK),)](
+    all_reduce_kernel[(ceil_div(out.numel(), BLOCK),)](
         part,
         part if chosen is None else chosen,
         part if also is None else also,
@@ -239,7 +240,7 @@ def all_gather_triton(rows: TokenRows, inbox: Inbox, count: int) -> TokenRows:
     )
     every = TokenRows(*(torch.empty(ranks * count, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device) for tensor in rows))
     scales = rows.scales.shape[1]
-    parts = triton.cdiv(hidden // 2 + hidden // 4 + scales + 2, BLOCK)
+    parts = ceil_div(hidden // 2 + hidden // 4 + scales + 2, BLOCK)
     all_gather_kernel[(count * parts,)](
         *_as_sent(rows),
         *_as_sent(every),
@@ -261,7 +262,7 @@ def reduce_scatter_triton(parts: ExpertSum, inbox: Inbox, tokens: int, dtype: to
     """Launch ``reduce_scatter``."""
     outputs, shared, (every, _, hidden) = parts.outputs_TKD, parts.shared_TD, parts.outputs_TKD.shape
     ranks = len(inbox.addresses) - 1
-    count, pieces = every // ranks, triton.cdiv(hidden, BLOCK)
+    count, pieces = every // ranks, ceil_div(hidden, BLOCK)
     assert every == ranks * count and 0 < tokens <= count and 2 * count * pieces * BLOCK <= inbox.numbers, (every, ranks, tokens)
     assert outputs.is_contiguous() and parts.slots_TK.is_contiguous() and (shared is None or shared.is_contiguous())
     assert dtype in (torch.bfloat16, torch.float32), dtype

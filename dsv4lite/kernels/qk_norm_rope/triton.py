@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.qk_norm_rope import HeadInputs
 from dsv4lite.kernels.rows.triton import (
@@ -117,12 +117,12 @@ def head_norms_triton(given: HeadInputs) -> tuple[Tensor, Tensor | None, None]:
         iq_THC = torch.empty(tokens, index_heads, index_dim, dtype=query_TK.dtype, device=query_TK.device)
     else:
         index_dim = 128
-    padded, index_padded = triton.next_power_of_2(channels), triton.next_power_of_2(index_dim)
+    padded, index_padded = power_of_2(channels), power_of_2(index_dim)
     assert not fp4 or (index_padded == index_dim and index_dim % 32 == 0), index_dim
     block_heads, index_block = max(1, BLOCK // padded), max(1, BLOCK // index_padded)
-    query_blocks = triton.cdiv(heads, block_heads)
+    query_blocks = ceil_div(heads, block_heads)
     if tokens:
-        _heads_kernel[(tokens, query_blocks + triton.cdiv(index_heads, index_block))](
+        _heads_kernel[(tokens, query_blocks + ceil_div(index_heads, index_block))](
             query_TK,
             cos,
             sin,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import ceil_div
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3
 from dsv4lite.kernels.rows.triton import store_fp4
 
@@ -41,12 +42,12 @@ def quantize_fp8_triton(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     assert group & (group - 1) == 0 and x.dtype in (torch.bfloat16, torch.float32), (group, x.dtype)
     rows = _rows_of(x)
     count, width = rows.shape
-    groups = triton.cdiv(width, group)
+    groups = ceil_div(width, group)
     tile = min(max(1, _TILE // group), 1 << (groups - 1).bit_length())  # groups of one program
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = torch.empty(*x.shape[:-1], groups, dtype=torch.uint8, device=x.device)
     if codes.numel():
-        quantize_kernel[(count * triton.cdiv(groups, tile),)](
+        quantize_kernel[(count * ceil_div(groups, tile),)](
             rows,
             codes,
             scales,
@@ -80,7 +81,7 @@ def quantize_packed_fp4_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(*x.shape[:-1], x.shape[-1] // _FP4_GROUP, dtype=torch.uint8, device=x.device)
     if groups:
         tile = _TILE // _FP4_GROUP
-        quantize_packed_fp4_kernel[(triton.cdiv(groups, tile),)](
+        quantize_packed_fp4_kernel[(ceil_div(groups, tile),)](
             numbers, codes, scales, groups, GROUPS=tile, num_warps=4, enable_fp_fusion=False
         )
     return codes, scales

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.dispatch import on_gpu, power_of_2
 from dsv4lite.kernels.routing import Router
 
 
@@ -226,9 +226,9 @@ def _router_constants(logits_TE: Tensor, router: Router) -> dict[str, int]:
         assert token_ids_T is not None and token_ids_T.is_contiguous()
     return {
         "EXPERTS": experts,
-        "BLOCK": triton.next_power_of_2(experts),
+        "BLOCK": power_of_2(experts),
         "TOP_K": top_k,
-        "TOP_TILE": triton.next_power_of_2(top_k),
+        "TOP_TILE": power_of_2(top_k),
         "BIASED": bias_E is not None,
         "FIXED": table_VK is not None,
         "PADDED": positions_T is not None,
@@ -260,7 +260,7 @@ def route_triton(logits_TE: Tensor, router: Router) -> tuple[Tensor, Tensor]:
             SOFTMAX=router.scoring == "softmax",
             GROUPS=router.groups,
             TOP_GROUPS=router.top_groups,
-            GROUP_TILE=triton.next_power_of_2(router.groups),
+            GROUP_TILE=power_of_2(router.groups),
             RENORMALIZE=router.renormalize,
             num_warps=1,
             enable_fp_fusion=False,

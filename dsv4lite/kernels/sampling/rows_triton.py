@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.counters import COUNTERS, counters_of
+from dsv4lite.kernels.dispatch import ceil_div, power_of_2
 from dsv4lite.kernels.sampling.rows import (
     BEST,
     CANDIDATES,
@@ -558,12 +559,12 @@ def sample_rows_triton(given: SampleInputs) -> Tensor:
     out = torch.empty(HEADER + 2 * BEST, rows, dtype=torch.int32, device=device)
     if rows == 0:
         return out
-    pieces, last = triton.cdiv(vocabulary, PIECE), len(settings) - 1
+    pieces, last = ceil_div(vocabulary, PIECE), len(settings) - 1
     assert (space.edited.data_ptr() - logits.data_ptr()) % 16 == 0
     common = (slots, positions, settings, space.state)
     placed = (slots, positions, tokens, places, settings, space.state)
     arrivals, grid = counters_of(device), (rows, pieces)
-    shape: dict[str, Any] = {"PIECE": PIECE, "PIECES": triton.next_power_of_2(pieces)}
+    shape: dict[str, Any] = {"PIECE": PIECE, "PIECES": power_of_2(pieces)}
     options: dict[str, Any] = {"num_warps": _NUM_WARPS, "enable_fp_fusion": False}
     if Needs.EDITS in needs:
         editing = (logits, space.edited, *placed, space.partial, arrivals, last, vocabulary, pieces)
@@ -585,7 +586,7 @@ def sample_rows_triton(given: SampleInputs) -> Tensor:
     if Needs.BEST in needs:
         list_best(False)
     if needs & (Needs.SEARCHES | Needs.NUCLEI):
-        block = min(_SEARCH_BLOCK, triton.next_power_of_2(vocabulary))
+        block = min(_SEARCH_BLOCK, power_of_2(vocabulary))
         _search_kernel[(rows,)](*source, *common, last, vocabulary, BLOCK=block, num_warps=16, enable_fp_fusion=False)
     if scored is None:
         ending = (top, best_ids, finite.view(torch.uint8), *placed, last_token, out, last, rows, vocabulary)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.counters import COUNTERS, counters_of
+from dsv4lite.kernels.dispatch import ceil_div, power_of_2
 from dsv4lite.kernels.pdl import dependent_launch, wait_for_predecessor
 from dsv4lite.kernels.sampling import best_tokens
 
@@ -139,7 +140,7 @@ def argmax_finite_triton(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, vocabulary = logits.shape
     assert logits.dtype == torch.float32 and vocabulary > 0 and rows <= COUNTERS, (logits.dtype, logits.shape)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    pieces = triton.cdiv(vocabulary, PIECE)
+    pieces = ceil_div(vocabulary, PIECE)
     keys = torch.empty(rows, pieces, dtype=torch.int64, device=logits.device)
     top = torch.empty(rows, 1, dtype=torch.float32, device=logits.device)
     token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -156,7 +157,7 @@ def argmax_finite_triton(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             logits.stride(0),
             pieces,
             PIECE=PIECE,
-            PIECES=triton.next_power_of_2(pieces),
+            PIECES=power_of_2(pieces),
             num_warps=_NUM_WARPS,
             enable_fp_fusion=True,
             launch_pdl=dependent_launch(logits.device),
@@ -169,7 +170,7 @@ def token_logprobs_triton(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Te
     rows, vocabulary = logits.shape
     top, _, _ = argmax_finite_triton(logits)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    pieces, device = triton.cdiv(vocabulary, PIECE), logits.device
+    pieces, device = ceil_div(vocabulary, PIECE), logits.device
     partial = torch.empty(rows, 2, pieces, dtype=torch.int64, device=device)
     logprobs, log_sums = torch.empty(2, rows, dtype=torch.float32, device=device)
     ranks = torch.empty(rows, dtype=torch.int32, device=device)
@@ -187,7 +188,7 @@ def token_logprobs_triton(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Te
             logits.stride(0),
             pieces,
             PIECE=PIECE,
-            PIECES=triton.next_power_of_2(pieces),
+            PIECES=power_of_2(pieces),
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,
         )

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import ceil_div
 from dsv4lite.kernels.rows.triton import only_if
 from dsv4lite.kernels.spans import FIELDS, PlacedSpans
 
@@ -83,7 +84,7 @@ def place_spans_triton(given_XS: Tensor, width: int, last_token: Tensor, next_3C
         positions_T=empty(size * width),
         tokens_T=empty(size * width, dtype=torch.int64),
     )
-    _place_kernel[(triton.cdiv(size, _BLOCK),)](
+    _place_kernel[(ceil_div(size, _BLOCK),)](
         given_XS,
         last_token,
         next_3C,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.kernels.dispatch import ceil_div, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.rows.triton import rounded
@@ -62,7 +62,7 @@ def swiglu_halves_triton(h_TI: Tensor, limit: float) -> Tensor:
     assert h_TI.is_contiguous() and h_TI.shape[1] == 2 * width, h_TI.shape
     u = torch.empty(tokens, width, dtype=h_TI.dtype, device=h_TI.device)
     if h_TI.numel():
-        grid = (tokens, triton.cdiv(width, block))
+        grid = (tokens, ceil_div(width, block))
         _halves_kernel[grid](h_TI, u, width, limit, BLOCK=block, GPU=on_gpu(h_TI.device), num_warps=4, enable_fp_fusion=True)
     return u
 
@@ -70,12 +70,12 @@ def swiglu_halves_triton(h_TI: Tensor, limit: float) -> Tensor:
 def swiglu_quantize_triton(h_TI: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """See ``swiglu.swiglu_quantize``."""
     tokens, width = h_TI.shape[0], h_TI.shape[1] // 2
-    groups = triton.cdiv(width, FP8_GROUP)
+    groups = ceil_div(width, FP8_GROUP)
     assert h_TI.dtype == torch.bfloat16 and h_TI.is_contiguous() and h_TI.shape[1] == 2 * width, (h_TI.dtype, h_TI.shape)
     codes = torch.empty(tokens, width, dtype=torch.uint8, device=h_TI.device)
     scales = torch.empty(tokens, groups, dtype=torch.uint8, device=h_TI.device)
     if h_TI.numel():
-        _swiglu_kernel[(tokens, triton.cdiv(groups, _GROUPS))](
+        _swiglu_kernel[(tokens, ceil_div(groups, _GROUPS))](
             h_TI,
             codes,
             scales,
