@@ -1,8 +1,7 @@
 """Expert balancing: where copies of the experts lie, so that every rank gets about the same number of rows.
 
-Popular experts get copies (redundant experts), and slots are packed so that the ranks' loads come out even. ``balance`` is the
-hierarchical scheme that DeepSeek published: groups of experts are packed onto nodes, experts are copied within a node, and a node's
-slots are packed onto its ranks. With one node it is the global scheme.
+Popular experts get copies (redundant experts), and slots are packed so that the ranks' loads come out even: the global scheme that
+DeepSeek published.
 
     copies    each further slot goes to the expert with the most load per copy
     packing   items by descending load, each into the least loaded pack that has room
@@ -88,15 +87,13 @@ class Placement:
         return max(ranks) * len(ranks) / sum(ranks) if sum(ranks) else 1.0
 
 
-def balance(loads: Sequence[float], *, slots: int, ranks: int, nodes: int = 1, groups: int = 1) -> Placement:
+def balance(loads: Sequence[float], *, slots: int, ranks: int) -> Placement:
     """Place one layer's experts by their loads.
 
     Args:
         loads: Rows that each expert got lately, or any number in proportion.
         slots: Experts that the ranks hold together, copies included.
         ranks: Ranks; each holds ``slots / ranks``.
-        nodes: Nodes that the ranks are spread over. A group of experts stays in one node if groups divide by nodes.
-        groups: Groups of consecutive experts that tokens are routed to together.
 
     Raises:
         ConfigError: The slots are too few, or do not divide.
@@ -106,20 +103,11 @@ def balance(loads: Sequence[float], *, slots: int, ranks: int, nodes: int = 1, g
         raise ConfigError(
             f"{slots} expert slots on {ranks} ranks: must be a multiple of {ranks}, and at least {experts}, the experts"
         )
-    if ranks % nodes or experts % groups:
-        raise ConfigError(f"{ranks} ranks on {nodes} nodes and {experts} experts in {groups} groups: both must divide")
-    if groups % nodes:
-        nodes = groups = 1
-    members = experts // groups
-    node_groups = _pack([sum(loads[g * members : (g + 1) * members]) for g in range(groups)], nodes)
-    placed: list[int] = []
-    for mine in node_groups:
-        local = [g * members + i for g in mine for i in range(members)]
-        owners = _copy([loads[e] for e in local], slots // nodes)
-        counts = [owners.count(i) for i in range(len(local))]
-        packs = _pack([loads[local[i]] / counts[i] for i in owners], ranks // nodes)
-        placed += [local[owners[slot]] for pack in packs for slot in pack]
-    return Placement(experts=tuple(placed), num_experts=experts, ranks=ranks)
+    owners = _copy(loads, slots)
+    counts = [owners.count(expert) for expert in range(experts)]
+    packs = _pack([loads[expert] / counts[expert] for expert in owners], ranks)
+    placed = tuple(owners[slot] for pack in packs for slot in pack)
+    return Placement(experts=placed, num_experts=experts, ranks=ranks)
 
 
 def _copy(loads: Sequence[float], slots: int) -> list[int]:

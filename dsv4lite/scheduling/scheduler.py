@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 LEAST_PIPELINE_TOKENS = 1024
 """Tokens of a pipeline's step: with fewer it takes nearly as long, because it reads as many weights."""
 
+REFILLED_SHARE = 64
+MOST_STEPS_HELD = 8
+"""A step with a prompt takes longer than one without, however short the prompt. So places that get free while more requests wait
+are filled together, a 64th of all at once, but none stands free for more steps than this."""
+
 Propose = Callable[[Sequence, int], tuple[int, ...]]
 _IN_FLIGHT = (IN_FLIGHT,)
 _ORDER = attrgetter("order")
@@ -170,6 +175,7 @@ class Scheduler:
         self._next_deadline = inf  # no request ends before it
         self._outstanding: deque[StepPlan] = deque()
         self._num_unforked = 0
+        self._steps_held = 0  # since there are free places that are not filled yet
         self._next_seq_id = first_seq_id
         self._next_step = 0
         self._weight_version = 0
@@ -547,6 +553,9 @@ class Scheduler:
 
     def _admit(self, step: _Planning) -> None:
         """Start waiting sequences, strictly in order, while there is room for them."""
+        self._steps_held = self._steps_held + 1 if self._holds_places() else 0
+        if self._steps_held:
+            return
         while self._waiting and step.room and len(self._running) < self._limits.max_num_seqs:
             seq = self._waiting.first()
             if seq.in_flight or not self._kv.take_slot(seq):
@@ -569,9 +578,15 @@ class Scheduler:
             if step.leaders and step.leaders[-1] is seq:
                 self._fork(seq, step)
 
+    def _holds_places(self) -> bool:
+        """Return whether too few places are free to fill them now; see ``REFILLED_SHARE``."""
+        together = min(len(self._waiting), self._limits.max_num_seqs // REFILLED_SHARE)
+        return 0 < self._limits.max_num_seqs - len(self._running) < together and self._steps_held < MOST_STEPS_HELD
+
     def _has_room(self, seq: Sequence) -> bool:
         """Return whether a waiting sequence could start if none of its prefix is cached."""
-        return len(self._running) < self._limits.max_num_seqs and self._pools.slots.num_free > 0 and self._leaves_headroom(seq)
+        place = len(self._running) < self._limits.max_num_seqs and not self._holds_places()
+        return place and self._pools.slots.num_free > 0 and self._leaves_headroom(seq)
 
     def _leaves_headroom(self, seq: Sequence) -> bool:
         """Return whether starting a sequence leaves 1 % of the pages to those that run, so that they do not preempt it at once."""

@@ -134,6 +134,27 @@ def test_queue_is_strictly_in_order_of_priority_and_arrival() -> None:
     assert list(h.ends) == [("a", 0), ("b", 0), ("c", 0), ("d", 0)]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_places_that_get_free_are_filled_together_or_after_a_few_steps(overlap: bool) -> None:
+    h = make(seqs=128, room=4096, max_len=100, caching=False, grow=160, window_pages=300, overlap=overlap)
+
+    def starts() -> int:
+        return sum(start == 0 for _, start, _ in spans(h.step()))
+
+    for i in range(132):
+        h.add(request(str(i), text(3, i), max_tokens=90))
+    assert starts() == 128
+    h.abort("0")
+    assert starts() == starts() == 0
+    h.abort("1")
+    assert starts() == 2
+    h.abort("2")
+    assert [starts() for _ in range(9)] == [0] * 8 + [1]
+    h.abort("3")
+    assert starts() == 1, "it waits alone: there is nothing to fill together"
+    h.drain()
+
+
 def test_a_request_that_does_not_fit_yet_is_not_overtaken() -> None:
     h = make(grow=16, max_len=4096, caching=False, room=4096)
     h.add(request("a", text(2500), max_tokens=3))
