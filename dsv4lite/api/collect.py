@@ -189,7 +189,7 @@ class _Completion:
         self._num_calls = 0
         self._logprobs: list[TokenLogprob] = []
         self._versions: list[tuple[int, int, int]] = []
-        self._experts: list[torch.Tensor] = []
+        self._experts: torch.Tensor | None = None
         self._entries: tuple[int, torch.Tensor | None] = 0, None
 
     def push(self, update: SequenceUpdate) -> Delta:
@@ -220,7 +220,7 @@ class _Completion:
     def finish_in_engine(self, update: SequenceUpdate) -> None:
         """Take routed experts and the engine's end of the sequence; a stop string may have ended the completion before."""
         if update.routed_experts is not None:
-            self._experts.append(update.routed_experts)
+            self._experts = update.routed_experts
         if update.index_entries is not None:
             self._entries = update.index_entries
         if update.finish_reason is not None:
@@ -230,7 +230,7 @@ class _Completion:
         assert self.finish_reason is not None, "a completion that goes on has no output yet"
         parsed = None if self._parser is None else self._parser.result()
         # Of prompt and completion without the last token, and without tokens after a stop string.
-        routed = _concatenated(self._experts, max(0, prompt_tokens + len(self.token_ids) - 1))
+        routed = None if self._experts is None else self._experts[: max(0, prompt_tokens + len(self.token_ids) - 1)]
         return CompletionOutput(
             index=self.index,
             text="".join(self._text) if parsed is None else parsed.content,
@@ -310,14 +310,6 @@ class _Completion:
         """Return the tokens' log-probabilities, ``None`` if they were not asked for."""
         top = self._params.logprobs
         return None if top is None else Logprobs.stack(tokens, top=top, mode=self._params.logprobs_mode)
-
-
-def _concatenated(parts: list[torch.Tensor], length: int) -> torch.Tensor | None:
-    if not parts:
-        return None
-    import torch
-
-    return torch.cat(parts)[:length]
 
 
 def _with_output(error: DSV4LiteError, output: RequestOutput) -> DSV4LiteError:

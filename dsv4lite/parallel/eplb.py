@@ -106,8 +106,7 @@ def balance(loads: Sequence[float], *, slots: int, ranks: int) -> Placement:
     owners = _copy(loads, slots)
     counts = [owners.count(expert) for expert in range(experts)]
     packs = _pack([loads[expert] / counts[expert] for expert in owners], ranks)
-    placed = tuple(owners[slot] for pack in packs for slot in pack)
-    return Placement(experts=placed, num_experts=experts, ranks=ranks)
+    return Placement(experts=tuple(owners[slot] for pack in packs for slot in pack), num_experts=experts, ranks=ranks)
 
 
 def _copy(loads: Sequence[float], slots: int) -> list[int]:

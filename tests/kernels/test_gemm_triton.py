@@ -34,7 +34,6 @@ from dsv4lite.kernels.gemm.decode_1_triton import (  # noqa: E402
     takes_pair,
 )
 from dsv4lite.kernels.gemm.triton import (  # noqa: E402
-    SPLIT_MAX_ROWS,
     float_linear_triton,
     fp8_linear_triton,
     fp8_weight_linear_quantize_triton,
@@ -157,11 +156,12 @@ def test_codes_are_widened_alike_without_fp8_units(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
 
 
-def test_row_does_not_depend_on_the_others() -> None:
+def test_row_does_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever number of rows, and so whatever tile, whether parts are programs or folded."""
     outs, inputs = 72, 1100
+    monkeypatch.setattr(gemm_triton, "FOLDED_RESULTS", 1000)  # for each of 9 blocks: parts of 125 rows or more are folded
     assert splits_of(outs, 9) > 1
-    x = random(SPLIT_MAX_ROWS + 2, inputs)
+    x = random(LIBRARY_ROWS + 2 if ON_GPU else 130, inputs)
     w_codes, w_scales = fp8_weights(outs, inputs, per_row=True)
     plain = random(1, outs, inputs, seed=2).bfloat16()
     codes, scales = quantize_fp8(x, 128)
@@ -169,12 +169,12 @@ def test_row_does_not_depend_on_the_others() -> None:
 
     def products(rows: int) -> tuple[Tensor, ...]:
         fp8 = fp8_linear_triton(codes[:rows], scales[:rows], w_codes, w_scales, torch.float32, ROW_TILE)
-        half = fp8_weight_linear_triton(wide[:rows], w_codes[None], w_scales)
-        return fp8, half, float_linear_triton(wide[:rows], plain, torch.float32)
+        half = fp8_weight_linear_triton(wide[:rows], w_codes[None], w_scales, ROW_TILE)
+        return fp8, half, float_linear_triton(wide[:rows], plain, torch.float32, ROW_TILE)
 
     # The interpreter leaves the order inside a block to numpy, which asks for the number of rows.
     everything = products(len(x))
-    for rows in (1, 17, 33, 65, SPLIT_MAX_ROWS) if ON_GPU else (1,):
+    for rows in (1, 17, 33, 65, 130, LIBRARY_ROWS) if ON_GPU else (1,):
         for got, wanted in zip(products(rows), everything, strict=True):
             if ON_GPU:
                 assert torch.equal(got, wanted[:rows]), rows
@@ -230,8 +230,9 @@ def test_counters_suffice_for_every_product_in_parts() -> None:
     for outs in range(1, 20_000):
         if splits_of(outs, 1 << 20) > 1:
             most = outs  # tiles of results, if every group has one result
-            assert -(-SPLIT_MAX_ROWS // 16) * most <= COUNTERS
-    assert min(tile.rows for _, tile in gemm_triton._FP8_TILES + gemm_triton._UNQUANTIZED_TILES) == 16
+    for tiles in (gemm_triton._FP8_TILES, gemm_triton._UNQUANTIZED_TILES, gemm_triton._WEIGHT_ONLY_TILES):
+        for rows, tile in ((rows, tile) for rows, tile in tiles if rows is not None):
+            assert rows <= LIBRARY_ROWS and -(-rows // tile.rows) * most <= COUNTERS
 
 
 @pytest.mark.skipif(not ON_GPU, reason="streams")
@@ -288,6 +289,7 @@ def test_tile_fits_the_chip_with_two_stages_at_least(rows: int, capability: int)
     for tiles, x_bytes, w_bytes in (
         (gemm_triton._FP8_TILES, 1, 1),
         (gemm_triton._UNQUANTIZED_TILES, 2, 2),
+        (gemm_triton._ONE_PART_TILES, 2, 2),
         (gemm_triton._WEIGHT_ONLY_TILES, 2, 1),
     ):
         tile = tile_for(tiles, rows, capability)

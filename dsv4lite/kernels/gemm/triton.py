@@ -33,7 +33,7 @@ from dsv4lite.kernels.quantize.triton import quantize_fp8_triton
 
 PROGRAMS = 264  # that splitting aims at: two for each multiprocessor of the largest chips, on every chip, for the same bits
 MIN_BLOCKS = 4  # of 128 inputs in one part
-SPLIT_MAX_ROWS = 128  # above, rows fill the chip, and the parts' sums would cost more memory traffic than the weights
+FOLDED_RESULTS = 20_000  # for each block of inputs: with more, the traffic of parts' sums costs more than more programs win
 SHORT_BLOCKS, SHORT_STAGES = 8, 3  # where a program has few blocks to read, many programs read more than many stages
 GROUPED_ROWS = 1024  # of inputs, whose tiles share the weights in cache
 
@@ -62,21 +62,27 @@ _WIDEN_ROWS, _WIDEN_COLUMNS = 8, 512
 _FP8_TILES: Tiles = (
     (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=6)),
     (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=5)),
-    (SPLIT_MAX_ROWS, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=4)),
+    (LIBRARY_ROWS, Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=4)),
     (None, Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=3)),
 )
 _UNQUANTIZED_TILES: Tiles = (
     (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=4)),
     (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=4)),
-    (SPLIT_MAX_ROWS, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=3)),
-    (512, Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=2)),
+    (LIBRARY_ROWS, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=3)),
     (None, Tile(rows=128, outs=128, swap=False, num_warps=8, num_stages=3)),
 )
+_ONE_PART_TILES: Tiles = (  # no sums of parts beside those of a part: a warp has registers for twice the results
+    *_UNQUANTIZED_TILES[:2],
+    (64, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=3)),
+    (None, Tile(rows=128, outs=128, swap=False, num_warps=4, num_stages=3)),
+)
 _WEIGHT_ONLY_TILES: Tiles = (
-    *_UNQUANTIZED_TILES[:3],
+    *_UNQUANTIZED_TILES[:2],
+    (64, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=4)),
     (None, Tile(rows=128, outs=128, swap=True, num_warps=8, num_stages=3)),
 )
-_OPERAND_BYTES = {_FP8_TILES: (1, 1), _UNQUANTIZED_TILES: (2, 2), _WEIGHT_ONLY_TILES: (2, 1)}  # inputs, weights
+# Of inputs and weights.
+_OPERAND_BYTES = {_FP8_TILES: (1, 1), _UNQUANTIZED_TILES: (2, 2), _ONE_PART_TILES: (2, 2), _WEIGHT_ONLY_TILES: (2, 1)}
 # Bytes of shared memory for stages, by capability: what one program may use less a margin. Other chips have the least.
 _SHARED = {80: 161 << 10, 87: 161 << 10, 90: 225 << 10, 100: 225 << 10, 103: 225 << 10}
 _LEAST_SHARED = 97 << 10
@@ -473,15 +479,18 @@ def _launch(
         in_parts: Many rows are summed in the parts in which few rows are, for the same bits.
     """
     (x, _, w, w_scales), (rows, groups, outs) = operands, out.shape
-    inputs = x.shape[2]
+    inputs, blocks = x.shape[2], _blocks_of(x.shape[2])
     assert w.is_contiguous() and w_scales.is_contiguous()
     if rows == 0 or outs == 0:
         return
-    tile, blocks = tile_for(tiles, rows, capability_of(x.device)), _blocks_of(inputs)
-    splits = splits_of(groups * outs, blocks) if in_parts or rows <= SPLIT_MAX_ROWS else 1
+    splits = splits_of(groups * outs, blocks) if in_parts else 1
+    one_part = splits == 1 and tiles is _UNQUANTIZED_TILES
+    tile = tile_for(_ONE_PART_TILES if one_part else tiles, rows, capability_of(x.device))
     if FP8_X and blocks // splits <= SHORT_BLOCKS:
         tile = replace(tile, num_stages=min(tile.num_stages, SHORT_STAGES))
-    fold = rows > SPLIT_MAX_ROWS and splits > 1
+    # What widens weights has no registers left for sums of parts, and folds only where these would take too much memory.
+    most = LIBRARY_ROWS if tiles is _WEIGHT_ONLY_TILES else min(LIBRARY_ROWS, FOLDED_RESULTS * blocks // (groups * outs))
+    fold = splits > 1 and rows > most
     programs = 1 if fold else splits
     parts, arrivals = out, out
     if programs > 1:  # one part is the result itself
