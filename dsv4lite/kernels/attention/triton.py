@@ -49,7 +49,7 @@ class Tile:
     num_stages: int
 
 
-WIDE = Tile(heads=64, rows=64, num_warps=8, num_stages=3)
+WIDE = Tile(heads=64, rows=64, num_warps=8, num_stages=2)  # with three, a multiprocessor has room for one program instead of two
 
 
 def tile_for(heads: int, capability: int) -> Tile:
