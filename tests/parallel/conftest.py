@@ -12,9 +12,9 @@ from tests.parallel.ranks import Ranks, started
 from tests.parallel.requests import SHARED, all_kinds, tight
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """Up to four processes to run functions on; they start when they are first needed."""
+    """Up to four processes to run functions on; they start when they are first needed. Idle groups' threads wake up all the time."""
     with started(4) as four:
         yield four
 
