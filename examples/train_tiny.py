@@ -31,8 +31,8 @@ from torch.nn import functional as F
 
 @torch.no_grad()
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Push all singular values of [n, rows, columns] towards 1 (quintic Newton-Schulz, five steps in bfloat16)."""
-    x = matrices.bfloat16()
+    """Push all singular values of [n, rows, columns] towards 1 (quintic Newton-Schulz, five steps, on a GPU in bfloat16)."""
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
     x = x.mT if matrices.shape[-2] > matrices.shape[-1] else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
@@ -286,7 +286,7 @@ def main() -> None:
     parser.add_argument("--init-only", action="store_true", help="write the untrained checkpoint")
     args = parser.parse_args()
     if args.smoke:
-        vars(args).update(steps=6, rows=2, length=256, warmup=2, report=1, measure=0, data=args.out)
+        vars(args).update(steps=6, rows=1, length=256, warmup=2, report=1, measure=0, data=args.out)
         args.out.mkdir(parents=True, exist_ok=True)
         random_corpus(args.out / "corpus.npz", SMOKE.vocab_size)
     torch.manual_seed(args.seed)
