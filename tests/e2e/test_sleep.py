@@ -84,7 +84,7 @@ def poison(engine: Engine) -> None:
 
 
 def test_level_1_frees_the_memory_and_brings_everything_back(llm: LLM) -> None:
-    before, checksums, bytes_before = ask(llm), llm.weight_checksums(), held(llm)
+    before, checksums, bytes_before = ask(llm, tokens=12), llm.weight_checksums(), held(llm)
     assert min(bytes_before.values()) > 50_000
     llm.sleep(1)
     assert (llm.state, held(llm)) == (Phase.ASLEEP, {"weights": 0, "kv_cache": 0})
@@ -99,7 +99,7 @@ def test_level_1_frees_the_memory_and_brings_everything_back(llm: LLM) -> None:
     llm.wake_up()
     llm.wake_up()
     assert (llm.state, held(llm)) == (Phase.READY, bytes_before)
-    assert same(ask(llm), before) and llm.weight_checksums() == checksums and before.usage.accepted_tokens > 0
+    assert same(ask(llm, tokens=12), before) and llm.weight_checksums() == checksums and before.usage.accepted_tokens > 0
 
 
 def test_captured_steps_give_back_the_rows_that_they_work_in(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_captured_steps_give_back_the_rows_that_they_work_in(plain: Path, monkey
 
 def test_after_level_2_nothing_is_generated_before_a_full_update(llm: LLM, model: Path, kind: str) -> None:
     """The drafter's weights were lost without a word elsewhere, and nothing was accepted any more."""
-    before, checksums, bytes_before = ask(llm), llm.weight_checksums(), held(llm)
+    before, checksums, bytes_before = ask(llm, tokens=12), llm.weight_checksums(), held(llm)
     llm.sleep(2)
     assert (llm.state, held(llm)) == (Phase.ASLEEP, {"weights": 0, "kv_cache": 0})
     with pytest.raises(WeightsNotLoadedError, match=r"wake it up .* and give it all weights"):
@@ -154,7 +154,7 @@ def test_after_level_2_nothing_is_generated_before_a_full_update(llm: LLM, model
         update.load(DiskSource(str(model), prefix=KINDS[kind].drafter))
         update.load(NamedTensors({n: t for n, t in quantized_tensors(0, kind).items() if not n.startswith("mtp.")}))
     assert (llm.state, llm.weight_version, held(llm)) == (Phase.READY, 2, bytes_before)
-    assert same(ask(llm), before) and llm.weight_checksums() == checksums and before.usage.accepted_tokens > 0
+    assert same(ask(llm, tokens=12), before) and llm.weight_checksums() == checksums and before.usage.accepted_tokens > 0
 
 
 def test_update_of_awake_weights_of_an_engine_that_sleeps(llm: LLM, tmp_path: Path, kind: str) -> None:

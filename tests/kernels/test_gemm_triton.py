@@ -230,9 +230,8 @@ def test_counters_suffice_for_every_product_in_parts() -> None:
     for outs in range(1, 20_000):
         if splits_of(outs, 1 << 20) > 1:
             most = outs  # tiles of results, if every group has one result
-    for tiles in (gemm_triton._FP8_TILES, gemm_triton._UNQUANTIZED_TILES, gemm_triton._WEIGHT_ONLY_TILES):
-        for rows, tile in ((rows, tile) for rows, tile in tiles if rows is not None):
-            assert rows <= LIBRARY_ROWS and -(-rows // tile.rows) * most <= COUNTERS
+    for rows, tile in gemm_triton._FP8_TILES + gemm_triton._UNQUANTIZED_TILES + gemm_triton._WEIGHT_ONLY_TILES:
+        assert rows is None or (rows <= LIBRARY_ROWS and -(-rows // tile.rows) * most <= COUNTERS)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="streams")

@@ -14,7 +14,7 @@ from tests.parallel.requests import SHARED, all_kinds, tight
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """Up to four processes to run functions on; they start when they are first needed. Idle groups' threads wake up all the time."""
+    """Up to four processes to run functions on, from their first use to the module's end: idle groups wake up all the time."""
     with started(4) as four:
         yield four
 

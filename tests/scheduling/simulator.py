@@ -63,6 +63,7 @@ class Truth:
     fails_at: int | None = None
     sampled_in: int = -1
     scored: list[int] = field(default_factory=list)
+    hashed: tuple[int, int] = (0, 0)  # of so many tokens, which only grow
 
 
 class Device:
@@ -279,9 +280,10 @@ class Device:
 
     def draft(self, seq_id: int, count: int, right: Callable[[], bool]) -> tuple[int, ...]:
         """Draft what a sequence samples next; ``right`` decides whether a draft is the token."""
-        truth, drafts, prefix = self.truths[seq_id], list[int](), 0
-        for token in truth.tokens:
+        drafts, (known, prefix) = list[int](), (truth := self.truths[seq_id]).hashed
+        for token in truth.tokens[known:]:
             prefix = hash((prefix, token))
+        truth.hashed = len(truth.tokens), prefix
         done = len(truth.tokens) - len(truth.request.prompt_token_ids)
         for generated in range(done, done + count):
             token = next_token(prefix, truth.request, truth.index, generated)
