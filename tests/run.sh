@@ -1,8 +1,8 @@
 #!/bin/sh
 # Set up, then run every check.     sh tests/run.sh     sh tests/run.sh --quick     sh tests/run.sh tests/unit -x
 #
-# On two cores all checks take about 40 minutes: 34 the tests, 2 kernels for every chip from Triton's cache (10 the first time, which
-# compiles them), 5 interpreted kernels. --quick takes about two: the linter, the type checker, and the tests of the rooms below
+# On two cores all checks take about 26 minutes: 20 the tests, 3 kernels for every chip from Triton's cache (10 the first time, which
+# compiles them), 3 interpreted kernels. --quick takes about two: the linter, the type checker, and the tests of the rooms below
 # the engine. Other arguments go to pytest and replace the choice of tests. Every phase runs, even if one before it fails; the last
 # lines say how long each took, and the exit status is 1 if any failed.
 set -u
