@@ -204,12 +204,14 @@ class MoE(nn.Module):
         self.gathers = resident and type(dispatch) is AllGather and shard.mesh.peers.size == 1
         few = most_decode_small(c.experts_per_token) if resident and c.scoring == "sqrtsoftplus" else 0
         many: Way = MoE._alone if dispatch is None else MoE._dispatched
+        if type(dispatch) is Local and shard.mesh.layout.copies == 1:
+            many = partial(MoE._together, run=MoE._many)
         regimes: list[tuple[int | None, Way]] = [(0, many)]
         if self.gathers:
             regimes += [(few // ep.size, partial(MoE._gathered, run=MoE._few))]
             regimes += [(most_near(ep, c.hidden_size), partial(MoE._gathered, run=MoE._many))]
         elif dispatch is None or type(dispatch) is Local:
-            regimes += [(few, MoE._few if dispatch is None else MoE._together)]
+            regimes += [(few, MoE._few if dispatch is None else partial(MoE._together, run=MoE._few))]
         self.regimes = (*regimes, (None, many))
         self.held = Held(
             partial=self.experts.partial,
@@ -227,9 +229,9 @@ class MoE(nn.Module):
     def _alone(self, tokens: Tokens) -> Tensor:
         return experts_forward(*self._given(tokens))
 
-    def _together(self, tokens: Tokens) -> Tensor:
-        """Add up what ranks with the same few tokens have of their experts."""
-        return total_of_experts(self.shard.mesh.peers, self._few(tokens), tokens.x_TD.dtype)
+    def _together(self, tokens: Tokens, run: Callable[[MoE, Tokens], ExpertSum]) -> Tensor:
+        """Add up what ranks with the same tokens have of their experts."""
+        return total_of_experts(self.shard.mesh.peers, run(self, tokens), tokens.x_TD.dtype)
 
     def _gathered(self, tokens: Tokens, run: Callable[[MoE, Tokens], ExpertSum]) -> Tensor:
         """Run this rank's experts on all ranks' tokens, ``most_tokens`` of each."""

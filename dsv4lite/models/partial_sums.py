@@ -10,10 +10,10 @@ from torch import Tensor
 from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.peer_memory import (
     BLOCK,
-    Inbox,
     TokenRows,
     all_gather,
     all_reduce,
+    all_reduce_shards,
     lengthened,
     most_rows,
     part_of_experts,
@@ -30,9 +30,11 @@ def total(axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = No
         dtype: Of the result.
         also: Another part of this rank, of the same shape.
     """
-    inbox = _inbox(axis, part.numel())
-    if inbox is not None:
-        return all_reduce(part.contiguous(), inbox, dtype, also)
+    memory = axis.memory
+    if memory is not None and 0 < part.numel() <= memory.inbox.numbers:
+        return all_reduce(part.contiguous(), memory.inbox, dtype, also)
+    if memory is not None and dtype == torch.bfloat16 and part.numel() > 0:
+        return all_reduce_shards(part.contiguous(), memory.shards, also)
     if axis.size == 1:
         return rounded_sum(part, also, dtype)
     if also is not None:
@@ -70,10 +72,13 @@ def side_by_side(axis: Axis, product: Callable[[Tensor | None], Tensor], out: Te
 
 def total_of_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype) -> Tensor:
     """Return the sum of the ranks' parts of experts, [T, D], rounded once."""
-    tokens, _, hidden = parts.outputs_TKD.shape
-    inbox = _inbox(axis, tokens * hidden)
-    if inbox is not None and hidden % BLOCK == 0:
-        return all_reduce(parts, inbox, dtype)
+    memory, (tokens, _, hidden) = axis.memory, parts.outputs_TKD.shape
+    if memory is None or tokens == 0 or hidden % BLOCK:
+        return total(axis, part_of_experts(parts), dtype)
+    if tokens * hidden <= memory.inbox.numbers:
+        return all_reduce(parts, memory.inbox, dtype)
+    if dtype == torch.bfloat16:
+        return all_reduce_shards(parts, memory.shards)
     return total(axis, part_of_experts(parts), dtype)
 
 
@@ -110,9 +115,3 @@ def rounded_sum(part_TD: Tensor, also_TD: Tensor | None, dtype: torch.dtype) -> 
     if also_TD is None:
         return part_TD.to(dtype)
     return torch.add(part_TD, also_TD, out=torch.empty_like(part_TD, dtype=dtype))
-
-
-def _inbox(axis: Axis, numbers: int) -> Inbox | None:
-    """Return where parts of so many numbers meet, if they go through memory that the ranks have opened to each other."""
-    memory = axis.memory
-    return None if memory is None or not 0 < numbers <= memory.inbox.numbers else memory.inbox

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dsv4lite.parallel")
 
-MOST_NUMBERS = 1 << 18
-"""Numbers of the largest sum that goes through it."""
-SIZES = (2, 4)
-"""Numbers of ranks that use it: kernels want a power of two, and each rank writes to all others, which is not measured for more."""
+MOST_NUMBERS = {2: 1 << 20, 4: 1 << 18}
+"""Numbers of the largest sum that every rank adds up as a whole, by the number of ranks. Other numbers of ranks do without: kernels
+want a power of two, and each rank writes to all others, which is not measured for more."""
+SHARDED_NUMBERS = 1 << 22
+"""Numbers of a larger sum that one launch takes; each rank adds up a shard of them."""
 _HANDLE_BYTES = 64
 _ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -36,7 +37,16 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 def opened_bytes(ranks: int) -> int:
     """Return what each of so many ranks opens to the others, if they are GPUs of one machine."""
-    return TURNS * ranks * MOST_NUMBERS * 4 if ranks in SIZES else 0
+    return 4 * _words(ranks, MOST_NUMBERS[ranks], shard_words(ranks)) if ranks in MOST_NUMBERS else 0
+
+
+def shard_words(ranks: int) -> int:
+    """Return the words that a rank sends to each other one: parts of its shard, float32, and sums of the own one, bfloat16."""
+    return SHARDED_NUMBERS // ranks // 2 * 3
+
+
+def _words(ranks: int, *numbers: int) -> int:
+    return TURNS * ranks * sum(numbers)
 
 
 class Refused(Exception):
@@ -52,34 +62,55 @@ class PeerMemory:
     """The buffers of all ranks.
 
     Attributes:
-        inbox: Their addresses, for kernels.
+        inbox: Their addresses, for kernels of few numbers.
+        shards: The same for ``all_reduce_shards``, in the same allocation.
         abandoned: int32 [1] in pinned memory, read by the device: not 0 once kernels must not wait for peers any more.
     """
 
     inbox: Inbox
+    shards: Inbox
     abandoned: Tensor
 
     @classmethod
-    def open(cls, store: Store, rank: int, size: int, device: torch.device, *, numbers: int = MOST_NUMBERS) -> PeerMemory | None:
+    def of(cls, places: Sequence[int], rank: int, numbers: int, abandoned: Tensor, device: torch.device) -> PeerMemory:
+        """Return the memory of one rank.
+
+        Args:
+            places: Addresses of all ranks' buffers.
+            rank: Position of this rank.
+            numbers: Of the largest sum that every rank adds up as a whole.
+            abandoned: See the class.
+            device: Where kernels run.
+        """
+        ranks, inboxes, begin = len(places), list[Inbox](), 0
+        for count in (numbers, shard_words(ranks)):
+            addresses = [*(place + 4 * begin for place in places), abandoned.data_ptr()]
+            calls = torch.zeros(-(-count // BLOCK), dtype=torch.int64, device=device)
+            tickets = torch.zeros(1, dtype=torch.int32, device=device)
+            inboxes.append(Inbox(torch.tensor(addresses, dtype=torch.int64, device=device), calls, tickets, rank, count))
+            begin += _words(ranks, count)
+        inbox, shards = inboxes
+        return cls(inbox, shards, abandoned)
+
+    @classmethod
+    def open(cls, store: Store, rank: int, size: int, device: torch.device, *, numbers: int) -> PeerMemory | None:
         """Return the memory, filled with ``EMPTY``, or ``None`` if a rank cannot have it; a collective call.
 
         Args:
             store: Of these ranks; it must have no other keys.
             rank, size: Position of this rank, and number of ranks.
             device: The current GPU.
-            numbers: How many numbers of 32 bits each rank can send.
+            numbers: Of the largest sum that every rank adds up as a whole.
         """
         with torch.cuda.device(device):
-            calls = torch.zeros(-(-numbers // BLOCK), dtype=torch.int64, device=device)  # and a context for the driver
-            found = open_buffers(store, rank, size, TURNS * size * numbers)
+            torch.zeros(1, dtype=torch.int32, device=device)  # a context for the driver
+            found = open_buffers(store, rank, size, _words(size, numbers, shard_words(size)))
         if isinstance(found, str):
             log.info("ranks add up all parts with NCCL: their memory is closed to each other (%s)", found)
             return None
         own, opened, driver = found
         abandoned = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
-        places = [*opened[:rank], own, *opened[rank:], abandoned.data_ptr()]
-        inbox = Inbox(torch.tensor(places, dtype=torch.int64, device=device), calls, rank, numbers)
-        memory = cls(inbox, abandoned)
+        memory = cls.of([*opened[:rank], own, *opened[rank:]], rank, numbers, abandoned, device)
         weakref.finalize(memory, driver.free, own, opened).atexit = False
         return memory
 

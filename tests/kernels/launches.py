@@ -27,7 +27,7 @@ from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_for
 from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, moe_decode_small
 from dsv4lite.kernels.gemm import float_linear, fp8_linear, fp8_weight_linear, pair_linear
 from dsv4lite.kernels.indexer import select_paged
-from dsv4lite.kernels.peer_memory import Inbox, TokenRows, all_gather, all_reduce, reduce_scatter
+from dsv4lite.kernels.peer_memory import Inbox, TokenRows, all_gather, all_reduce, all_reduce_shards, reduce_scatter
 from dsv4lite.kernels.quantize import quantize_fp8, quantize_packed_fp4
 from dsv4lite.kernels.routing import Copies, Router
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
@@ -193,10 +193,12 @@ def _ranks() -> None:
     tokens, hidden, chosen = 4, 4096, 6
     for ranks in (2, 4, 8):
         calls = _empty(1 << 12, dtype=torch.int64)
-        inbox = Inbox(_empty(ranks + 1, dtype=torch.int64), calls, 0, 1 << 22)
+        inbox = Inbox(_empty(ranks + 1, dtype=torch.int64), calls, _empty(1, dtype=torch.int32), 0, 1 << 22)
         part, bf16 = _empty(tokens, hidden), _empty(tokens, hidden, dtype=torch.bfloat16)
         all_reduce(part, inbox, torch.bfloat16, part)
         all_reduce(part, inbox, torch.float32)
+        all_reduce_shards(part, inbox)
+        all_reduce_shards(part, inbox, part)
         ids = _empty(tokens, dtype=torch.int64)
         all_gather(TokenRows(bf16, *quantize_fp8(bf16, 128), ids, ids.int()), inbox, tokens)
         slots_TK = _empty(ranks * tokens, chosen, dtype=torch.int64)
@@ -204,6 +206,7 @@ def _ranks() -> None:
             outputs = _empty(ranks * tokens, chosen, hidden, dtype=dtype)
             parts = ExpertSum(slots_TK, outputs, _empty(ranks * tokens, hidden, dtype=dtype), 256)
             all_reduce(parts, inbox, torch.bfloat16)
+            all_reduce_shards(parts, inbox)
             reduce_scatter(parts, inbox, tokens, torch.bfloat16)
 
 

@@ -21,6 +21,7 @@ from dsv4lite.kernels.peer_memory import (
     all_gather_ref,
     all_reduce,
     all_reduce_ref,
+    all_reduce_shards,
     lengthened,
     most_rows,
     part_of_experts,
@@ -35,6 +36,7 @@ from dsv4lite.kernels.peer_memory import triton as kernels
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(torch.cuda.is_available(), reason="buffers are on the CPU")]
 HIDDEN, COUNT = 1536, 2  # two blocks of a row
 NUMBERS = 2 * COUNT * 2 * BLOCK
+SHARD = NUMBERS // 48 * 32  # numbers of a shard that an inbox takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ class World:
         abandoned = torch.zeros(1, dtype=torch.int32)
         addresses = torch.tensor([x.data_ptr() for x in (*buffers, abandoned)])
         calls = [torch.zeros(NUMBERS // BLOCK, dtype=torch.int64) for _ in range(ranks)]
-        return cls(buffers, [Inbox(addresses, calls[rank], rank, NUMBERS) for rank in range(ranks)], abandoned)
+        tickets = torch.zeros(1, dtype=torch.int32)
+        return cls(buffers, [Inbox(addresses, calls[rank], tickets, rank, NUMBERS) for rank in range(ranks)], abandoned)
 
     def deliver(self, rank: int, part: Tensor) -> None:
         """Write what a rank will send in its next ``all_reduce``."""
@@ -107,6 +110,64 @@ def test_all_reduce_adds_up_parts_of_any_size_call_after_call(ranks: int) -> Non
 
 def all_reduce_part(world: World, rank: int, part: Tensor) -> Tensor:
     return all_reduce(part, world.inboxes[rank], torch.float32)
+
+
+def deliver_shards(world: World, sender: int, parts: list[Tensor]) -> None:
+    """Write what a rank will send in its next ``all_reduce_shards``: its parts of all other shards, and the sums of its own."""
+    ranks, size, sums = len(parts), len(parts[0]), SHARD
+    shard = -(-size // (ranks * BLOCK)) * BLOCK
+    totals = pad(all_reduce_ref(parts, torch.bfloat16), (0, ranks * shard - size)).view(torch.int32)
+    for block, call in enumerate(world.inboxes[sender].calls[: shard // BLOCK].tolist()):
+        for peer, buffer in enumerate(world.buffers):
+            begin, slot = peer * shard + block * BLOCK, buffer[call % TURNS, sender]
+            mine = (parts[sender] + 0.0).view(torch.int32)[begin : begin + BLOCK]
+            slot[block * BLOCK : block * BLOCK + len(mine)] = mine
+            begin = (sender * shard + block * BLOCK) // 2
+            words = totals[begin : min(begin + BLOCK // 2, size // 2)]
+            slot[sums + block * BLOCK // 2 :][: len(words)] = words
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shards_of_a_sum_come_to_all_ranks_call_after_call(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls fill the inbox once or several times, blocks are used in different numbers of calls, and buffers are cleared."""
+    world = World.of(ranks)
+    monkeypatch.setattr(kernels, "_RESIDENT", 0 if ranks == 2 else 8)  # blocks are given out as programs start, or not
+    rows = ranks * (SHARD // BLOCK) * BLOCK // 512  # that fill the inbox
+    for number, count in enumerate((rows, 3, rows - 1, 5, rows)):
+        parts, late = parts_of(ranks, count * 512, number), number % ranks
+        others = [rank for rank in range(ranks) if rank != late]
+        for rank in others:
+            deliver_shards(world, rank, parts)
+        found = [all_reduce_shards(parts[rank].view(count, 512), world.inboxes[rank]) for rank in (late, *others)]
+        assert all(torch.equal(x, found[0]) for x in found)
+        close = 0 if ranks == 2 else 2**-7
+        torch.testing.assert_close(found[0].flatten(), all_reduce_ref(parts, torch.bfloat16), rtol=close, atol=close)
+        for buffer, inbox in zip(world.buffers, world.inboxes, strict=True):  # of the first block; the others had fewer calls
+            last = int(inbox.calls[0])
+            assert last == number + 1
+            assert (buffer[(last - 2) % TURNS, :, :BLOCK] == EMPTY).all() and (buffer[last % TURNS, :, :BLOCK] == EMPTY).all()
+
+
+def test_shards_of_more_than_an_inbox_take_several_launches() -> None:
+    """The second launch waits for what the first has made room for; here a peer that never comes is given up after each."""
+    world = World.of(2)
+    world.abandoned.fill_(1)
+    rows = 2 * (SHARD // BLOCK) * BLOCK // 512
+    all_reduce_shards(torch.ones(rows + 1, 512), world.inboxes[0])
+    assert world.inboxes[0].calls.tolist()[: SHARD // BLOCK + 1] == [2] + [1] * (SHARD // BLOCK - 1) + [0]
+
+
+def test_shards_of_experts_and_of_two_parts_are_rounded_once() -> None:
+    world, experts = World.of(2), experts_of(2, 3, 2 * BLOCK, 3, torch.float32)
+    parts = [part_of_experts(one) for one in experts]
+    deliver_shards(world, 1, [part.flatten() for part in parts])
+    found = all_reduce_shards(experts[0], world.inboxes[0])
+    assert torch.equal(found, all_reduce_ref(parts, torch.bfloat16))
+    mine, theirs = (part.view(2, 250) for part in parts_of(2, 500, 1))
+    also = torch.randn(2, 250, generator=torch.Generator().manual_seed(2))
+    world.inboxes[1].calls.copy_(world.inboxes[0].calls)
+    deliver_shards(world, 1, [(mine + also).flatten(), theirs.flatten()])
+    assert torch.equal(all_reduce_shards(mine, world.inboxes[0], also), all_reduce_ref([mine + also, theirs], torch.bfloat16))
 
 
 def test_all_reduce_rounds_once_and_adds_another_part() -> None:

@@ -96,7 +96,7 @@ def test_layouts_that_do_not_fit_come_last(folder: str) -> None:
 
 
 def test_plans_count_what_gpus_of_one_machine_open_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two or four that exchange something in every layer: three buffers, with a place for 2^18 numbers of each."""
+    """Two or four that exchange something in every layer: three buffers, for sums as a whole and for shards of 2^22 numbers."""
     found = {}
     for layout in (
         Layout(tp=2),
@@ -118,7 +118,7 @@ def test_plans_count_what_gpus_of_one_machine_open_to_each_other(monkeypatch: py
             without = _working(*arguments)
         found[str(layout)] = opened[0] - without[0]
         assert opened[1] == without[1]
-    assert list(found.values()) == [3 * ranks << 20 for ranks in (2, 4, 2, 2, 4, 0, 0)]
+    assert list(found.values()) == [opened << 20 for opened in (24 + 72, 12 + 72, 24 + 72, 24 + 72, 12 + 72, 0, 0)]
 
 
 def test_what_does_not_fit_is_said_with_what_would_help(folder: str) -> None:

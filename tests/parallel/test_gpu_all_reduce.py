@@ -13,12 +13,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from dsv4lite.kernels.peer_memory import Inbox, all_reduce, all_reduce_ref
-from dsv4lite.parallel.peer_memory import PeerMemory
+from dsv4lite.kernels.peer_memory import Inbox, all_reduce, all_reduce_ref, all_reduce_shards
+from dsv4lite.parallel.peer_memory import SHARDED_NUMBERS, PeerMemory
 
 pytestmark = pytest.mark.gpu
 NUMBERS = 1 << 18
 COUNTS = (7, 4096, 8 * 4096, 5000, NUMBERS, 64 * 4096, 1)
+SHARDED = (2, 4096, NUMBERS + 2, SHARDED_NUMBERS, SHARDED_NUMBERS + 3 * 4096, 5000)
 
 
 def parts_of(size: int, count: int, seed: int) -> list[Tensor]:
@@ -43,15 +44,22 @@ def sums(rank: int, size: int, port: int, answers: Any) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             if not right(all_reduce(parts[rank].cuda(), inbox, dtype), parts, dtype):
                 wrong.append(("launch", count, str(dtype)))
+    for seed, count in enumerate(SHARDED * 3):
+        parts = parts_of(size, count, seed)
+        sums_N = all_reduce_shards(parts[rank].cuda().view(-1, 2), memory.shards)
+        if not right(sums_N.flatten(), parts, torch.bfloat16):
+            wrong.append(("shards", count, ""))
     parts = [parts_of(size, count, 99) for count in COUNTS]
     inputs = [each[rank].cuda() for each in parts]
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for x in inputs:
             all_reduce(x, inbox, torch.float32, x)  # compiled and loaded before it is recorded
+        all_reduce_shards(inputs[1].view(2, -1), memory.shards, inputs[1].view(2, -1))
         stream.synchronize()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             outputs = [all_reduce(x, inbox, torch.float32, x) for x in inputs]
+            sharded = all_reduce_shards(inputs[1].view(2, -1), memory.shards, inputs[1].view(2, -1))
         for replay in range(200):
             factor = 1.0 + replay % 7
             for x, each in zip(inputs, parts, strict=True):
@@ -59,7 +67,8 @@ def sums(rank: int, size: int, port: int, answers: Any) -> None:
             graph.replay()
             if replay % 20 == 0:
                 found = [right(y, [2 * factor * p for p in each], torch.float32) for y, each in zip(outputs, parts, strict=True)]
-                wrong += [("replay", replay, count) for count, fine in zip(COUNTS, found, strict=True) if not fine]
+                found.append(right(sharded.flatten(), [2 * factor * p for p in parts[1]], torch.bfloat16))
+                wrong += [("replay", replay, count) for count, fine in zip((*COUNTS, 0), found, strict=True) if not fine]
         stream.synchronize()
     answers.put((rank, wrong, [y.cpu() for y in outputs[:3]]))
     if rank == 0:  # one more sum, for which the others never come

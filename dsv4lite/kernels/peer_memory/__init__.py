@@ -1,8 +1,9 @@
-"""Collectives of few numbers, through memory that ranks open to each other: in the time of one launch.
+"""Collectives through memory that ranks open to each other, in one launch.
 
-    all_reduce       out = part of rank 0 + part of rank 1 + …
-    all_gather       rows of rank 0, rows of rank 1, …: every rank has the tokens of all
-    reduce_scatter   out = part of rank 0 + part of rank 1 + … + shared expert, of this rank's tokens
+    all_reduce          out = part of rank 0 + part of rank 1 + …: every rank adds up all, for few numbers
+    all_reduce_shards   the same in bfloat16: every rank adds up one shard, for many numbers
+    all_gather          rows of rank 0, rows of rank 1, …: every rank has the tokens of all
+    reduce_scatter      out = part of rank 0 + part of rank 1 + … + shared expert, of this rank's tokens
 
 All ranks call the same, in the same order, each on one stream. What they compute together takes the parts of all ranks, so the
 references here have other arguments than the ops.
@@ -36,12 +37,14 @@ class Inbox(NamedTuple):
     Attributes:
         addresses: int64 [ranks + 1], of all buffers; then of an int32 that is not 0 once no kernel shall wait any more.
         calls: int64, zeros before the first call, one for each block of numbers.
+        tickets: int32 [1], zero: counts the programs of a call that have started.
         rank: Which rank this one is.
         numbers: Most numbers of a sum.
     """
 
     addresses: Tensor
     calls: Tensor
+    tickets: Tensor
     rank: int
     numbers: int
 
@@ -76,6 +79,19 @@ def all_reduce(part: Tensor | ExpertSum, inbox: Inbox, dtype: torch.dtype, also:
     from dsv4lite.kernels.peer_memory.triton import all_reduce_triton
 
     return all_reduce_triton(part, inbox, dtype, also)
+
+
+def all_reduce_shards(part: Tensor | ExpertSum, inbox: Inbox, also: Tensor | None = None) -> Tensor:
+    """Return the sum of all ranks' parts, bfloat16, with the bits of ``all_reduce`` but for zeros, which are +0.0.
+
+    Args:
+        part: float32 [T, D], D even, contiguous, any number of rows; or experts, as for ``all_reduce``.
+        inbox: Of this rank, that serves for nothing but this op.
+        also: Another part of this rank, of the same shape; not with experts.
+    """
+    from dsv4lite.kernels.peer_memory.triton import all_reduce_shards_triton
+
+    return all_reduce_shards_triton(part, inbox, also)
 
 
 def all_reduce_ref(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

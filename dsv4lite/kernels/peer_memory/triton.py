@@ -4,12 +4,17 @@
 none sends a flag after it. A program clears the buffer of its last call, which the peers fill two calls later, when they have this
 rank's part of the call between, that is, when this kernel has ended.
 
+``all_reduce_shards``: a rank adds up one shard of the numbers and sends the sums to the others, polled in the same way. Of R ranks
+each sends 6 (R - 1) / R bytes a number instead of 4 (R - 1).
+
 ``all_gather`` and ``reduce_scatter``: a number travels with the count of its call in one word of 64 bits, which is written and read
 as a whole: it is there when the count is. So any bits may be sent, and nothing has to be cleared. Peers fill a buffer again when
 they have this rank's block of a later call, that is, when this kernel has ended.
 
 One program sends and receives one block of numbers, which is its own in every call, whatever the call's size, and counts its calls:
-they take the ``TURNS`` buffers in turn. A program waits for the same program of its peers, never for one of its own grid.
+they take the ``TURNS`` buffers in turn. A program waits for the same program of its peers, never for one of its own grid. If there
+are more than run at the same time, blocks are given out in the order in which programs start: so every rank is at work on the
+first block that is not done.
 """
 
 from __future__ import annotations
@@ -19,13 +24,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import ceil_div
+from dsv4lite.kernels.dispatch import ceil_div, multiprocessors_of
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
 from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.experts.triton import sum_of_token
 from dsv4lite.kernels.peer_memory import BLOCK, EMPTY, TURNS, Inbox, TokenRows, most_rows
 
 _WARPS = 8
+_RESIDENT = 2  # programs of a multiprocessor that run at the same time, whatever registers they take
 _PATIENCE = 1 << 12  # polls of what has arrived between two of the host's word, whose memory is far away
 
 
@@ -39,42 +45,8 @@ def _still_missing(missing, looks, addresses, RANKS: tl.constexpr, PATIENCE: tl.
 
 
 @triton.jit
-def _store_sum(out, at, total, inside, NATIVE: tl.constexpr):
-    if out.dtype.element_ty == tl.float32:
-        tl.store(out + at, total, mask=inside)
-    else:
-        tl.store(out + at, to_bf16(total, NATIVE), mask=inside)
-
-
-@triton.jit(do_not_specialize=["rank"])
-def all_reduce_kernel(
-    part, chosen, also, out, addresses, calls, size, rank, numbers, RANKS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
-    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr, NATIVE: tl.constexpr, EMPTY: tl.constexpr,
-    TURNS: tl.constexpr, PATIENCE: tl.constexpr,
-):  # fmt: skip
-    block = tl.program_id(0)
-    call = tl.load(calls + block)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    if TOP_K == 0:
-        x = tl.load(part + at, mask=inside, other=0.0)
-    else:  # a block is of one token
-        column = block * BLOCK % HIDDEN + tl.arange(0, BLOCK)
-        x = sum_of_token(part, chosen, (block * BLOCK // HIDDEN).to(tl.int64), column, EXPERTS, HIDDEN, TOP_K, BLOCK)
-    if ADDED:
-        x += tl.load(also + at, mask=inside, other=0.0).to(tl.float32)
-    bits = x.to(tl.int32, bitcast=True)
-    bits = tl.where(bits == EMPTY, 0, bits)
-    turn = (call % TURNS).to(tl.int32)
-    before = ((call + TURNS - 1) % TURNS).to(tl.int32)
-    for peer in tl.static_range(RANKS):
-        theirs = tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(tl.int32)), 16)
-        tl.store(theirs + (turn * RANKS + rank) * numbers + at, bits, mask=inside)
-    own = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
-    place = tl.arange(0, RANKS)[:, None] * numbers + at[None, :]
-    tl.store(own + before * RANKS * numbers + place, tl.full((RANKS, BLOCK), EMPTY, tl.int32))
-    source = own + turn * RANKS * numbers + place
-    wanted = tl.broadcast_to(inside[None, :], (RANKS, BLOCK))
+def _poll(source, wanted, addresses, RANKS: tl.constexpr, EMPTY: tl.constexpr, PATIENCE: tl.constexpr):
+    """Return the words at ``source``, a tensor of two dimensions, once all that are wanted have arrived; the others are 0."""
     arrived = tl.load(source, mask=wanted, other=0, volatile=True)
     missing = tl.sum(tl.sum((arrived == EMPTY).to(tl.int32), axis=0), axis=0)
     looks = 0
@@ -83,8 +55,120 @@ def all_reduce_kernel(
         missing = tl.sum(tl.sum((arrived == EMPTY).to(tl.int32), axis=0), axis=0)
         looks += 1
         missing = _still_missing(missing, looks, addresses, RANKS, PATIENCE)
+    return arrived
+
+
+@triton.jit
+def _store_sum(out, at, total, inside, NATIVE: tl.constexpr):
+    if out.dtype.element_ty == tl.float32:
+        tl.store(out + at, total, mask=inside)
+    else:
+        tl.store(out + at, to_bf16(total, NATIVE), mask=inside)
+
+
+@triton.jit
+def _block_of(tickets, ORDERED: tl.constexpr):
+    """Return which block a program takes. Where not all run at the same time, they are counted as they start."""
+    block = tl.program_id(0)
+    if ORDERED:
+        block = tl.atomic_add(tickets, 1, sem="relaxed")
+        if block == tl.num_programs(0) - 1:
+            tl.store(tickets, 0)
+    return block
+
+
+@triton.jit
+def _part_of_block(
+    part, chosen, also, first, size, BLOCK: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr,
+    ADDED: tl.constexpr, EMPTY: tl.constexpr,
+):  # fmt: skip
+    """Return the bits of a block of this rank's numbers from ``first`` on, +0.0 for -0.0; past ``size`` they are anything."""
+    at = first + tl.arange(0, BLOCK)
+    inside = at < size
+    if TOP_K == 0:
+        x = tl.load(part + at, mask=inside, other=0.0)
+    else:  # a block is of one token
+        column = first % HIDDEN + tl.arange(0, BLOCK)
+        token = tl.minimum(first, size - 1) // HIDDEN
+        x = sum_of_token(part, chosen, token.to(tl.int64), column, EXPERTS, HIDDEN, TOP_K, BLOCK)
+    if ADDED:
+        x += tl.load(also + at, mask=inside, other=0.0).to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits == EMPTY, 0, bits)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def all_reduce_kernel(
+    part, chosen, also, out, addresses, calls, tickets, size, rank, numbers, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr, NATIVE: tl.constexpr,
+    EMPTY: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    block = _block_of(tickets, ORDERED)
+    call = tl.load(calls + block)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    bits = _part_of_block(part, chosen, also, block * BLOCK, size, BLOCK, TOP_K, EXPERTS, HIDDEN, ADDED, EMPTY)
+    turn = (call % TURNS).to(tl.int32)
+    before = ((call + TURNS - 1) % TURNS).to(tl.int32)
+    for peer in tl.static_range(RANKS):
+        theirs = tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(tl.int32)), 16)
+        tl.store(theirs + (turn * RANKS + rank) * numbers + at, bits, mask=inside)
+    own = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
+    place = tl.arange(0, RANKS)[:, None] * numbers + at[None, :]
+    tl.store(own + before * RANKS * numbers + place, tl.full((RANKS, BLOCK), EMPTY, tl.int32))
+    wanted = tl.broadcast_to(inside[None, :], (RANKS, BLOCK))
+    arrived = _poll(own + turn * RANKS * numbers + place, wanted, addresses, RANKS, EMPTY, PATIENCE)
     total = tl.sum(arrived.to(tl.float32, bitcast=True), axis=0)
     _store_sum(out, at, total, inside, NATIVE)
+    tl.store(calls + block, call + 1)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def all_reduce_shards_kernel(
+    part, chosen, also, out, addresses, calls, tickets, size, rank, numbers, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr, NATIVE: tl.constexpr,
+    EMPTY: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    # A rank's words from each sender: its parts of this rank's shard, float32, then the sums of its own shard, bfloat16 in pairs.
+    HALF: tl.constexpr = BLOCK // 2
+    blocks = tl.num_programs(0)
+    block = _block_of(tickets, ORDERED)
+    call = tl.load(calls + block)
+    turn, before = (call % TURNS).to(tl.int32), ((call + TURNS - 1) % TURNS).to(tl.int32)
+    number, word = block * BLOCK + tl.arange(0, BLOCK), tl.multiple_of(numbers // 48 * 32, 16) + block * HALF + tl.arange(0, HALF)
+    for i in tl.static_range(1, RANKS):
+        peer = (rank + i) % RANKS
+        first = (peer * blocks + block) * BLOCK
+        bits = _part_of_block(part, chosen, also, first, size, BLOCK, TOP_K, EXPERTS, HIDDEN, ADDED, EMPTY)
+        theirs = tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(tl.int32)), 16)
+        tl.store(theirs + (turn * RANKS + rank) * numbers + number, bits, mask=first + tl.arange(0, BLOCK) < size)
+    own = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
+    sender = tl.arange(0, RANKS)[:, None]
+    cleared = own + (before * RANKS + sender) * numbers
+    tl.store(cleared + number[None, :], tl.full((RANKS, BLOCK), EMPTY, tl.int32))
+    tl.store(cleared + word[None, :], tl.full((RANKS, HALF), EMPTY, tl.int32))
+    source = own + (turn * RANKS + sender) * numbers
+    # The sums of this rank's shard.
+    first = (rank * blocks + block) * BLOCK
+    mine = _part_of_block(part, chosen, also, first, size, BLOCK, TOP_K, EXPERTS, HIDDEN, ADDED, EMPTY)
+    wanted = (sender != rank) & (first + tl.arange(0, BLOCK) < size)[None, :]
+    arrived = _poll(source + number[None, :], wanted, addresses, RANKS, EMPTY, PATIENCE)
+    total = tl.sum(tl.where(sender == rank, mine[None, :], arrived).to(tl.float32, bitcast=True), axis=0)
+    rounded = to_bf16(total, NATIVE).to(tl.int16, bitcast=True).to(tl.int32)
+    low, high = tl.split(tl.reshape(tl.where(rounded == -32768, 0, rounded), (HALF, 2)))  # +0.0 instead of -0.0
+    words = (high << 16) | (low & 0xFFFF)
+    at = first // 2 + tl.arange(0, HALF)
+    inside = at < size // 2
+    for i in tl.static_range(1, RANKS):
+        theirs = tl.multiple_of(tl.load(addresses + (rank + i) % RANKS).to(tl.pointer_type(tl.int32)), 16)
+        tl.store(theirs + (turn * RANKS + rank) * numbers + word, words, mask=inside)
+    out = out.to(tl.pointer_type(tl.int32))
+    tl.store(out + at, words, mask=inside)
+    # And of the others'.
+    at = (sender * blocks + block) * HALF + tl.arange(0, HALF)[None, :]
+    wanted = (sender != rank) & (at < size // 2)
+    arrived = _poll(source + word[None, :], wanted, addresses, RANKS, EMPTY, PATIENCE)
+    tl.store(out + at, arrived, mask=wanted)
     tl.store(calls + block, call + 1)
 
 
@@ -104,8 +188,8 @@ def _places(inbox: Inbox, tokens: int, count: int) -> tuple[Tensor, Tensor, int,
     return inbox.addresses, inbox.calls, tokens, count, inbox.rank, inbox.numbers // (2 * BLOCK)
 
 
-def all_reduce_triton(part: Tensor | ExpertSum, inbox: Inbox, dtype: torch.dtype, also: Tensor | None = None) -> Tensor:
-    """Launch ``all_reduce``."""
+def _reduced(part: Tensor | ExpertSum, also: Tensor | None) -> tuple[tuple[Tensor, Tensor, Tensor], torch.Size, dict[str, int]]:
+    """Return what kernels of ``all_reduce`` read, the shape of the result, and what is compiled in."""
     chosen, sizes = None, {"TOP_K": 0, "EXPERTS": 0, "HIDDEN": BLOCK}
     if isinstance(part, ExpertSum):
         assert also is None and part.outputs_TKD.shape[2] % BLOCK == 0, part.outputs_TKD.shape
@@ -115,25 +199,45 @@ def all_reduce_triton(part: Tensor | ExpertSum, inbox: Inbox, dtype: torch.dtype
     else:
         assert part.dtype == torch.float32 and (also is None or also.shape == part.shape), part.dtype
         shape = part.shape
-    assert part.is_contiguous() and (also is None or also.is_contiguous()) and 0 < shape.numel() <= inbox.numbers, shape
-    assert dtype in (torch.bfloat16, torch.float32), dtype
-    out = torch.empty(shape, dtype=dtype, device=part.device)
-    all_reduce_kernel[(ceil_div(out.numel(), BLOCK),)](
-        part,
-        part if chosen is None else chosen,
-        part if also is None else also,
-        out,
-        inbox.addresses,
-        inbox.calls,
-        out.numel(),
-        inbox.rank,
-        inbox.numbers,
-        ADDED=also is not None,
-        NATIVE=native_e4m3(part),
-        EMPTY=EMPTY,
-        **sizes,
-        **_constants(inbox),
-    )
+    assert part.is_contiguous() and (also is None or also.is_contiguous()) and shape.numel() > 0, shape
+    sizes |= {"ADDED": also is not None, "NATIVE": native_e4m3(part), "EMPTY": EMPTY}
+    return (part, part if chosen is None else chosen, part if also is None else also), shape, sizes
+
+
+def _ordered(blocks: int, out: Tensor) -> bool:
+    """Return whether programs may be more than run at the same time, whatever registers they take."""
+    return blocks > _RESIDENT * multiprocessors_of(out.device)
+
+
+def all_reduce_triton(part: Tensor | ExpertSum, inbox: Inbox, dtype: torch.dtype, also: Tensor | None = None) -> Tensor:
+    """Launch ``all_reduce``."""
+    read, shape, sizes = _reduced(part, also)
+    assert shape.numel() <= inbox.numbers and dtype in (torch.bfloat16, torch.float32), (shape, dtype)
+    out = torch.empty(shape, dtype=dtype, device=read[0].device)
+    blocks = ceil_div(out.numel(), BLOCK)
+    all_reduce_kernel[(blocks,)](
+        *read, out, inbox.addresses, inbox.calls, inbox.tickets, out.numel(), inbox.rank, inbox.numbers,
+        **sizes, **_constants(inbox), ORDERED=_ordered(blocks, out),
+    )  # fmt: skip
+    return out
+
+
+def all_reduce_shards_triton(part: Tensor | ExpertSum, inbox: Inbox, also: Tensor | None = None) -> Tensor:
+    """Launch ``all_reduce_shards``, as often as numbers fill the inbox."""
+    read, shape, sizes = _reduced(part, also)
+    assert len(shape) == 2 and shape[1] % 2 == 0, shape
+    ranks = len(inbox.addresses) - 1
+    out = torch.empty(shape, dtype=torch.bfloat16, device=read[0].device)
+    most = ranks * (inbox.numbers // 48 * 32 // BLOCK) * BLOCK // shape[1]  # rows
+    assert most > 0, shape
+    for begin in range(0, shape[0], most):
+        rows = slice(begin, begin + most)
+        size = out[rows].numel()
+        blocks = ceil_div(size, ranks * BLOCK)
+        all_reduce_shards_kernel[(blocks,)](
+            *(tensor[rows] for tensor in read), out[rows], inbox.addresses, inbox.calls, inbox.tickets, size, inbox.rank,
+            inbox.numbers, **sizes, **_constants(inbox), ORDERED=_ordered(blocks, out),
+        )  # fmt: skip
     return out
 
 
