@@ -24,7 +24,7 @@ from dsv4lite.kernels.dispatch import AbsentGpu
 from dsv4lite.layout import AXES, Layout
 from dsv4lite.models.family import Model
 from dsv4lite.parallel.mesh import Axis, Mesh
-from dsv4lite.parallel.peer_memory import MOST_NUMBERS, PeerMemory
+from dsv4lite.parallel.peer_memory import MOST_NUMBERS, SIZES, PeerMemory
 from dsv4lite.planning.memory import choose_drafting, choose_numerics, make_plan, merge_plans, require_fit
 from dsv4lite.weights.source import ModelSource
 
@@ -108,9 +108,9 @@ def compile_ahead(config: EngineConfig, gpu: str, progress: Callable[[int, int],
 def _silent_mesh(layout: Layout, rank: int, device: torch.device) -> Mesh:
     """Return the mesh of one rank whose collectives exchange nothing; memory of peers is open where GPUs of one machine have it."""
     near, memory = layout.group(layout.exchanging, rank), None
-    if len(near) in MOST_NUMBERS:
+    if len(near) in SIZES:
         waits = torch.zeros(1, dtype=torch.int32, device="cpu")
-        memory = PeerMemory.of([0] * len(near), near.index(rank), MOST_NUMBERS[len(near)], waits, device)
+        memory = PeerMemory.of([0] * len(near), near.index(rank), MOST_NUMBERS, waits, device)
     axes = {}
     for name in (*AXES, "replica"):
         ranks = layout.group(name, rank)

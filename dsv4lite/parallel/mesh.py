@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dsv4lite.errors import ConfigError
 from dsv4lite.layout import AXES, Layout, Place
-from dsv4lite.parallel.peer_memory import MOST_NUMBERS, PeerMemory
+from dsv4lite.parallel.peer_memory import SIZES, PeerMemory
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -219,9 +219,8 @@ class Mesh:
         time_limit = timedelta(seconds=timeout_s)
         made = {ranks: _make_group(store, ranks, rank, device, host, time_limit) for ranks in groups if rank in ranks}
         near, memory = layout.group(layout.exchanging, rank), None
-        if device.type == "cuda" and len(near) in MOST_NUMBERS:
-            place = _part_of(store, "memory", near)
-            memory = PeerMemory.open(place, near.index(rank), len(near), device, numbers=MOST_NUMBERS[len(near)])
+        if device.type == "cuda" and len(near) in SIZES:
+            memory = PeerMemory.open(_part_of(store, "memory", near), near.index(rank), len(near), device)
         axes = {}
         for name in (*AXES, "replica"):
             ranks = layout.group(name, rank)

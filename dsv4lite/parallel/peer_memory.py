@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dsv4lite.parallel")
 
-MOST_NUMBERS = {2: 1 << 20, 4: 1 << 18}
-"""Numbers of the largest sum that every rank adds up as a whole, by the number of ranks. Other numbers of ranks do without: kernels
-want a power of two, and each rank writes to all others, which is not measured for more."""
+MOST_NUMBERS = 1 << 18
+"""Numbers of the largest sum that every rank adds up as a whole."""
 SHARDED_NUMBERS = 1 << 22
 """Numbers of a larger sum that one launch takes; each rank adds up a shard of them."""
+SIZES = (2, 4)
+"""Numbers of ranks that use it: kernels want a power of two, and each rank writes to all others, which is not measured for more."""
 _HANDLE_BYTES = 64
 _ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -37,7 +38,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 def opened_bytes(ranks: int) -> int:
     """Return what each of so many ranks opens to the others, if they are GPUs of one machine."""
-    return 4 * _words(ranks, MOST_NUMBERS[ranks], shard_words(ranks)) if ranks in MOST_NUMBERS else 0
+    return 4 * _words(ranks, MOST_NUMBERS, shard_words(ranks)) if ranks in SIZES else 0
 
 
 def shard_words(ranks: int) -> int:
@@ -93,7 +94,7 @@ class PeerMemory:
         return cls(inbox, shards, abandoned)
 
     @classmethod
-    def open(cls, store: Store, rank: int, size: int, device: torch.device, *, numbers: int) -> PeerMemory | None:
+    def open(cls, store: Store, rank: int, size: int, device: torch.device, *, numbers: int = MOST_NUMBERS) -> PeerMemory | None:
         """Return the memory, filled with ``EMPTY``, or ``None`` if a rank cannot have it; a collective call.
 
         Args:
