@@ -21,11 +21,21 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import by_most, ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.hc import KERNEL_STREAMS, HcEntered, HcInputs, HcMix, has_kernel
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 
 UNIT_CHANNELS = 32  # channels
 PARTS_OF_SUM = 8
-_MIX_TOKENS = 32  # whose coefficients one program finds, where there are many; of few, each has its own
+# Of how many tokens one program finds the coefficients, by the most tokens each is for. All warps of a program repeat a token's
+# numbers, so a program of one is done first and costs most; one of 32 takes 128 registers, which leaves room for two programs.
+_MIX_TOKENS: tuple[tuple[int | None, int], ...] = ((128, 1), (512, 4), (None, 16))
+
+# Two numbers by one instruction each; the compiler's own code has a slower one for each number, and more to take them apart.
+_ROUND = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+_WIDEN = tl.constexpr("""{
+    shl.b32 $0, $2, 16;
+    and.b32 $1, $2, 0xffff0000;
+}""")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +55,7 @@ class Tile:
 
 # By the most tokens each is for.
 TILES: tuple[tuple[int | None, Tile], ...] = (
-    (512, Tile(tokens=64, whole=False, num_warps=4, num_stages=2)),
+    (512, Tile(tokens=64, whole=False, num_warps=4, num_stages=1)),
     (None, Tile(tokens=64, whole=True, num_warps=4, num_stages=3)),
 )
 
@@ -58,6 +68,27 @@ def tile_for(tokens: int) -> Tile:
 def units_of(width: int) -> int:
     """Return how many units each part of the channels has; the last ones may be empty."""
     return -(-width // (UNIT_CHANNELS * PARTS_OF_SUM))
+
+
+@triton.jit
+def _rounded(x, NATIVE: tl.constexpr):
+    """Round to bfloat16. What is so rounded is computed once: the compiler cannot repeat it for another layout."""
+    if NATIVE:
+        rounded = tl.inline_asm_elementwise(_ROUND, "=r,f,f", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+    else:
+        rounded = to_bf16(x, NATIVE)
+    return rounded
+
+
+@triton.jit
+def _wide(x, NATIVE: tl.constexpr):
+    """Return bfloat16 numbers in float32."""
+    if NATIVE:
+        bits = tl.inline_asm_elementwise(_WIDEN, "=&r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2)
+        wide = bits.to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
 
 
 @triton.jit
@@ -97,16 +128,16 @@ def store4(p, stride, a, b, c, d, mask):
 def _project(fn, inside, x, total, GPU: tl.constexpr):
     """Add ``x @ fn.T`` to ``total`` [TOKENS, ROWS]; ``fn`` points to float32 [ROWS, UNIT], ``x`` is bfloat16 [TOKENS, UNIT]."""
     f = tl.load(fn, mask=inside, other=0.0)
-    high = f.to(tl.bfloat16)
-    rest = f - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    high = _rounded(f, GPU)
+    rest = f - _wide(high, GPU)
+    middle = _rounded(rest, GPU)
+    low = _rounded(rest - _wide(middle, GPU), GPU)
     if not GPU:  # the interpreter multiplies bfloat16 as integers
         x, high, middle, low = x.to(tl.float32), high.to(tl.float32), middle.to(tl.float32), low.to(tl.float32)
     return tl.dot(x, tl.trans(high), tl.dot(x, tl.trans(middle), tl.dot(x, tl.trans(low), total)))
 
 
-@triton.jit(do_not_specialize=["tokens", "units"])
+@triton.jit(do_not_specialize=["tokens"])
 def leave_enter_kernel(
     streams,
     y,
@@ -116,18 +147,19 @@ def leave_enter_kernel(
     out,
     sums,
     tokens,
-    units,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     ROWS_TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     UNIT: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    UNITS: tl.constexpr,
     LEAVE: tl.constexpr,
     ENTER: tl.constexpr,
     STAGES: tl.constexpr,
     GPU: tl.constexpr,
 ):
+    wait_for_predecessor()
     part = tl.program_id(0) % PROGRAMS
     first = (tl.program_id(0) // PROGRAMS).to(tl.int64) * TOKENS
     token = tl.arange(0, TOKENS)
@@ -145,20 +177,20 @@ def leave_enter_kernel(
         c30, c31, c32, c33 = _columns(comb + 12, here)
     total = tl.zeros((TOKENS, ROWS_TILE), tl.float32)
     squares = tl.zeros((TOKENS,), tl.float32)
-    for unit in tl.range(0, units, num_stages=STAGES):
-        column = (part * units + unit) * UNIT + tl.arange(0, UNIT)
+    for unit in tl.range(0, UNITS, num_stages=STAGES):
+        column = (part * UNITS + unit) * UNIT + tl.arange(0, UNIT)
         inside = here[:, None] & (column < WIDTH)[None, :]
         at = token[:, None] * (4 * WIDTH) + column[None, :]
         x0, x1, x2, x3 = load4(streams + at, WIDTH, inside)
         if LEAVE:
             # Reference: baddbmm(mix.post[..., None] * y_TD.float()[:, None], mix.comb.transpose(1, 2), streams_TND.float())
-            w = tl.load(y + token[:, None] * WIDTH + column[None, :], mask=inside, other=0.0).to(tl.float32)
-            f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+            w = _wide(tl.load(y + token[:, None] * WIDTH + column[None, :], mask=inside, other=0.0), GPU)
+            f0, f1, f2, f3 = _wide(x0, GPU), _wide(x1, GPU), _wide(x2, GPU), _wide(x3, GPU)
             x0, x1, x2, x3 = (
-                to_bf16(weigh(f0, f1, f2, f3, c00, c10, c20, c30, p0 * w), GPU),
-                to_bf16(weigh(f0, f1, f2, f3, c01, c11, c21, c31, p1 * w), GPU),
-                to_bf16(weigh(f0, f1, f2, f3, c02, c12, c22, c32, p2 * w), GPU),
-                to_bf16(weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w), GPU),
+                _rounded(weigh(f0, f1, f2, f3, c00, c10, c20, c30, p0 * w), GPU),
+                _rounded(weigh(f0, f1, f2, f3, c01, c11, c21, c31, p1 * w), GPU),
+                _rounded(weigh(f0, f1, f2, f3, c02, c12, c22, c32, p2 * w), GPU),
+                _rounded(weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w), GPU),
             )
             store4(out + at, WIDTH, x0, x1, x2, x3, inside)
         if ENTER:
@@ -171,8 +203,9 @@ def leave_enter_kernel(
             product = _project(weights + 2 * WIDTH, wanted, x2, product, GPU)
             product = _project(weights + 3 * WIDTH, wanted, x3, product, GPU)
             total += product
-            f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+            f0, f1, f2, f3 = _wide(x0, GPU), _wide(x1, GPU), _wide(x2, GPU), _wide(x3, GPU)
             squares += tl.sum(weigh(f0, f1, f2, f3, f0, f1, f2, f3, tl.zeros((TOKENS, UNIT), tl.float32)), 1)
+    let_successor_in()
     if ENTER:
         sums += (part.to(tl.int64) * tokens + first) * (ROWS + 1)
         tl.store(sums + token[:, None] * (ROWS + 1) + row[None, :], total, mask=here[:, None] & (row < ROWS)[None, :])
@@ -318,16 +351,16 @@ def weighted_sum(x0, x1, x2, x3, m, bias, scale, eps, NATIVE: tl.constexpr):
     # Reference: pre = sigmoid(projected[:, :n] * scale[0] + base[:n]) + eps
     pre = sigmoid(m * scale + bias[None, :]) + eps
     # Reference: x = weighted_sum(streams_TND, pre)
-    summed = x0.to(tl.float32) * _column(pre, 0) + x1.to(tl.float32) * _column(pre, 1)
-    summed = summed + x2.to(tl.float32) * _column(pre, 2) + x3.to(tl.float32) * _column(pre, 3)
-    return to_bf16(summed, NATIVE)
+    summed = _wide(x0, NATIVE) * _column(pre, 0) + _wide(x1, NATIVE) * _column(pre, 1)
+    summed = summed + _wide(x2, NATIVE) * _column(pre, 2) + _wide(x3, NATIVE) * _column(pre, 3)
+    return _rounded(summed, NATIVE)
 
 
 @triton.jit
 def normed(v, squares, weight, norm_eps, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
     """Return a token, or some of its channels, normed by its root mean square."""
     # Reference: rms_norm(x, normweight, norm_eps)
-    return to_bf16(v * tl.rsqrt(squares / WIDTH + norm_eps) * weight, NATIVE)
+    return _rounded(v * tl.rsqrt(squares / WIDTH + norm_eps) * weight, NATIVE)
 
 
 @triton.jit
@@ -367,6 +400,7 @@ def collapse_kernel(
     FP8: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
+    wait_for_predecessor()
     program = tl.program_id(0)
     if program < mixers:
         if not HEAD:
@@ -375,7 +409,7 @@ def collapse_kernel(
                 WIDTH, ROWS, ROWS_TILE, PARTS, UNITS, MIX_TOKENS, ITERS, NATIVE,
             )  # fmt: skip
     else:
-        token = (program - mixers).to(tl.int64)
+        token = (mixers + tokens - 1 - program).to(tl.int64)  # those written last come first: the L2 cache has them
         group = tl.arange(0, GROUPS_TILE)
         column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
         inside = column < WIDTH
@@ -388,11 +422,12 @@ def collapse_kernel(
         rounded = weighted_sum(x0, x1, x2, x3, m, bias, tl.load(scale), eps, NATIVE)
         if not HEAD:
             weight = tl.load(normweight + column, mask=inside, other=0.0).to(tl.float32)
-            v = rounded.to(tl.float32)
+            v = _wide(rounded, NATIVE)
             rounded = normed(v, tl.sum(v * v), weight, norm_eps, WIDTH, NATIVE)
+        let_successor_in()
         tl.store(x + token * WIDTH + column, rounded, mask=inside)
         if FP8:
-            store_fp8(rounded.to(tl.float32), codes + token * WIDTH, scales, token, column, group, WIDTH, NATIVE)
+            store_fp8(_wide(rounded, NATIVE), codes + token * WIDTH, scales, token, column, group, WIDTH, NATIVE)
 
 
 class Results(NamedTuple):
@@ -458,13 +493,13 @@ def leave_enter_triton(
             out,
             sums,
             tokens,
-            units if tile.whole else 1,
             WIDTH=width,
             ROWS=rows,
             ROWS_TILE=max(16, power_of_2(rows)),  # at least the rows of one instruction of the tensor cores
             TOKENS=tile.tokens,
             UNIT=UNIT_CHANNELS,
             PROGRAMS=programs,
+            UNITS=units if tile.whole else 1,
             LEAVE=pending is not None,
             ENTER=fn is not None,
             STAGES=tile.num_stages,
@@ -472,6 +507,7 @@ def leave_enter_triton(
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             enable_fp_fusion=False,
+            launch_pdl=dependent_launch(streams_TND.device),
         )
     return out, sums
 
@@ -484,7 +520,7 @@ def collapse_triton(streams_TND: Tensor, sums: Tensor, given: HcInputs) -> HcEnt
     assert sums.shape[0] in (PARTS_OF_SUM, PARTS_OF_SUM * units_of(width)), sums.shape
     assert head or (given.norm_weight is not None and given.norm_weight.is_contiguous() and given.norm_weight.shape == (width,))
     results = Results.allocate(given)
-    mix_tokens = _MIX_TOKENS if tile_for(tokens).whole else 1
+    mix_tokens = by_most(_MIX_TOKENS, tokens)
     mixers = ceil_div(len(results.post), mix_tokens)
     groups_tile = power_of_2(ceil_div(width, FP8_GROUP))
     if tokens:
@@ -512,5 +548,6 @@ def collapse_triton(streams_TND: Tensor, sums: Tensor, given: HcInputs) -> HcEnt
             NATIVE=native_e4m3(streams_TND),
             num_warps=min(8, max(4, groups_tile // 4)),  # the coefficients of many tokens want four, too
             enable_fp_fusion=False,
+            launch_pdl=dependent_launch(streams_TND.device),
         )
     return results.entered(streams_TND, given)
