@@ -223,6 +223,13 @@ def _products() -> None:
             pair_linear(x, *rounded, codes[0], scales[:outs], plain[0])
             fp8_weight_linear(x[:, None].expand(-1, groups, -1), codes, scales)
             float_linear(x[:, None].expand(-1, groups, -1), plain, torch.float32)
+    # Whatever the shape calls for between few rows and many.
+    for rows, outs in ((64, 129280), (512, 129280), *product((64, 128, 256, 512), (256, 1024, 1536, 2624, 4096))):
+        x, blocks = _empty(rows, 4096, dtype=torch.bfloat16), (-(-outs // 128), 32)
+        codes, scales = _empty(outs, 4096, dtype=torch.float8_e4m3fn), _empty(*blocks, dtype=torch.uint8)
+        fp8_linear(*quantize_fp8(x, 128), codes, scales)
+        fp8_weight_linear(x[:, None], codes[None], scales)
+        float_linear(x, _empty(outs, 4096, dtype=torch.bfloat16), torch.float32)
 
 
 def _experts() -> None:

@@ -200,10 +200,15 @@ def test_launches_take_every_tile(chip: int, work: Work) -> None:
 
     names = ("BM", "BN", "num_warps")
     products = tiles("gemm.triton", "_product_kernel", *names, "FP8_X", "SCALE_ROWS")
-    unquantized_tiles = ((tiles, False, 0) for tiles in (gemm_triton._UNQUANTIZED_TILES, gemm_triton._ONE_PART_TILES))
-    for kinds, *operands in ((gemm_triton._FP8_TILES, True, 128), (gemm_triton._WEIGHT_ONLY_TILES, False, 128), *unquantized_tiles):
-        wanted = {gemm_triton.tile_for(kinds, most or 4096, chip) for most, _ in kinds}
-        assert {(tile.rows, tile.outs, tile.num_warps, *operands) for tile in wanted} <= products
+    for kinds, *operands in (
+        (gemm_triton._FP8_TILES, True, 128),
+        (gemm_triton._WEIGHT_ONLY_TILES, False, 128),
+        (gemm_triton._UNQUANTIZED_TILES, False, 0),
+        (gemm_triton._ONE_PART_TILES, False, 0),
+    ):
+        every = (*(tile for *_, tile in (*kinds.few, *kinds.between)), kinds.many)
+        wanted = {(tile.rows, tile.outs, tile.num_warps, *operands) for tile in every if gemm_triton.fitted(kinds, tile, chip)}
+        assert wanted <= products, wanted - products
     blocks = {(block.rows, block.tiles, block.num_warps) for _, block in (*experts_triton.DECODE_BLOCKS, *experts_triton.BLOCKS)}
     for kernel in ("_gate_up_kernel", "_down_kernel"):
         assert blocks <= tiles("experts.triton", kernel, "ROWS", "TILES", "num_warps")

@@ -51,6 +51,7 @@ REAL_WEIGHTS = ((1536, 4096), (40960, 1024), (4096, 8192))
 REAL = [(rows, outs, inputs) for outs, inputs in REAL_WEIGHTS for rows in (1, 16, 33, 128, 500, 2048)]
 SMALL = [(0, 8, 128), (1, 3, 128), (5, 70, 131), (16, 64, 256), (17, 130, 60), (33, 65, 260), (65, 129, 128), (130, 40, 130)]
 FP8_SHAPES = [*SMALL, (3, 64, 2048), (129, 40, 1300), (LIBRARY_ROWS + 3, 40, 1300)] + (REAL if ON_GPU else [])
+KINDS = (gemm_triton._FP8_TILES, gemm_triton._UNQUANTIZED_TILES, gemm_triton._ONE_PART_TILES, gemm_triton._WEIGHT_ONLY_TILES)
 GROUPED = [(1, 2, 40, 128), (5, 3, 70, 130), (17, 2, 64, 1024), (65, 2, 40, 130), (130, 2, 70, 1100)]
 GROUPED_SHAPES = GROUPED + ([(rows, 8, 1024, 4096) for rows in (1, 16, 64, 300, 2048)] if ON_GPU else [])
 
@@ -156,10 +157,9 @@ def test_codes_are_widened_alike_without_fp8_units(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
 
 
-def test_row_does_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever number of rows, and so whatever tile, whether parts are programs or folded."""
+def test_row_does_not_depend_on_the_others() -> None:
+    """Whatever number of rows, and so whatever tile."""
     outs, inputs = 72, 1100
-    monkeypatch.setattr(gemm_triton, "FOLDED_RESULTS", 1000)  # for each of 9 blocks: parts of 125 rows or more are folded
     assert splits_of(outs, 9) > 1
     x = random(LIBRARY_ROWS + 2 if ON_GPU else 130, inputs)
     w_codes, w_scales = fp8_weights(outs, inputs, per_row=True)
@@ -180,6 +180,30 @@ def test_row_does_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -> N
                 assert torch.equal(got, wanted[:rows]), rows
             else:
                 torch.testing.assert_close(got, wanted[:rows], rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "half", "plain"])
+def test_every_choice_of_a_tile_gives_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts as programs or folded, one or two blocks in a turn."""
+    rows, outs, inputs = (260, 200, 4096) if ON_GPU else (70, 40, 1024)
+    splits = splits_of(outs, inputs // 128)
+    assert splits > 1
+    x, weights = random(rows, inputs), fp8_weights(outs, inputs)
+    plain, codes, wide = random(outs, inputs, seed=2).bfloat16(), quantize_fp8(x, 128), x.bfloat16()[:, None]
+    products = {
+        "fp8": (gemm_triton._FP8_TILES, lambda: fp8_linear_triton(*codes, *weights, torch.float32)),
+        "half": (gemm_triton._WEIGHT_ONLY_TILES, lambda: fp8_weight_linear_triton(wide, weights[0][None], weights[1])[:, 0]),
+        "plain": (gemm_triton._UNQUANTIZED_TILES, lambda: float_linear_triton(wide[:, 0], plain, torch.float32)),
+    }
+    tiles, multiply = products[kind]
+    usual = multiply()
+    for _, fold, tile in tiles.between:
+        monkeypatch.setattr(gemm_triton, "tile_for", lambda *given, tile=tile, fold=fold: (tile, fold))
+        got = multiply()
+        if ON_GPU:
+            assert torch.equal(got, usual), tile
+        else:
+            torch.testing.assert_close(got, usual, rtol=2**-7, atol=1e-4)
 
 
 @pytest.mark.parametrize("per_row", [False, True])
@@ -230,8 +254,9 @@ def test_counters_suffice_for_every_product_in_parts() -> None:
     for outs in range(1, 20_000):
         if splits_of(outs, 1 << 20) > 1:
             most = outs  # tiles of results, if every group has one result
-    for rows, tile in gemm_triton._FP8_TILES + gemm_triton._UNQUANTIZED_TILES + gemm_triton._WEIGHT_ONLY_TILES:
-        assert rows is None or (rows <= LIBRARY_ROWS and -(-rows // tile.rows) * most <= COUNTERS)
+    for tiles in KINDS:
+        for _, fold, tile in tiles.between:
+            assert fold or -(-LIBRARY_ROWS // tile.rows) * most <= COUNTERS
 
 
 @pytest.mark.skipif(not ON_GPU, reason="streams")
@@ -284,18 +309,26 @@ def test_slices_of_wider_tensors_are_taken_as_they_are() -> None:
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 128, 129, 513, 100_000])
-def test_tile_fits_the_chip_with_two_stages_at_least(rows: int, capability: int) -> None:
-    for tiles, x_bytes, w_bytes in (
-        (gemm_triton._FP8_TILES, 1, 1),
-        (gemm_triton._UNQUANTIZED_TILES, 2, 2),
-        (gemm_triton._ONE_PART_TILES, 2, 2),
-        (gemm_triton._WEIGHT_ONLY_TILES, 2, 1),
-    ):
-        tile = tile_for(tiles, rows, capability)
+@pytest.mark.parametrize(("outs", "splits"), [(40, 8), (1536, 8), (4096, 4), (129280, 1)])
+def test_tile_fits_the_chip_with_two_stages_at_least(outs: int, splits: int, rows: int, capability: int) -> None:
+    for tiles in KINDS:
+        tile, _ = tile_for(tiles, rows, outs, 1, splits, capability)
         assert tile.num_stages >= 2
         limit = {80: 163, 90: 227, 100: 227}.get(capability, 99) << 10
-        assert tile.num_stages * 128 * (tile.rows * x_bytes + tile.outs * w_bytes) <= limit
+        assert tile.num_stages * tile.turn * 128 * (tile.rows * tiles.x_bytes + tile.outs * tiles.w_bytes) <= limit
         assert 128 % tile.outs == 0  # or a tile would have several scales
+
+
+def test_parts_are_folded_where_tiles_fill_the_chip() -> None:
+    def programs(tiles: gemm_triton.Tiles, rows: int, outs: int, splits: int) -> tuple[int, int, int, bool]:
+        tile, fold = tile_for(tiles, rows, outs, 1, splits, 90)
+        return tile.rows, tile.outs, -(-rows // tile.rows) * -(-outs // tile.outs) * (1 if fold else splits), fold
+
+    assert programs(gemm_triton._FP8_TILES, 256, 4096, 4) == (64, 128, 128, True)
+    assert programs(gemm_triton._FP8_TILES, 256, 1536, 8) == (64, 64, 96, True)
+    assert programs(gemm_triton._FP8_TILES, 64, 1536, 8) == (64, 64, 192, False)
+    assert programs(gemm_triton._UNQUANTIZED_TILES, 64, 256, 8) == (64, 32, 64, False)
+    assert programs(gemm_triton._UNQUANTIZED_TILES, 16, 4096, 4) == (16, 64, 256, False)
 
 
 def test_splits_follow_from_the_weights_and_fill_the_chip() -> None:

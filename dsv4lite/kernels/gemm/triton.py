@@ -1,14 +1,18 @@
 """Kernels of matrix products of any number of rows.
 
 Every product sums in one order that follows from the weights' shape alone: inside a block of 128 inputs as the tensor cores do,
-blocks in order within each of ``splits`` equal parts of the inputs, parts in order. With few rows each part has programs of its
-own, and the last of a tile to arrive adds all; with many rows one program folds them as it goes.
+blocks in order within each of ``splits`` equal parts of the inputs, parts in order. Where there are too few tiles to fill the chip,
+each part has programs of its own, and the last of a tile to arrive adds all; elsewhere one program folds them as it goes, for sums
+of parts are read and written once each, which costs more than the operands do.
+
+From 33 to 512 rows the tile follows from rows and weights: the largest of a few that makes enough programs. A program that has a
+multiprocessor for itself waits for each block in turn, for its copy, its product and its scales: two blocks in one turn of the loop
+share that.
 
 A product that may sum in any order does so above ``LIBRARY_ROWS`` rows: the library multiplies bfloat16 faster than these kernels,
 and FP8 is faster in one part.
 
-Up to 64 rows the weights are the left operand: they fill the tensor cores' 64 rows, and the inputs are 16 columns or a little more.
-Two products of the same few rows share a launch: each alone would leave the chip half empty.
+Up to 32 rows the weights are the left operand: they fill the tensor cores' 64 rows, and the inputs are 16 or 32 columns.
 
 A single row in any order takes the kernels of ``decode_1_triton``.
 """
@@ -16,6 +20,7 @@ A single row in any order takes the kernels of ``decode_1_triton``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -33,7 +38,7 @@ from dsv4lite.kernels.quantize.triton import quantize_fp8_triton
 
 PROGRAMS = 264  # that splitting aims at: two for each multiprocessor of the largest chips, on every chip, for the same bits
 MIN_BLOCKS = 4  # of 128 inputs in one part
-FOLDED_RESULTS = 20_000  # for each block of inputs: with more, the traffic of parts' sums costs more than more programs win
+FILLED = 80  # programs that keep the largest chips busy, each with all parts of a tile: sums of parts would go through the L2 cache
 SHORT_BLOCKS, SHORT_STAGES = 8, 3  # where a program has few blocks to read, many programs read more than many stages
 GROUPED_ROWS = 1024  # of inputs, whose tiles share the weights in cache
 
@@ -45,6 +50,7 @@ class Tile:
     Attributes:
         rows, outs: Shape of its piece of the result.
         swap: Weights are the left operand.
+        turn: Blocks of 128 inputs in one turn of its loop: barriers and copies of two blocks cost little more than those of one.
     """
 
     rows: int
@@ -52,52 +58,119 @@ class Tile:
     swap: bool
     num_warps: int
     num_stages: int
+    turn: int = 1
 
 
-Tiles = tuple[tuple[int | None, Tile], ...]
+# The first one that makes a fitting number of programs is taken; whether one program folds all parts of its tile; the tile.
+Choices = tuple[tuple[range, bool, Tile], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tiles:
+    """How products of one kind are cut into programs.
+
+    Attributes:
+        few: Tiles by the most rows each is for: one has all rows, and parts are programs.
+        between: Choices up to LIBRARY_ROWS. The last takes any number of programs and fits every chip.
+        many: Tile of more rows, which folds.
+        x_bytes, w_bytes: Of an input and of a weight.
+    """
+
+    few: tuple[tuple[int, Tile], ...]
+    between: Choices
+    many: Tile
+    x_bytes: int
+    w_bytes: int
+
 
 _WIDEN_ROWS, _WIDEN_COLUMNS = 8, 512
 
-# By the most rows each is for.
-_FP8_TILES: Tiles = (
-    (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=6)),
-    (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=5)),
-    (LIBRARY_ROWS, Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=4)),
-    (None, Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=3)),
+_ANY = range(1 << 31)
+_FILLED = range(FILLED, 1 << 31)
+_ONE_EACH = range(FILLED, PROGRAMS // 2 + 1)  # at most one for each multiprocessor: it may take all registers and stages
+_FP8_TILES = Tiles(
+    few=(
+        (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=6)),
+        (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=5)),
+    ),
+    between=(
+        (_ONE_EACH, True, Tile(rows=64, outs=128, swap=False, num_warps=8, num_stages=4, turn=2)),
+        (_FILLED, True, Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=4)),
+        (_FILLED, True, Tile(rows=64, outs=64, swap=False, num_warps=4, num_stages=3, turn=2)),
+        (_FILLED, True, Tile(rows=64, outs=32, swap=False, num_warps=4, num_stages=4, turn=2)),
+        (range(192, 1 << 31), False, Tile(rows=64, outs=64, swap=False, num_warps=4, num_stages=4)),
+        (_ANY, False, Tile(rows=64, outs=32, swap=False, num_warps=4, num_stages=4)),
+    ),
+    many=Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=3),
+    x_bytes=1,
+    w_bytes=1,
 )
-_UNQUANTIZED_TILES: Tiles = (
-    (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=4)),
-    (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=4)),
-    (LIBRARY_ROWS, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=3)),
-    (None, Tile(rows=128, outs=128, swap=False, num_warps=8, num_stages=3)),
+_UNQUANTIZED_TILES = Tiles(
+    few=(
+        (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=4)),
+        (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=4)),
+    ),
+    between=(
+        (range(PROGRAMS, 1 << 31), False, Tile(rows=128, outs=128, swap=False, num_warps=8, num_stages=3)),
+        (_ONE_EACH, True, Tile(rows=128, outs=64, swap=False, num_warps=8, num_stages=4)),
+        (_FILLED, True, Tile(rows=64, outs=64, swap=False, num_warps=4, num_stages=3)),
+        (_FILLED, True, Tile(rows=64, outs=32, swap=False, num_warps=4, num_stages=4)),
+        (_ANY, False, Tile(rows=64, outs=32, swap=False, num_warps=4, num_stages=4)),
+    ),
+    many=Tile(rows=128, outs=128, swap=False, num_warps=8, num_stages=3),
+    x_bytes=2,
+    w_bytes=2,
 )
-_ONE_PART_TILES: Tiles = (  # no sums of parts beside those of a part: a warp has registers for twice the results
-    *_UNQUANTIZED_TILES[:2],
-    (64, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=3)),
-    (None, Tile(rows=128, outs=128, swap=False, num_warps=4, num_stages=3)),
+_ONE_PART_TILES = replace(  # no sums of parts beside those of a part: a warp has registers for twice the results
+    _UNQUANTIZED_TILES,
+    between=(
+        (_FILLED, True, Tile(rows=128, outs=128, swap=False, num_warps=4, num_stages=3)),
+        (_FILLED, True, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=3)),
+        (_ANY, True, Tile(rows=64, outs=32, swap=False, num_warps=4, num_stages=4)),
+    ),
+    many=Tile(rows=128, outs=128, swap=False, num_warps=4, num_stages=3),
 )
-_WEIGHT_ONLY_TILES: Tiles = (
-    *_UNQUANTIZED_TILES[:2],
-    (64, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=4)),
-    (None, Tile(rows=128, outs=128, swap=True, num_warps=8, num_stages=3)),
+_WEIGHT_ONLY_TILES = Tiles(  # what widens weights has no registers left for sums of parts, and folds only to save memory
+    few=_UNQUANTIZED_TILES.few,
+    between=(
+        (_ANY, False, Tile(rows=128, outs=64, swap=True, num_warps=4, num_stages=3)),
+        (_ANY, False, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=4)),
+    ),
+    many=Tile(rows=128, outs=128, swap=True, num_warps=8, num_stages=3),
+    x_bytes=2,
+    w_bytes=1,
 )
-# Of inputs and weights.
-_OPERAND_BYTES = {_FP8_TILES: (1, 1), _UNQUANTIZED_TILES: (2, 2), _ONE_PART_TILES: (2, 2), _WEIGHT_ONLY_TILES: (2, 1)}
 # Bytes of shared memory for stages, by capability: what one program may use less a margin. Other chips have the least.
 _SHARED = {80: 161 << 10, 87: 161 << 10, 90: 225 << 10, 100: 225 << 10, 103: 225 << 10}
 _LEAST_SHARED = 97 << 10
 
 
-def tile_for(tiles: Tiles, rows: int, capability: int) -> Tile:
-    """Return the tile for a number of rows, with as many of its stages as fit; a smaller one where not even two do."""
-    x_bytes, w_bytes = _OPERAND_BYTES[tiles]
-    at = next(i for i, (most, _) in enumerate(tiles) if most is None or rows <= most)
-    while True:
-        tile = tiles[at][1]
-        fit = _SHARED.get(capability, _LEAST_SHARED) // (FP8_GROUP * (tile.rows * x_bytes + tile.outs * w_bytes))
-        if fit >= 2:
-            return replace(tile, num_stages=min(fit, tile.num_stages))
-        at -= 1
+def fitted(tiles: Tiles, tile: Tile, capability: int) -> Tile | None:
+    """Return a tile with as many of its stages as fit, None where not even two do."""
+    fit = _SHARED.get(capability, _LEAST_SHARED) // (FP8_GROUP * (tile.rows * tiles.x_bytes + tile.outs * tiles.w_bytes))
+    if fit < 2 * tile.turn:
+        tile = replace(tile, turn=1)
+    stages = min(fit // tile.turn, tile.num_stages)
+    return replace(tile, num_stages=stages) if stages >= 2 else None
+
+
+@cache
+def tile_for(tiles: Tiles, rows: int, outs: int, groups: int, splits: int, capability: int) -> tuple[Tile, bool]:
+    """Return the tile of a product, and whether one program folds all parts of its tile.
+
+    Args:
+        outs: Results per row, of one group.
+        splits: Parts of the inputs.
+    """
+    choices = (*((_ANY, False, tile) for most, tile in tiles.few if rows <= most), *tiles.between)
+    if rows > LIBRARY_ROWS:
+        choices = ((_ANY, True, tiles.many), *choices)
+    for fitting, fold, wanted in choices:
+        tile = fitted(tiles, wanted, capability)
+        programs = ceil_div(rows, wanted.rows) * ceil_div(outs, wanted.outs) * groups * (1 if fold else splits)
+        if tile and programs in fitting and (tile.rows <= 64 or rows > 64):
+            return tile, fold and splits > 1
+    raise AssertionError((rows, outs, capability))
 
 
 def splits_of(outs: int, blocks: int) -> int:
@@ -241,7 +314,7 @@ def product_tile(
     pid, split, x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
     SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr, FP8_X: tl.constexpr = True, x_row=0, x_group=0, groups=1,
-    GPU: tl.constexpr = True,
+    GPU: tl.constexpr = True, TURN: tl.constexpr = 1,
 ):  # fmt: skip
     """Compute tile ``pid`` of the result, or its part number ``split``.
 
@@ -273,16 +346,21 @@ def product_tile(
     acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
     if FOLD:
         total = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
-    # Scale bytes are too small for asynchronous copies: they are read one block ahead.
+        part_end = part
+    # Scale bytes are too small for asynchronous copies: they are read one turn ahead.
     first = tl.minimum(begin, blocks - 1)
     if FP8_X:
         xsp = xs + m * blocks
         next_sx = tl.load(xsp + first)
+        if TURN == 2:
+            second_sx = tl.load(xsp + first + 1)
     if SCALE_ROWS:
         # A tile of results divides 128: in one group it lies in one block of scales.
         wsp = ws + (pn * BN // 128 * blocks if FP8_X and SCALE_ROWS == 128 else n // SCALE_ROWS * blocks)
         next_sw = tl.load(wsp + first)
-    for kb in tl.range(begin, end):
+        if TURN == 2:
+            second_sw = tl.load(wsp + first + 1)
+    for kb in tl.range(begin, end, TURN):
         # matmul_rows(x, dequantize_fp8_rows(w_codes, w_scales)); x = dequantize_fp8(x_codes, x_scales), or x[:, g].float()
         if EVEN_K:
             a = tl.load(xp + kb * 128, mask=here, other=0.0) if SWAP else tl.load(xp + kb * 128)
@@ -291,7 +369,10 @@ def product_tile(
             inside = (rk < K - kb * 128)[None, :]
             a = tl.load(xp + kb * 128, mask=inside, other=0.0)
             b = tl.load(wp + kb * 128, mask=inside, other=0.0)
-        ahead = tl.minimum(kb + 1, blocks - 1)
+        if TURN == 2:
+            a2 = tl.load(xp + kb * 128 + 128, mask=here, other=0.0) if SWAP else tl.load(xp + kb * 128 + 128)
+            b2 = tl.load(wp + (kb + 1) * (128 // PAIRS))
+        ahead = tl.minimum(kb + TURN, blocks - TURN)
         sx, sw = 0, 0
         if FP8_X:
             sx = e8m0(next_sx)
@@ -300,8 +381,17 @@ def product_tile(
             sw = e8m0(next_sw)
             next_sw = tl.load(wsp + ahead)
         acc = _add_product(acc, a, b, sx, sw, FP8_X, SCALE_ROWS, SWAP, CODES, GPU)
+        if TURN == 2:
+            if FP8_X:
+                sx = e8m0(second_sx)
+                second_sx = tl.load(xsp + ahead + 1)
+            if SCALE_ROWS:
+                sw = e8m0(second_sw)
+                second_sw = tl.load(wsp + ahead + 1)
+            acc = _add_product(acc, a2, b2, sx, sw, FP8_X, SCALE_ROWS, SWAP, CODES, GPU)
         if FOLD:  # noqa: SIM102  decided when compiled; the other when run
-            if (kb + 1) % part == 0:
+            if kb + TURN == part_end:
+                part_end += part
                 total += acc
                 acc = tl.zeros((SHAPE_0, SHAPE_1), tl.float32)
     if FOLD:
@@ -317,12 +407,12 @@ def _product_kernel(
     x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
     SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr, FP8_X: tl.constexpr,
-    GPU: tl.constexpr,
+    GPU: tl.constexpr, TURN: tl.constexpr = 1,
 ):  # fmt: skip
     wait_for_predecessor()
     product_tile(
         tl.program_id(0), tl.program_id(1), x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
-        BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, CODES, GROUPED, FP8_X, x_row, x_group, groups, GPU,
+        BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, CODES, GROUPED, FP8_X, x_row, x_group, groups, GPU, TURN,
     )  # fmt: skip
 
 
@@ -484,13 +574,14 @@ def _launch(
     if rows == 0 or outs == 0:
         return
     splits = splits_of(groups * outs, blocks) if in_parts else 1
-    one_part = splits == 1 and tiles is _UNQUANTIZED_TILES
-    tile = tile_for(_ONE_PART_TILES if one_part else tiles, rows, capability_of(x.device))
-    if FP8_X and blocks // splits <= SHORT_BLOCKS:
+    part = ceil_div(blocks, splits)
+    if splits == 1 and tiles is _UNQUANTIZED_TILES:
+        tiles = _ONE_PART_TILES
+    tile, fold = tile_for(tiles, rows, outs, groups, splits, capability_of(x.device))
+    if part % tile.turn or blocks % tile.turn:
+        tile = replace(tile, turn=1)
+    if FP8_X and tile.turn == 1 and part <= SHORT_BLOCKS:
         tile = replace(tile, num_stages=min(tile.num_stages, SHORT_STAGES))
-    # What widens weights has no registers left for sums of parts, and folds only where these would take too much memory.
-    most = LIBRARY_ROWS if tiles is _WEIGHT_ONLY_TILES else min(LIBRARY_ROWS, FOLDED_RESULTS * blocks // (groups * outs))
-    fold = splits > 1 and rows > most
     programs = 1 if fold else splits
     parts, arrivals = out, out
     if programs > 1:  # one part is the result itself
@@ -505,7 +596,7 @@ def _launch(
         outs,
         inputs,
         blocks,
-        ceil_div(blocks, splits),
+        part,
         x.stride(0),
         x.stride(1),
         groups,
@@ -520,6 +611,7 @@ def _launch(
         GROUPED=GROUPED_ROWS // tile.rows,
         FP8_X=FP8_X,
         GPU=on_gpu(x.device),
+        TURN=tile.turn,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
