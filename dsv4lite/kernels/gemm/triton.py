@@ -159,9 +159,11 @@ def tile_for(tiles: Tiles, rows: int, outs: int, groups: int, splits: int, capab
     """Return the tile of a product, and whether one program folds all parts of its tile.
 
     Args:
+        rows: Numbers with the same next power of two have the same tile, or warming up would need a step for each.
         outs: Results per row, of one group.
         splits: Parts of the inputs.
     """
+    rows = 1 << (rows - 1).bit_length()
     choices = (*((_ANY, False, tile) for most, tile in tiles.few if rows <= most), *tiles.between)
     if rows > LIBRARY_ROWS:
         choices = ((_ANY, True, tiles.many), *choices)
@@ -239,7 +241,6 @@ def _e4m3_pairs_to_bf16(pairs, GPU: tl.constexpr):
 @triton.jit
 def _place(pid, M, tiles_n, BM: tl.constexpr, GROUPED: tl.constexpr):
     """Return the tile of rows and the tile of results: all results of a few tiles of rows come before the next rows."""
-    pid = pid.to(tl.int64)
     tiles_m = tl.cdiv(M, BM)
     first = pid // (GROUPED * tiles_n) * GROUPED
     size = tl.minimum(tiles_m - first, GROUPED)
@@ -323,8 +324,8 @@ def product_tile(
     """
     tiles_n = tl.cdiv(N, BN)
     pm, pn = _place(pid, M, tiles_n * groups, BM, GROUPED)
-    g = 0 if FP8_X else pn // tiles_n
-    pn = pn if FP8_X else pn % tiles_n
+    g = 0 if FP8_X else (pn // tiles_n).to(tl.int64)
+    pm, pn = pm.to(tl.int64), (pn if FP8_X else pn % tiles_n).to(tl.int64)  # from here on: divisions of 32 bits are quicker
     rm = pm * BM + tl.arange(0, BM)
     rn = pn * BN + tl.arange(0, BN)
     rk = tl.arange(0, 128)
@@ -580,7 +581,7 @@ def _launch(
     tile, fold = tile_for(tiles, rows, outs, groups, splits, capability_of(x.device))
     if part % tile.turn or blocks % tile.turn:
         tile = replace(tile, turn=1)
-    if FP8_X and tile.turn == 1 and part <= SHORT_BLOCKS:
+    if FP8_X and tile.turn == 1 and (blocks if fold else part) <= SHORT_BLOCKS:
         tile = replace(tile, num_stages=min(tile.num_stages, SHORT_STAGES))
     programs = 1 if fold else splits
     parts, arrivals = out, out
