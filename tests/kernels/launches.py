@@ -88,6 +88,7 @@ def _works() -> Iterator[Callable[[], object]]:
         (FLASH, {"quantized": False}),
         (FLASH, {"quantized": False, "dtype": torch.float32}),
         (FLASH, fp4 | {"expert_format": "fp8"}),
+        ({**FLASH, "num_attention_heads": 32}, fp4),
         (PRO, fp4),
         (FLASH, fp4 | {"deterministic": True}),
     ):

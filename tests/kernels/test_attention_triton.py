@@ -239,9 +239,10 @@ PREFILL: list[tuple[Layer, Steps]] = [
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # the interpreter's, of rows that are not read
+@pytest.mark.parametrize("any_order", [False, True])  # where it may be any, blocks of up to 32 heads are the right operand
 @pytest.mark.parametrize(("layer", "steps"), PREFILL)
-def test_rows_may_be_widened_first(layer: Layer, steps: Steps) -> None:
-    given = case(layer, steps, padding=2, room=8)
+def test_rows_may_be_widened_first(layer: Layer, steps: Steps, any_order: bool) -> None:
+    given = case(layer, steps, padding=2, room=8)._replace(any_order=any_order)
     given.fresh_TB[-2:] = 0x7F
     got = prefill_attention_triton(given)
     close(got, paged_attention.reference(given))

@@ -324,10 +324,12 @@ def test_parts_are_folded_where_tiles_fill_the_chip() -> None:
         tile, fold = tile_for(tiles, rows, outs, 1, splits, 90)
         return tile.rows, tile.outs, -(-rows // tile.rows) * -(-outs // tile.outs) * (1 if fold else splits), fold
 
-    assert programs(gemm_triton._FP8_TILES, 256, 4096, 4) == (64, 128, 128, True)
+    assert programs(gemm_triton._FP8_TILES, 512, 4096, 4) == (64, 128, 256, True)
     assert programs(gemm_triton._FP8_TILES, 256, 1536, 8) == (64, 64, 96, True)
-    assert programs(gemm_triton._FP8_TILES, 64, 1536, 8) == (64, 64, 192, False)
-    assert programs(gemm_triton._UNQUANTIZED_TILES, 64, 256, 8) == (64, 32, 64, False)
+    assert programs(gemm_triton._FP8_TILES, 64, 1536, 8) == (64, 32, 48, True)
+    assert programs(gemm_triton._FP8_TILES, 64, 1024, 8) == (64, 64, 128, False)
+    assert programs(gemm_triton._UNQUANTIZED_TILES, 64, 256, 8) == (32, 64, 64, False)
+    assert programs(gemm_triton._UNQUANTIZED_TILES, 512, 256, 8) == (64, 64, 256, False)
     assert programs(gemm_triton._UNQUANTIZED_TILES, 16, 4096, 4) == (16, 64, 256, False)
 
 

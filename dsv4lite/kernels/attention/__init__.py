@@ -107,8 +107,8 @@ class AttentionInputs(NamedTuple):
         window_size: Latest positions that a token sees, itself included.
         norm_eps: Not ``None``: queries are as their product has left them, and are normed, with this, and rotated here, as
             ``head_norms`` does it; on packed rows with ``DECODE_SPLITS`` or more.
-        any_order: In float32 the reference may sum a token's rows in an order that depends on the rest of the step. Kernels ignore
-            it.
+        any_order: A token's rows may be summed in an order that depends on the rest of the step: by the reference in float32, and
+            by kernels where steps of many tokens have a faster form of their own.
     """
 
     q_THC: Tensor

@@ -4,6 +4,10 @@ A first launch writes the step's own rows, those of the window before them and t
 Then one program takes one token x a block of heads. It takes the token's rows in the pieces of ``triton.py`` and returns the same
 bits, but a piece is copied to shared memory as it is, where both products read it. Neighbouring tokens share most rows, which are
 widened, and looked up in page tables, once for all of them.
+
+A block of 64 heads is half empty where a rank has 32. If sums may have any order, such a layer takes blocks of 32 heads as right
+operand of both products: they fill the tensor cores, and leave room for a second program on the multiprocessor, which works while
+the first one waits for its rows.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from dsv4lite.kernels.attention.merge_triton import entries_of
 from dsv4lite.kernels.dispatch import ceil_div
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, rotated_back, scaled
 
-_HEADS, _ROWS, _STAGES = 64, 64, 2  # of a program, of a piece, and how many pieces are copied or used at a time
+_HEADS, _SWAPPED_HEADS, _ROWS, _STAGES = 64, 32, 64, 2  # of a program, of a piece; pieces at a time
 _WIDENED = 32  # rows of a program of the first launch
 
 
@@ -97,9 +101,10 @@ def _rows_of(
 def _prefill_kernel(
     q, rows, selected, positions, sequence_of, firsts, first_rows, sink, cos, sin, out, tokens, sequences, grow_columns, scale,
     H: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
-    ENTRY_ROWS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, GPU: tl.constexpr,
+    ENTRY_ROWS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = WIDTH // 2
+    AXIS: tl.constexpr = 0 if SWAP else 1
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     token = tl.program_id(0) // BLOCKS
     head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
@@ -122,40 +127,55 @@ def _prefill_kernel(
     q1 = tl.load(q + HALF + at, mask=inside, other=0.0)
     if not GPU:
         q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
-    acc0 = tl.zeros((HEADS, HALF), tl.float32)
-    acc1 = tl.zeros((HEADS, HALF), tl.float32)
+    if SWAP:  # turned here, not where they are used: there the compiler would write them to shared memory for each piece
+        q0, q1 = tl.trans(q0), tl.trans(q1)
+    acc0 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
+    acc1 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
     peak = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     for piece in tl.range(0, pieces, num_stages=STAGES):
         place = _rows_of(
             piece, selected, here, counts, tokens, window_base, entry_base, WINDOW, ENTRY_ROWS > 0, TOP_K > 0, ROWS
         )  # fmt: skip
-        keys = rows + place[:, None] * WIDTH + column
-        k0 = tl.load(keys)
-        k1 = tl.load(keys + HALF)
+        keys = place[:, None] * WIDTH + column
+        k0 = tl.load(rows + keys)
+        k1 = tl.load(rows + HALF + keys)
+        if SWAP:  # noqa: SIM102  decided when compiled; the other when run
+            # Rows that are used in shared memory alone get room for two pieces, and then one program fits on a multiprocessor. This
+            # branch, which is never taken, uses them in registers; so there is room for one piece, and two programs fit.
+            if piece > pieces:
+                tl.store(out + keys, k0)
+                tl.store(out + keys, k1)
         if not GPU:
             k0, k1 = k0.to(tl.float32), k1.to(tl.float32)
-        # See triton.py for the branch.
-        if piece < pieces:
-            logits = tl.dot(q0, tl.trans(k0))
-            more = tl.dot(q1, tl.trans(k1))
+        if SWAP:
+            logits = tl.dot(k1, q1, tl.dot(k0, q0))
         else:
-            logits = tl.dot(q1, tl.trans(k1))
-            more = tl.dot(q0, tl.trans(k0))
-        logits = (logits + more) * scale
+            if piece < pieces:  # see triton.py for the branch
+                logits = tl.dot(q0, tl.trans(k0))
+                more = tl.dot(q1, tl.trans(k1))
+            else:
+                logits = tl.dot(q1, tl.trans(k1))
+                more = tl.dot(q0, tl.trans(k0))
+            logits += more
         count = tl.where(piece < window_pieces, window_rows - piece * ROWS, entry_rows - (piece - window_pieces) * ROWS)
-        logits = tl.where((tl.arange(0, ROWS) < count)[None, :], logits, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(logits, 1))
+        live = tl.arange(0, ROWS) < count
+        logits = tl.where(live[:, None] if SWAP else live[None, :], logits * scale, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(logits, AXIS))
         shrink = tl.exp2(peak - new_peak)
-        p = tl.exp2(logits - new_peak[:, None])
-        total = total * shrink + tl.sum(p, 1)
+        p = tl.exp2(logits - (new_peak[None, :] if SWAP else new_peak[:, None]))
+        total = total * shrink + tl.sum(p, AXIS)
         p = narrowed(p, False, GPU)
-        acc0 *= shrink[:, None]
-        acc1 *= shrink[:, None]
-        acc0 = tl.dot(p, k0, acc0)
-        acc1 = tl.dot(p, k1, acc1)
+        if SWAP:
+            acc0 = tl.dot(tl.trans(k0), p, acc0 * shrink[None, :])
+            acc1 = tl.dot(tl.trans(k1), p, acc1 * shrink[None, :])
+        else:
+            acc0 = tl.dot(p, k0, acc0 * shrink[:, None])
+            acc1 = tl.dot(p, k1, acc1 * shrink[:, None])
         peak = new_peak
 
+    if SWAP:
+        acc0, acc1 = tl.trans(acc0), tl.trans(acc1)
     # Padding has no rows: its peak is -inf, this sum infinite, its result 0.
     total += tl.exp2(tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634 - peak)
     cos += token * 32
@@ -178,12 +198,13 @@ def prefill_attention_triton(given: AttentionInputs) -> Tensor:
         RATIO=layer["RATIO"], WINDOW=given.window_size, NOPE=channels - 64, **places, ROWS=_WIDENED, GPU=layer["GPU"],
         num_warps=4, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
-    out = torch.empty_like(q)
-    _prefill_kernel[(tokens * ceil_div(heads, _HEADS),)](
+    out, swap = torch.empty_like(q), heads <= _SWAPPED_HEADS and given.any_order
+    block = _SWAPPED_HEADS if swap else _HEADS
+    _prefill_kernel[(tokens * ceil_div(heads, block),)](
         q, rows, paging.positions_T if given.selected_TK is None else given.selected_TK, paging.positions_T, paging.sequence_T,
         paging.first_S, paging.rows_S, given.sink_H, given.cos, given.sin, out, tokens, sequences, columns, given.scale * LOG2_E,
         H=heads, WIDTH=channels, RATIO=layer["RATIO"], TOP_K=layer["TOP_K"], WINDOW=given.window_size,
-        ENTRY_ROWS=places["ENTRY_ROWS"], HEADS=_HEADS, ROWS=_ROWS, STAGES=_STAGES, GPU=layer["GPU"],
-        num_warps=8, num_stages=1, enable_fp_fusion=True,
+        ENTRY_ROWS=places["ENTRY_ROWS"], HEADS=block, ROWS=_ROWS, SWAP=swap, STAGES=_STAGES, GPU=layer["GPU"],
+        num_warps=4 if swap else 8, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     return out

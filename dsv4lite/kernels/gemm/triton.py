@@ -87,19 +87,16 @@ _WIDEN_ROWS, _WIDEN_COLUMNS = 8, 512
 
 _ANY = range(1 << 31)
 _FILLED = range(FILLED, 1 << 31)
-_ONE_EACH = range(FILLED, PROGRAMS // 2 + 1)  # at most one for each multiprocessor: it may take all registers and stages
 _FP8_TILES = Tiles(
     few=(
         (16, Tile(rows=16, outs=64, swap=True, num_warps=4, num_stages=6)),
         (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=5)),
     ),
     between=(
-        (_ONE_EACH, True, Tile(rows=64, outs=128, swap=False, num_warps=8, num_stages=4, turn=2)),
-        (_FILLED, True, Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=4)),
+        (range(200, 1 << 31), True, Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=4)),
         (_FILLED, True, Tile(rows=64, outs=64, swap=False, num_warps=4, num_stages=3, turn=2)),
-        (_FILLED, True, Tile(rows=64, outs=32, swap=False, num_warps=4, num_stages=4, turn=2)),
-        (range(192, 1 << 31), False, Tile(rows=64, outs=64, swap=False, num_warps=4, num_stages=4)),
-        (_ANY, False, Tile(rows=64, outs=32, swap=False, num_warps=4, num_stages=4)),
+        (range(48, 1 << 31), True, Tile(rows=64, outs=32, swap=False, num_warps=4, num_stages=4, turn=2)),
+        (_ANY, False, Tile(rows=64, outs=64, swap=False, num_warps=4, num_stages=4)),
     ),
     many=Tile(rows=64, outs=128, swap=False, num_warps=4, num_stages=3),
     x_bytes=1,
@@ -111,11 +108,11 @@ _UNQUANTIZED_TILES = Tiles(
         (32, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=4)),
     ),
     between=(
-        (range(PROGRAMS, 1 << 31), False, Tile(rows=128, outs=128, swap=False, num_warps=8, num_stages=3)),
-        (_ONE_EACH, True, Tile(rows=128, outs=64, swap=False, num_warps=8, num_stages=4)),
-        (_FILLED, True, Tile(rows=64, outs=64, swap=False, num_warps=4, num_stages=3)),
+        (_FILLED, True, Tile(rows=128, outs=64, swap=False, num_warps=8, num_stages=4)),
+        (range(100, 1 << 31), True, Tile(rows=64, outs=64, swap=False, num_warps=4, num_stages=3)),
         (_FILLED, True, Tile(rows=64, outs=32, swap=False, num_warps=4, num_stages=4)),
-        (_ANY, False, Tile(rows=64, outs=32, swap=False, num_warps=4, num_stages=4)),
+        (range(PROGRAMS), False, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=4)),
+        (_ANY, False, Tile(rows=64, outs=64, swap=False, num_warps=4, num_stages=3)),
     ),
     many=Tile(rows=128, outs=128, swap=False, num_warps=8, num_stages=3),
     x_bytes=2,
@@ -133,7 +130,7 @@ _ONE_PART_TILES = replace(  # no sums of parts beside those of a part: a warp ha
 _WEIGHT_ONLY_TILES = Tiles(  # what widens weights has no registers left for sums of parts, and folds only to save memory
     few=_UNQUANTIZED_TILES.few,
     between=(
-        (_ANY, False, Tile(rows=128, outs=64, swap=True, num_warps=4, num_stages=3)),
+        (_ANY, False, Tile(rows=128, outs=128, swap=True, num_warps=8, num_stages=3)),
         (_ANY, False, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=4)),
     ),
     many=Tile(rows=128, outs=128, swap=True, num_warps=8, num_stages=3),

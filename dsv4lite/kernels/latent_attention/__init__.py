@@ -45,9 +45,13 @@ _LEAST_SHARING = 2  # tokens of a sequence that share rows under a mask, if the 
 
 
 def splits_of(tokens: int, heads: int) -> int:
-    """Return how many programs share a token's rows: a power of two that lets a step of few tokens fill a chip."""
-    blocks = max(1, tokens) * -(-heads // (MOST_HEADS if heads >= MOST_HEADS else 16))
-    return 1 << (max(1, min(_MOST_SPLITS, PROGRAMS // blocks)).bit_length() - 1)
+    """Return how many programs share a token's rows: a power of two that lets a step of few tokens fill a chip.
+
+    Programs of many heads have a multiprocessor for themselves; of others two run at the same time.
+    """
+    wide = heads >= MOST_HEADS
+    blocks = max(1, tokens) * -(-heads // (MOST_HEADS if wide else 16))
+    return 1 << (max(1, min(_MOST_SPLITS, PROGRAMS // (2 * blocks if wide else blocks))).bit_length() - 1)
 
 
 class LatentAttentionInputs(NamedTuple):

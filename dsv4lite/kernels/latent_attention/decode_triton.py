@@ -2,7 +2,8 @@
 
 One program takes one token x a block of heads x one of ``splits`` parts of its rows. Rows are cut into pieces of fixed size; split
 s takes pieces s, s + splits, … A piece is read once, for both products and all heads of the block: the latents of its rows are keys
-and values. Codes of FP8 rows are widened to bfloat16 in registers.
+and values. Codes of FP8 rows are widened to bfloat16 in registers. While one piece is summed up the next one is copied, so that
+programs that share a multiprocessor do not all wait for memory at the same time.
 
 Products of float32 are three products of TF32; the tensor cores cut their sums, which costs a few of float32's last bits.
 """
@@ -25,16 +26,27 @@ from dsv4lite.kernels.rows.triton import memory_of, rotate_tail
 _CHUNK = 8  # splits that are added at a time
 
 
-def _tile_for(heads: int, fp8: bool, itemsize: int, capability: int) -> Tile:
-    """Return the tile, which follows from the layer alone on one kind of chip; ``itemsize`` is that of a query's number."""
+def _tile_for(heads: int, fp8: bool, listed: bool, itemsize: int, capability: int) -> Tile:
+    """Return the tile, which follows from the layer alone on one kind of chip.
+
+    Stages are one more than the pieces that shared memory has room for: with two, a piece is requested when the one before it is
+    summed up; with three, one is always under way.
+
+    Args:
+        heads: See ``attend_absorbed``.
+        fp8: Rows are codes.
+        listed: Tokens have selections, whose positions take shared memory as well.
+        itemsize: Of a query's number.
+        capability: Of the chip.
+    """
     large = capability in _LARGE
     if itemsize == 4:
         return Tile(heads=16, rows=32 if large else 16, num_warps=4, num_stages=2 if large else 1)
     if not large:
         return Tile(heads=16, rows=32 if capability == 80 else 16, num_warps=4, num_stages=2)
     if heads >= MOST_HEADS and capability == 90:
-        return Tile(heads=MOST_HEADS, rows=64, num_warps=8, num_stages=2)
-    return Tile(heads=16, rows=32 if fp8 else 64, num_warps=4, num_stages=2)
+        return Tile(heads=MOST_HEADS, rows=64, num_warps=8, num_stages=3 if fp8 and not listed else 2)
+    return Tile(heads=16, rows=32, num_warps=4, num_stages=3)  # two programs fit on a multiprocessor
 
 
 @triton.jit
@@ -92,17 +104,32 @@ def _fetch(
 
 
 @triton.jit
-def _logits(q0, q1, k0, k1, always, PRECISION: tl.constexpr):
-    """Return the products of queries and rows, [H, R]; ``always`` is true."""
-    # A product that the compiler sees going into another one is computed by each group of four warps as a whole. A branch hides
-    # that it does, so that the groups share it.
-    if always:
-        logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-        more = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+def _added(
+    acc, peak, total, q0, q1, k0, k1, rows, scale, always, WIDE: tl.constexpr, ROWS: tl.constexpr, FLOAT32: tl.constexpr,
+    PRECISION: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """Return the sums with the first ``rows`` rows of a piece added; ``always`` is true."""
+    # A product that the compiler sees going into another one is computed by each group of four warps as a whole. Where there are
+    # several groups a branch hides that it does, so that they share it.
+    if WIDE:
+        if always:
+            logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+            more = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+        else:
+            logits = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+            more = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+        logits += more
     else:
-        logits = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-        more = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-    return logits + more
+        logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+        logits = tl.dot(q1, tl.trans(k1), logits, input_precision=PRECISION)
+    # Reference: sparse_attention, one block; exponentials of two instead of e.
+    logits = tl.where((tl.arange(0, ROWS) < rows)[None, :], logits * scale, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    shrink = tl.exp2(peak - new_peak)
+    p = tl.exp2(logits - new_peak[:, None])
+    total = total * shrink + tl.sum(p, 1)
+    acc = tl.dot(narrowed(p, FLOAT32, GPU), k0, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, new_peak, total
 
 
 @triton.jit(do_not_specialize=["columns", "begin"])
@@ -115,6 +142,7 @@ def _absorbed_kernel(
     FLOAT32: tl.constexpr = query.dtype.element_ty == tl.float32
     PRECISION: tl.constexpr = "tf32x3" if FLOAT32 else "tf32"
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
+    WIDE: tl.constexpr = HEADS > 16
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
     split = tl.program_id(1)
@@ -145,24 +173,24 @@ def _absorbed_kernel(
     acc = tl.zeros((HEADS, PADDED), tl.float32)
     peak = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    data, live = _locate(split, count, listed, memory, selected, grow, TOP_K, ROW, PLACES, ROWS)
     for piece in tl.range(split, pieces, SPLITS, num_stages=STAGES):
+        data, live = _locate(piece, count, listed, memory, selected, grow, TOP_K, ROW, PLACES, ROWS)
         latents, scales, k1 = _fetch(data, live, LATENT, PADDED, ROPE, TAIL, FP8)
-        data, live = _locate(piece + SPLITS, count, listed, memory, selected, grow, TOP_K, ROW, PLACES, ROWS)
         k0 = _widened(latents, scales, GPU) if FP8 else latents
         if FLOAT32 or not GPU:
             k0, k1 = k0.to(tl.float32), k1.to(tl.float32)
-        logits = _logits(q0, q1, k0, k1, piece < pieces, PRECISION) * scale
-        # Reference: sparse_attention, one block; exponentials of two instead of e.
-        row = tl.arange(0, ROWS) < count - piece * ROWS
-        logits = tl.where(row[None, :], logits, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(logits, 1))
-        shrink = tl.exp2(peak - new_peak)
-        p = tl.exp2(logits - new_peak[:, None])
-        total = total * shrink + tl.sum(p, 1)
-        p = narrowed(p, FLOAT32, GPU)
-        acc = tl.dot(p, k0, acc * shrink[:, None], input_precision=PRECISION)
-        peak = new_peak
+        rows = count - piece * ROWS
+        # The compiler requests the next piece after products, but before a branch: so it is under way during them, also where there
+        # is no room for three stages.
+        if WIDE and not FP8:
+            if piece < pieces:
+                acc, peak, total = _added(
+                    acc, peak, total, q0, q1, k0, k1, rows, scale, count > 0, WIDE, ROWS, FLOAT32, PRECISION, GPU
+                )  # fmt: skip
+        else:
+            acc, peak, total = _added(
+                acc, peak, total, q0, q1, k0, k1, rows, scale, count > 0, WIDE, ROWS, FLOAT32, PRECISION, GPU
+            )  # fmt: skip
 
     if SPLITS > 1:
         place = split * (tl.num_programs(0) // BLOCKS).to(tl.int64) * H
@@ -222,8 +250,10 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
         memory.dtype,
     )
     assert given.selected_TK is None or given.selected_TK.is_contiguous()
-    tile = _tile_for(heads, fp8, q.element_size(), capability_of(device))
     top_k = 0 if given.selected_TK is None else given.selected_TK.shape[1]
+    tile = _tile_for(heads, fp8, top_k > 0, q.element_size(), capability_of(device))
+    # A row's address waits for its page's number, which may wait for its position: each load takes as many stages as the row.
+    stages = 2 if tile.heads > 16 and not fp8 else 1 + (tile.num_stages - 1) * (3 if top_k else 2)
     layer = {
         "H": heads, "LATENT": latent, "PADDED": max(16, power_of_2(latent)), "TOP_K": top_k, "SPLITS": splits,
         "ROWS": tile.rows, "GPU": on_gpu(device),
@@ -239,7 +269,7 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
         query_THL, q, *given.angles(), memory, selected, *tables, parts, stats, q.stride(0), paging.grow_SP.stride(0),
         given.scale * LOG2_E, begin,
         **layer, NOPE=given.nope, ROPE=given.rope, TAIL=max(16, power_of_2(given.rope)), ROW=row,
-        PLACES=rows.rows_per_page, HEADS=tile.heads, STAGES=tile.num_stages, FP8=fp8,
+        PLACES=rows.rows_per_page, HEADS=tile.heads, STAGES=stages, FP8=fp8,
         TURNS=given.cos is not None,
         num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
