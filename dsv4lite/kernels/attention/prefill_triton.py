@@ -137,19 +137,19 @@ def _prefill_kernel(
         place = _rows_of(
             piece, selected, here, counts, tokens, window_base, entry_base, WINDOW, ENTRY_ROWS > 0, TOP_K > 0, ROWS
         )  # fmt: skip
-        keys = place[:, None] * WIDTH + column
-        k0 = tl.load(rows + keys)
-        k1 = tl.load(rows + HALF + keys)
+        keys = rows + place[:, None] * WIDTH + column
+        k0 = tl.load(keys)
+        k1 = tl.load(keys + HALF)
         if SWAP:  # noqa: SIM102  decided when compiled; the other when run
             # Rows that are used in shared memory alone get room for two pieces, and then one program fits on a multiprocessor. This
             # branch, which is never taken, uses them in registers; so there is room for one piece, and two programs fit.
             if piece > pieces:
-                tl.store(out + keys, k0)
-                tl.store(out + keys, k1)
+                tl.store(out + place[:, None] * WIDTH + column, k0)
+                tl.store(out + place[:, None] * WIDTH + column, k1)
         if not GPU:
             k0, k1 = k0.to(tl.float32), k1.to(tl.float32)
         if SWAP:
-            logits = tl.dot(k1, q1, tl.dot(k0, q0))
+            logits = tl.dot(k1, q1, tl.dot(k0, q0)) * scale
         else:
             if piece < pieces:  # see triton.py for the branch
                 logits = tl.dot(q0, tl.trans(k0))
@@ -157,21 +157,23 @@ def _prefill_kernel(
             else:
                 logits = tl.dot(q1, tl.trans(k1))
                 more = tl.dot(q0, tl.trans(k0))
-            logits += more
+            logits = (logits + more) * scale
         count = tl.where(piece < window_pieces, window_rows - piece * ROWS, entry_rows - (piece - window_pieces) * ROWS)
         live = tl.arange(0, ROWS) < count
-        logits = tl.where(live[:, None] if SWAP else live[None, :], logits * scale, float("-inf"))
+        logits = tl.where(live[:, None] if SWAP else live[None, :], logits, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(logits, AXIS))
         shrink = tl.exp2(peak - new_peak)
         p = tl.exp2(logits - (new_peak[None, :] if SWAP else new_peak[:, None]))
         total = total * shrink + tl.sum(p, AXIS)
         p = narrowed(p, False, GPU)
+        acc0 *= shrink[None, :] if SWAP else shrink[:, None]
+        acc1 *= shrink[None, :] if SWAP else shrink[:, None]
         if SWAP:
-            acc0 = tl.dot(tl.trans(k0), p, acc0 * shrink[None, :])
-            acc1 = tl.dot(tl.trans(k1), p, acc1 * shrink[None, :])
+            acc0 = tl.dot(tl.trans(k0), p, acc0)
+            acc1 = tl.dot(tl.trans(k1), p, acc1)
         else:
-            acc0 = tl.dot(p, k0, acc0 * shrink[:, None])
-            acc1 = tl.dot(p, k1, acc1 * shrink[:, None])
+            acc0 = tl.dot(p, k0, acc0)
+            acc1 = tl.dot(p, k1, acc1)
         peak = new_peak
 
     if SWAP:
