@@ -110,7 +110,7 @@ _UNQUANTIZED_TILES = Tiles(
     between=(
         (_FILLED, True, Tile(rows=128, outs=64, swap=False, num_warps=8, num_stages=4)),
         (range(100, 1 << 31), True, Tile(rows=64, outs=64, swap=False, num_warps=4, num_stages=3)),
-        (_FILLED, True, Tile(rows=64, outs=32, swap=False, num_warps=4, num_stages=4)),
+        (range(100, 1 << 31), True, Tile(rows=64, outs=32, swap=False, num_warps=4, num_stages=4)),
         (range(PROGRAMS), False, Tile(rows=32, outs=64, swap=True, num_warps=4, num_stages=4)),
         (_ANY, False, Tile(rows=64, outs=64, swap=False, num_warps=4, num_stages=3)),
     ),
