@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -36,26 +37,32 @@ def make_paging(sequences: Sequence[SequencePlan], device: torch.device) -> tupl
     lens = [len(s.token_ids) for s in sequences]
     starts = [s.start for s in sequences]
     rows = [0, *accumulate(lens)][:-1]
-    columns: list[list[int]] = [
-        [token for s in sequences for token in s.token_ids],
-        [position for s in sequences for position in range(s.start, s.end)],
-        [index for index, length in enumerate(lens) for _ in range(length)],
-        [s.slot for s in sequences],
-        starts,
-        rows,
-        lens,
-        [s.drafts for s in sequences],
-        [s.state_copy for s in sequences],
-        [s.window_first for s in sequences],
-        _flat([s.window_pages for s in sequences], -1),
-        _flat([s.pages for s in sequences], 0),
+    columns: list[Iterable[Iterable[int]]] = [
+        (s.token_ids for s in sequences),
+        (range(s.start, s.end) for s in sequences),
+        (array("i", (index,)) * length for index, length in enumerate(lens)),
+        ([s.slot for s in sequences],),
+        (starts,),
+        (rows,),
+        (lens,),
+        ([s.drafts for s in sequences],),
+        ([s.state_copy for s in sequences],),
+        ([s.window_first for s in sequences],),
+        _filled([s.window_pages for s in sequences], -1),
+        _filled([s.pages for s in sequences], 0),
     ]
-    # Each begins at a multiple of 16 bytes: kernels are compiled for aligned addresses, and not again while requests run.
-    aligned = [[*column, *[0] * (-len(column) % 4)] for column in columns]
-    packed = torch.tensor([value for column in aligned for value in column], dtype=torch.int32, device="cpu")
-    parts = send(packed, device).split([len(column) for column in aligned])
+    values, sizes, aligned = array("i"), [], []  # not lists: a prompt has thousands of each, and the device waits for them
+    for column in columns:
+        begin = len(values)
+        for part in column:
+            values.extend(part)
+        sizes.append(len(values) - begin)
+        # Each begins at a multiple of 16 bytes: kernels are compiled for aligned addresses, and not again while requests run.
+        values.extend([0] * (-len(values) % 4))
+        aligned.append(len(values) - begin)
+    parts = send(torch.frombuffer(values, dtype=torch.int32), device).split(aligned)
     token_ids, positions, sequence, slots, first, row, length, drafts, copies, window_first, window, grow = (
-        part[: len(column)] for part, column in zip(parts, columns, strict=True)
+        part[:size] for part, size in zip(parts, sizes, strict=True)
     )
     paging = Paging(
         positions_T=positions,
@@ -75,7 +82,9 @@ def make_paging(sequences: Sequence[SequencePlan], device: torch.device) -> tupl
     return token_ids.long(), paging, max(s.end for s in sequences)
 
 
-def _flat(tables: Sequence[Sequence[int]], filler: int) -> list[int]:
-    """Return tables one after the other, all as long as the longest."""
+def _filled(tables: Sequence[Sequence[int]], filler: int) -> Iterator[Sequence[int]]:
+    """Yield tables, all as long as the longest."""
     width = max(1, max(len(table) for table in tables))
-    return [value for table in tables for value in (*table, *([filler] * (width - len(table))))]
+    for table in tables:
+        yield table
+        yield [filler] * (width - len(table))
