@@ -99,8 +99,8 @@ CACHES = {
     "kernels.dispatch._known_capability": "of a device, which does not change",
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
-MAX_PACKAGE_LINES = 41_755
-MAX_TEST_LINES = 41_100
+MAX_PACKAGE_LINES = 42_101
+MAX_TEST_LINES = 41_222
 MAX_FUNCTION_LINES = 80
 
 # Debts. These may only shrink: public names that docs/api.md does not describe yet and ops without tests
