@@ -33,7 +33,7 @@ def prepare_state(plan: StepPlan, cache: StateCache, drafter: int) -> None:
     """
     device = cache.device
     if plan.resets:
-        cache.reset(torch.tensor(plan.resets, dtype=torch.int64, device=device))
+        cache.reset(send(torch.tensor(plan.resets, dtype=torch.int64, device="cpu"), device))
     for pairs, change in (
         (plan.zero_rows, partial(cache.zero_rows, drafter)),
         (plan.restores, cache.restore),
@@ -198,5 +198,5 @@ def _pages_row(width: int) -> int:
 
 
 def _pairs(pairs: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    both = torch.tensor(pairs, dtype=torch.int64, device=device)
+    both = send(torch.tensor(pairs, dtype=torch.int64, device="cpu"), device)
     return both[:, 0], both[:, 1]

@@ -24,6 +24,7 @@ from dsv4lite.config import EngineConfig
 from dsv4lite.engine.dump import REQUESTED, Places, StepDump, stores, versions
 from dsv4lite.engine.step_graphs import GraphShape
 from dsv4lite.errors import ConfigError
+from dsv4lite.kernels.dispatch import send
 from dsv4lite.models.family import Model
 from dsv4lite.sampling.samples import Samples
 from dsv4lite.scheduling.step_plan import NO_PAGE, StepPlan
@@ -89,7 +90,7 @@ class StepRecorder:
     def begin(self, plan: StepPlan, graph: GraphShape | None) -> None:
         """Keep what a step will change, after the plan's copies of state and before its sequences run."""
         with self._harmless():
-            ids = torch.tensor(Places.of(plan.sequences).slots, dtype=torch.int64, device=self._cache.device)
+            ids = send(torch.tensor(Places.of(plan.sequences).slots, dtype=torch.int64, device="cpu"), self._cache.device)
             slots = {name: slot.index_select(0, ids) for name, slot in self._cache.slots().items()}
             self._step = _Step(plan=plan, graph=graph, slots=slots)
 
@@ -180,7 +181,7 @@ class StepRecorder:
         for name, store, ids in stores(self._cache, places):
             memory = store.memory
             rows[name] = torch.empty(len(ids), memory.shape[1], dtype=torch.uint8, device="cpu")
-            index = torch.tensor(ids, dtype=torch.int64, device=memory.device)
+            index = send(torch.tensor(ids, dtype=torch.int64, device="cpu"), memory.device)
             at_once = max(1, _COPY_BYTES // memory.shape[1])
             for begin in range(0, len(ids), at_once):
                 part = slice(begin, begin + at_once)

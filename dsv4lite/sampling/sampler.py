@@ -153,7 +153,7 @@ class Sampler:
         self._sequences: dict[int, SequenceState] = {}
         self._seated: dict[int, int] = {}  # sequence by slot
         self._last: RowNeeds | None = None
-        self.settings = torch.tensor(_neutral(), dtype=torch.float64, device=self._device).repeat(slots + 1, 1)
+        self.settings = send(torch.tensor(_neutral(), dtype=torch.float64, device="cpu"), self._device).repeat(slots + 1, 1)
         self.drafting = self.settings.clone()
         self.space = RowSpace.allocate(rows, vocab_size, self._device)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.device import fill_storage, free_storage, holds_storage
+from dsv4lite.kernels.dispatch import send
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.state.spec import Lifetime, SharedStore, StateSizes, StateSpec, StoreSpec
 
@@ -61,7 +62,7 @@ class StateCache:
                 elif isinstance(part, SharedStore):
                     stores[part.name] = layers[part.layer].stores[part.name]
                 else:
-                    fill = torch.tensor(part.fill, dtype=torch.float32, device=device)[:, None]
+                    fill = send(torch.tensor(part.fill, dtype=torch.float32, device="cpu"), device)[:, None]
                     slot = slots[part.name] = torch.empty(sizes.slots, spec.copies, *part.shape, dtype=torch.float32, device=device)
                     filled.append((slot, fill))
                     if part.snapshot:

@@ -308,6 +308,19 @@ def _add_product(
 
 
 @triton.jit
+def _operands(xp, wp, kb, here, rk, K, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PAIRS: tl.constexpr):
+    """Return block number ``kb`` of 128 inputs of a tile's rows, and of its weights."""
+    if EVEN_K:
+        a = tl.load(xp + kb * 128, mask=here, other=0.0) if SWAP else tl.load(xp + kb * 128)
+        b = tl.load(wp + kb * (128 // PAIRS))
+    else:
+        inside = (rk < K - kb * 128)[None, :]
+        a = tl.load(xp + kb * 128, mask=inside, other=0.0)
+        b = tl.load(wp + kb * 128, mask=inside, other=0.0)
+    return a, b
+
+
+@triton.jit
 def product_tile(
     pid, split, x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
@@ -349,27 +362,16 @@ def product_tile(
     first = tl.minimum(begin, blocks - 1)
     if FP8_X:
         xsp = xs + m * blocks
-        next_sx = tl.load(xsp + first)
-        if TURN == 2:
-            second_sx = tl.load(xsp + first + 1)
+        next_sx, second_sx = tl.load(xsp + first), tl.load(xsp + first + (TURN - 1))
     if SCALE_ROWS:
         # A tile of results divides 128: in one group it lies in one block of scales.
         wsp = ws + (pn * BN // 128 * blocks if FP8_X and SCALE_ROWS == 128 else n // SCALE_ROWS * blocks)
-        next_sw = tl.load(wsp + first)
-        if TURN == 2:
-            second_sw = tl.load(wsp + first + 1)
+        next_sw, second_sw = tl.load(wsp + first), tl.load(wsp + first + (TURN - 1))
     for kb in tl.range(begin, end, TURN):
         # matmul_rows(x, dequantize_fp8_rows(w_codes, w_scales)); x = dequantize_fp8(x_codes, x_scales), or x[:, g].float()
-        if EVEN_K:
-            a = tl.load(xp + kb * 128, mask=here, other=0.0) if SWAP else tl.load(xp + kb * 128)
-            b = tl.load(wp + kb * (128 // PAIRS))
-        else:
-            inside = (rk < K - kb * 128)[None, :]
-            a = tl.load(xp + kb * 128, mask=inside, other=0.0)
-            b = tl.load(wp + kb * 128, mask=inside, other=0.0)
+        a, b = _operands(xp, wp, kb, here, rk, K, EVEN_K, SWAP, PAIRS)
         if TURN == 2:
-            a2 = tl.load(xp + kb * 128 + 128, mask=here, other=0.0) if SWAP else tl.load(xp + kb * 128 + 128)
-            b2 = tl.load(wp + (kb + 1) * (128 // PAIRS))
+            a2, b2 = _operands(xp, wp, kb + 1, here, rk, K, EVEN_K, SWAP, PAIRS)
         ahead = tl.minimum(kb + TURN, blocks - TURN)
         sx, sw = 0, 0
         if FP8_X:
@@ -576,7 +578,7 @@ def _launch(
     if splits == 1 and tiles is _UNQUANTIZED_TILES:
         tiles = _ONE_PART_TILES
     tile, fold = tile_for(tiles, rows, outs, groups, splits, capability_of(x.device))
-    if part % tile.turn or blocks % tile.turn:
+    if part % tile.turn or inputs % (tile.turn * FP8_GROUP):
         tile = replace(tile, turn=1)
     if FP8_X and tile.turn == 1 and (blocks if fold else part) <= SHORT_BLOCKS:
         tile = replace(tile, num_stages=min(tile.num_stages, SHORT_STAGES))
