@@ -28,11 +28,12 @@ from pathlib import Path
 from statistics import mean, pstdev
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from dsv4lite import AsyncLLM, EngineConfig, ModuleSource, RequestOutput, SamplingParams, tiny_model
 from dsv4lite.kernels.quantize import dequantize_matrix
+from dsv4lite.weights.checkpoint import write_tensors
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
 
@@ -92,12 +93,13 @@ class Step:
 def plain_checkpoint(folder: Path) -> Path:
     """Write the shipped checkpoint in float32: its numbers, without quantized arithmetic."""
     source = Path(tiny_model())
-    stored, plain = load_file(source / "model.safetensors"), {}
+    with safe_open(source / "model.safetensors", "pt") as file:
+        stored, plain = {name: file.get_tensor(name) for name in file.keys()}, {}  # noqa: SIM118  it is no mapping
     for name, tensor in stored.items():
         if not name.endswith(".scale"):
             wide = dequantize_matrix(tensor, stored.get(name.removesuffix(".weight") + ".scale"))
             plain[name] = wide if tensor.is_floating_point() or tensor.dtype == torch.int8 else tensor
-    save_file(plain, folder / "model.safetensors")
+    write_tensors(folder / "model.safetensors", plain, {})
     config = json.loads((source / "config.json").read_text())
     del config["quantization_config"], config["expert_dtype"]
     (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))

@@ -9,7 +9,6 @@ step's sequences use, of every layer I, those of the model's own drafter last, b
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import platform
@@ -28,7 +27,7 @@ from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.scheduling.step_plan import NO_PAGE, SequencePlan, StepPlan
 from dsv4lite.state.store import StateCache
-from dsv4lite.weights.checkpoint import DTYPES
+from dsv4lite.weights.checkpoint import DTYPES, write_tensors
 from dsv4lite.weights.quant import Numerics
 
 VERSION = 4
@@ -125,7 +124,7 @@ class StepDump:
         }
         partly = path.with_name(path.name + ".part")
         try:
-            _write(partly, self.rows, {_HEADER: json.dumps(header, default=_text)})
+            write_tensors(partly, self.rows, {_HEADER: json.dumps(header, default=_text)})
             os.replace(partly, path)
         finally:
             partly.unlink(missing_ok=True)
@@ -164,25 +163,6 @@ class StepDump:
             raise
         except (AttributeError, KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"dump={str(path)!r} is a damaged step: {type(error).__name__}: {error}") from error
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write CPU tensors as a safetensors file. The library's own writer needs numpy, which this package does not."""
-    codes = {dtype: code for code, dtype in DTYPES.items()}
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # so that each is aligned
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in ordered:
-            rows = tensor.contiguous()
-            if rows.nbytes:
-                file.write((ctypes.c_char * rows.nbytes).from_address(rows.data_ptr()))
 
 
 def _text(value: object) -> str:

@@ -7,6 +7,8 @@ on disk.
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import sys
 from collections import deque
@@ -237,6 +239,29 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "generation_config.json"
     return read_json(path) if os.path.lexists(path) else {}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write CPU tensors as a safetensors file; the library's own writer needs numpy, which this package does not.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # so that each is aligned
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            rows = tensor.contiguous()
+            if rows.nbytes:
+                file.write((ctypes.c_char * rows.nbytes).from_address(rows.data_ptr()))
 
 
 # ---------------------------------------------------------------------------------------------------------------- headers

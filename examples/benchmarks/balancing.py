@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from dsv4lite import AsyncLLM, RequestOutput, SamplingParams, tiny_model
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
-from dsv4lite.weights.checkpoint import read_config
+from dsv4lite.weights.checkpoint import read_config, write_tensors
 from dsv4lite.weights.dummy import dummy_tensors
 from examples.benchmarks.engine import MODELS, decode, params, prefill, prompts_of
 
@@ -71,7 +70,7 @@ def write_skewed(folder: Path, args: argparse.Namespace) -> None:
 
     def flush() -> None:
         file = f"model-{len(set(files.values())):05}.safetensors"
-        save_file(shard, folder / file)
+        write_tensors(folder / file, shard, {})
         files.update(dict.fromkeys(shard, file))
         shard.clear()
 

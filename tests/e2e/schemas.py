@@ -132,6 +132,8 @@ def problem_of(schema: dict[str, Any], output: RequestOutput) -> str | None:
         Draft202012Validator(schema).validate(json.loads(output.text, object_pairs_hook=hook))
     except (ValueError, AssertionError, ValidationError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    except OverflowError:  # a number that no float holds, which the validator cannot divide
+        return None
     return None
 
 

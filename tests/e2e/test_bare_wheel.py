@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -15,20 +17,44 @@ from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.e2e.engines import SMALL, write_model
+from tests.e2e.test_docs import ELSEWHERE, HUB, LONG, PYTHON
+
 ROOT = Path(__file__).resolve().parents[2]
 NO_NUMPY = ("-W", "ignore:Failed to initialize NumPy:UserWarning")  # the warning of torch's own import
 
 BARE = """
-import sys
+from importlib.machinery import PathFinder
 
 HIDDEN = {hidden!r}
+find_spec = PathFinder.find_spec
 
-class Hide:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in HIDDEN:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+def find(cls, name, path=None, target=None):
+    return None if name.partition(".")[0] in HIDDEN else find_spec(name, path, target)
 
-sys.meta_path.insert(0, Hide())
+PathFinder.find_spec = classmethod(find)
+"""
+
+PAGES = """
+import ast, asyncio, inspect, json, sys
+import anyio, dsv4lite
+from dsv4lite import config
+
+with open(sys.argv[1]) as file:
+    blocks = json.load(file)
+lacking = []
+for where, model, text in blocks:
+    config.tiny_model = lambda: model
+    vars(dsv4lite).pop("tiny_model", None)  # where it was looked up before
+    names = {name: getattr(dsv4lite, name) for name in dsv4lite.__all__}
+    names |= {"anyio": anyio, "model": model, "prompt": [5, 6, 7, 8, 9]}
+    try:
+        result = eval(compile(text, where, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+        if inspect.iscoroutine(result):
+            asyncio.run(result)
+    except (ModuleNotFoundError, dsv4lite.UnsupportedError) as error:
+        lacking.append(f"{where} {error}")
+print("\\n".join(lacking), file=sys.stderr)
 """
 
 
@@ -104,3 +130,20 @@ def test_library_of_the_bare_wheel_saves_and_replays_a_step(bare: dict[str, str]
         raise SystemExit(main(["replay", "step.safetensors"]))
     """
     assert run(bare, tmp_path, *NO_NUMPY, "-c", textwrap.dedent(program)).stdout
+
+
+def test_code_of_the_pages_runs_with_the_bare_wheel_or_lacks_what_it_names(bare: dict[str, str], tmp_path: Path) -> None:
+    models = [str(write_model(tmp_path / str(length), {**SMALL, "max_position_embeddings": length})) for length in (220, 2000)]
+    here = [block for block in PYTHON if not any(setting in block.text for setting in ELSEWHERE)]
+    given = [(str(block), models[LONG in block.text], HUB.sub(models[LONG in block.text], block.text)) for block in here]
+    (tmp_path / "blocks.json").write_text(json.dumps(given))
+    lacking = run(bare, tmp_path, *NO_NUMPY, "-c", PAGES, "blocks.json").stderr
+    named = re.findall(
+        r"^(\S+:\d+) .*(starlette|llguidance|lm_eval|inspect_ai|prometheus_client|jinja2|tqdm)", lacking, re.MULTILINE
+    )
+    assert len(named) == len(re.findall(r"^\S+:\d+ ", lacking, re.MULTILINE)) < len(here) / 3, lacking
+
+
+def test_rollout_example_runs_with_the_bare_wheel(bare: dict[str, str], tmp_path: Path) -> None:
+    """It needed numpy to write a checkpoint."""
+    assert "mean reward" in run(bare, tmp_path, *NO_NUMPY, str(ROOT / "examples" / "grpo.py"), "--steps", "1").stdout
