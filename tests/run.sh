@@ -3,8 +3,9 @@
 #
 # On two cores all checks take 8 minutes on a quick machine and 26 on a slow one: three quarters of it are the tests, the rest kernels
 # for every chip from Triton's cache (up to 10 minutes more the first time, which compiles them) and interpreted kernels. --quick
-# takes about two: the linter, the type checker, and the tests of the rooms below the engine. Other arguments go to pytest and replace the choice of tests. Every phase runs, even if one before it fails; the last
-# lines say how long each took, and the exit status is 1 if any failed.
+# takes two at most: the linter, the type checker, and the tests of the rooms below the engine. Other arguments go to pytest and
+# replace the choice of tests. Every phase runs, even if one before it fails; the last lines say how long each took, and the exit
+# status is 1 if any failed.
 set -u
 cd "$(dirname "$0")/.."
 sh examples/setup.sh test || exit 1

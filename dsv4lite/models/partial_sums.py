@@ -30,11 +30,9 @@ def total(axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = No
         dtype: Of the result.
         also: Another part of this rank, of the same shape.
     """
-    memory = axis.memory
-    if memory is not None and 0 < part.numel() <= memory.inbox.numbers:
-        return all_reduce(part.contiguous(), memory.inbox, dtype, also)
-    if memory is not None and dtype == torch.bfloat16 and part.numel() > 0:
-        return all_reduce_shards(part.contiguous(), memory.shards, also)
+    found = _through_peers(axis, part.contiguous(), part.numel(), dtype, also)
+    if found is not None:
+        return found
     if axis.size == 1:
         return rounded_sum(part, also, dtype)
     if also is not None:
@@ -72,14 +70,9 @@ def side_by_side(axis: Axis, product: Callable[[Tensor | None], Tensor], out: Te
 
 def total_of_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype) -> Tensor:
     """Return the sum of the ranks' parts of experts, [T, D], rounded once."""
-    memory, (tokens, _, hidden) = axis.memory, parts.outputs_TKD.shape
-    if memory is None or tokens == 0 or hidden % BLOCK:
-        return total(axis, part_of_experts(parts), dtype)
-    if tokens * hidden <= memory.inbox.numbers:
-        return all_reduce(parts, memory.inbox, dtype)
-    if dtype == torch.bfloat16:
-        return all_reduce_shards(parts, memory.shards)
-    return total(axis, part_of_experts(parts), dtype)
+    tokens, _, hidden = parts.outputs_TKD.shape
+    found = None if hidden % BLOCK else _through_peers(axis, parts, tokens * hidden, dtype)
+    return total(axis, part_of_experts(parts), dtype) if found is None else found
 
 
 def most_near(axis: Axis, hidden: int) -> int:
@@ -115,3 +108,15 @@ def rounded_sum(part_TD: Tensor, also_TD: Tensor | None, dtype: torch.dtype) -> 
     if also_TD is None:
         return part_TD.to(dtype)
     return torch.add(part_TD, also_TD, out=torch.empty_like(part_TD, dtype=dtype))
+
+
+def _through_peers(
+    axis: Axis, part: Tensor | ExpertSum, numbers: int, dtype: torch.dtype, also: Tensor | None = None
+) -> Tensor | None:
+    """Return the sum of so many numbers through memory that the ranks have opened to each other; ``None`` where none goes there."""
+    memory = axis.memory
+    if memory is None or numbers == 0:
+        return None
+    if numbers <= memory.inbox.numbers:
+        return all_reduce(part, memory.inbox, dtype, also)
+    return all_reduce_shards(part, memory.shards, also) if dtype == torch.bfloat16 else None

@@ -256,6 +256,7 @@ def test_counters_suffice_for_every_product_in_parts() -> None:
         if splits_of(outs, 1 << 20) > 1:
             most = outs  # tiles of results, if every group has one result
     for tiles in KINDS:
+        assert all(-(-rows // tile.rows) * most <= COUNTERS for rows, tile in tiles.few)
         for _, fold, tile in tiles.between:
             assert fold or -(-LIBRARY_ROWS // tile.rows) * most <= COUNTERS
 

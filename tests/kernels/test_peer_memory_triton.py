@@ -27,6 +27,7 @@ from dsv4lite.kernels.peer_memory import (
     part_of_experts,
     reduce_scatter,
     reduce_scatter_ref,
+    shard_numbers,
 )
 
 pytest.importorskip("triton")
@@ -36,7 +37,7 @@ from dsv4lite.kernels.peer_memory import triton as kernels
 pytestmark = [pytest.mark.kernel, pytest.mark.skipif(torch.cuda.is_available(), reason="buffers are on the CPU")]
 HIDDEN, COUNT = 1536, 2  # two blocks of a row
 NUMBERS = 2 * COUNT * 2 * BLOCK
-SHARD = NUMBERS // 48 * 32  # numbers of a shard that an inbox takes
+SHARD = 5440  # numbers of a shard that such an inbox takes: two thirds, down to a multiple of 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +278,7 @@ def test_missing_rows_are_of_no_token() -> None:
 
 def test_inbox_has_a_place_for_each_number_and_its_call() -> None:
     inbox = World.of(2).inboxes[0]
-    assert most_rows(inbox, HIDDEN) == 2
+    assert most_rows(inbox, HIDDEN) == 2 and shard_numbers(inbox) == SHARD
 
 
 def test_abandoned_collectives_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ share that.
 A product that may sum in any order does so above ``LIBRARY_ROWS`` rows: the library multiplies bfloat16 faster than these kernels,
 and FP8 is faster in one part.
 
-Up to 32 rows the weights are the left operand: they fill the tensor cores' 64 rows, and the inputs are 16 or 32 columns.
+Up to 32 rows, and of bfloat16 where few programs have more, the weights are the left operand: they fill the tensor cores' 64 rows,
+and the inputs are 16 or 32 columns.
 
 A single row in any order takes the kernels of ``decode_1_triton``.
 """

@@ -252,7 +252,8 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
     assert given.selected_TK is None or given.selected_TK.is_contiguous()
     top_k = 0 if given.selected_TK is None else given.selected_TK.shape[1]
     tile = _tile_for(heads, fp8, top_k > 0, q.element_size(), capability_of(device))
-    # A row's address waits for its page's number, which may wait for its position: each load takes as many stages as the row.
+    # A row's address waits for its page's number, which may wait for its position: each load takes as many stages as the row. Where
+    # a branch in the kernel lets the next piece be requested, two stages do.
     stages = 2 if tile.heads > 16 and not fp8 else 1 + (tile.num_stages - 1) * (3 if top_k else 2)
     layer = {
         "H": heads, "LATENT": latent, "PADDED": max(16, power_of_2(latent)), "TOP_K": top_k, "SPLITS": splits,

@@ -114,6 +114,11 @@ def most_rows(inbox: Inbox, hidden: int) -> int:
     return inbox.numbers // (2 * -(-max(there, back) // BLOCK) * BLOCK)
 
 
+def shard_numbers(inbox: Inbox) -> int:
+    """Return how many numbers of a shard go through an inbox: of three words two are for parts, one for two sums in bfloat16."""
+    return inbox.numbers // 48 * 32  # a multiple of 16, so that words are written in fours
+
+
 def all_gather(rows: TokenRows, inbox: Inbox, count: int) -> TokenRows:
     """Return the rows of all ranks.
 

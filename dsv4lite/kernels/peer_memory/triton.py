@@ -28,7 +28,7 @@ from dsv4lite.kernels.dispatch import ceil_div, multiprocessors_of
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
 from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.experts.triton import sum_of_token
-from dsv4lite.kernels.peer_memory import BLOCK, EMPTY, TURNS, Inbox, TokenRows, most_rows
+from dsv4lite.kernels.peer_memory import BLOCK, EMPTY, TURNS, Inbox, TokenRows, most_rows, shard_numbers
 
 _WARPS = 8
 _RESIDENT = 2  # programs of a multiprocessor that run at the same time, whatever registers they take
@@ -125,17 +125,18 @@ def all_reduce_kernel(
 
 @triton.jit(do_not_specialize=["rank"])
 def all_reduce_shards_kernel(
-    part, chosen, also, out, addresses, calls, tickets, size, rank, numbers, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    part, chosen, also, out, addresses, calls, tickets, size, rank, numbers, sums, RANKS: tl.constexpr, BLOCK: tl.constexpr,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr, NATIVE: tl.constexpr,
     EMPTY: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    # A rank's words from each sender: its parts of this rank's shard, float32, then the sums of its own shard, bfloat16 in pairs.
+    # A rank's words from each sender: its parts of this rank's shard, float32, then, from ``sums`` on, the sums of its own shard,
+    # bfloat16 in pairs.
     HALF: tl.constexpr = BLOCK // 2
     blocks = tl.num_programs(0)
     block = _block_of(tickets, ORDERED)
     call = tl.load(calls + block)
     turn, before = (call % TURNS).to(tl.int32), ((call + TURNS - 1) % TURNS).to(tl.int32)
-    number, word = block * BLOCK + tl.arange(0, BLOCK), tl.multiple_of(numbers // 48 * 32, 16) + block * HALF + tl.arange(0, HALF)
+    number, word = block * BLOCK + tl.arange(0, BLOCK), sums + block * HALF + tl.arange(0, HALF)
     for i in tl.static_range(1, RANKS):
         peer = (rank + i) % RANKS
         first = (peer * blocks + block) * BLOCK
@@ -228,7 +229,8 @@ def all_reduce_shards_triton(part: Tensor | ExpertSum, inbox: Inbox, also: Tenso
     assert len(shape) == 2 and shape[1] % 2 == 0, shape
     ranks = len(inbox.addresses) - 1
     out = torch.empty(shape, dtype=torch.bfloat16, device=read[0].device)
-    most = ranks * (inbox.numbers // 48 * 32 // BLOCK) * BLOCK // shape[1]  # rows
+    shard = shard_numbers(inbox)
+    most = ranks * (shard // BLOCK) * BLOCK // shape[1]  # rows
     assert most > 0, shape
     for begin in range(0, shape[0], most):
         rows = slice(begin, begin + most)
@@ -236,7 +238,7 @@ def all_reduce_shards_triton(part: Tensor | ExpertSum, inbox: Inbox, also: Tenso
         blocks = ceil_div(size, ranks * BLOCK)
         all_reduce_shards_kernel[(blocks,)](
             *(tensor[rows] for tensor in read), out[rows], inbox.addresses, inbox.calls, inbox.tickets, size, inbox.rank,
-            inbox.numbers, **sizes, **_constants(inbox), ORDERED=_ordered(blocks, out),
+            inbox.numbers, shard, **sizes, **_constants(inbox), ORDERED=_ordered(blocks, out),
         )  # fmt: skip
     return out
 
