@@ -3,9 +3,9 @@
 One program takes one token x a block of heads x one of ``splits`` parts of its rows; where there are several splits,
 ``merge_triton.py`` adds the parts. A token's rows are cut into pieces of fixed size, window first; split s takes pieces s,
 s + splits, … A piece is read once for all heads of the block: codes of packed rows are widened to bfloat16 in registers, four at a
-time, and the tile then serves both products from shared memory. The next piece's bytes, and the addresses of the one after, are
-requested meanwhile. Packed rows of few tokens have another kernel, that of ``decode_triton.py``, and those that many tokens share
-one more, that of ``prefill_triton.py``.
+time, and the tile then serves both products from shared memory. The bytes of the next pieces, and page numbers of those after
+them, are requested meanwhile. Packed rows of few tokens have another kernel, that of ``decode_triton.py``, and those that many
+tokens share one more, that of ``prefill_triton.py``.
 
 Products of float32 are three products of TF32; the tensor cores cut their sums, which costs a few of float32's last bits.
 """
@@ -40,6 +40,7 @@ class Tile:
         heads: Block of heads, at least the 16 rows of a tensor core's operand.
         rows: Piece.
         swap: Rows are the left operand of both products, so that few heads still fill the tensor cores.
+        num_stages: Of a piece's bytes: so many pieces less one are on their way while one is used.
     """
 
     heads: int
@@ -49,7 +50,7 @@ class Tile:
     num_stages: int
 
 
-WIDE = Tile(heads=64, rows=64, num_warps=8, num_stages=2)  # with three, a multiprocessor has room for one program instead of two
+WIDE = Tile(heads=64, rows=64, num_warps=8, num_stages=3)
 
 
 def tile_for(heads: int, capability: int) -> Tile:
@@ -58,7 +59,7 @@ def tile_for(heads: int, capability: int) -> Tile:
     if capability not in _LARGE:
         return Tile(heads=min(most, 16), rows=32, num_warps=4, num_stages=2)
     # Triton 3.9 leaves nothing of the wide tile on sm_100.
-    if most < 32 or capability != 90:
+    if capability != 90:
         return Tile(heads=16, rows=64, swap=True, num_warps=4, num_stages=3)
     return WIDE
 
@@ -239,6 +240,12 @@ def _attend_kernel(
     split = tl.program_id(1)
     position = tl.load(positions + token)
     sequence = tl.load(sequences + token).to(tl.int64)
+    column = tl.arange(0, HALF)[None, :]
+    at = (token * H + head[:, None]) * WIDTH + column
+    first = (head < H)[:, None] & (column < WIDTH)
+    second = (head < H)[:, None] & (HALF + column < WIDTH)
+    q0 = tl.load(q + at, mask=first, other=0.0)
+    q1 = tl.load(q + HALF + at, mask=second, other=0.0)
     counts = _counts_of(position, RATIO, TOP_K, WINDOW, ROWS, ENTRY_ROWS > 0)
     window_rows, entry_rows, _listed, window_pieces, pieces = counts
     if SPLITS > 1:  # noqa: SIM102  decided when compiled; the other when run
@@ -248,32 +255,26 @@ def _attend_kernel(
     tables = (selected + token * TOP_K, grow + sequence * grow_columns, window_pages + sequence * window_columns)
     here = (position, tl.load(firsts + sequence), tl.load(first_rows + sequence), tl.load(window_firsts + sequence))
 
-    column = tl.arange(0, HALF)[None, :]
-    at = (token * H + head[:, None]) * WIDTH + column
-    first = (head < H)[:, None] & (column < WIDTH)
-    second = (head < H)[:, None] & (HALF + column < WIDTH)
-    q0 = tl.load(q + at, mask=first, other=0.0)
-    q1 = tl.load(q + HALF + at, mask=second, other=0.0)
     if not GPU:
         q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
     acc0 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
     acc1 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
     peak = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    data, scales, live = _locate(
-        split, stores, tables, here, counts, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES, ENTRY_ROWS, DATA, ROWS, TOP_K > 0
-    )
-    for piece in tl.range(split, pieces, SPLITS, num_stages=STAGES):
+    # A piece is located in its own turn of the loop: an address that the loop carried to the next one would make its load a copy
+    # of its own, and the loop wait for all copies. Each load on the way to the rows takes as many stages as their bytes.
+    LOADS: tl.constexpr = 3 if TOP_K > 0 else 2
+    for piece in tl.range(split, pieces, SPLITS, num_stages=1 + (STAGES - 1) * LOADS):
+        data, scales, live = _locate(
+            piece, stores, tables, here, counts, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES, ENTRY_ROWS, DATA, ROWS,
+            TOP_K > 0,
+        )  # fmt: skip
         if PACKED:
             raw = fetch(data, scales, live, NOPE, FRESH_ROW, False)
         else:
             keys = data.to(tl.pointer_type(q.dtype.element_ty))[:, None] + column
             k0 = tl.load(keys, mask=live[:, None] & (column < WIDTH), other=0.0)
             raw = (k0, tl.load(keys + HALF, mask=live[:, None] & (HALF + column < WIDTH), other=0.0))
-        data, scales, live = _locate(
-            piece + SPLITS, stores, tables, here, counts, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES, ENTRY_ROWS,
-            DATA, ROWS, TOP_K > 0,
-        )  # fmt: skip
         rows = tl.where(piece < window_pieces, window_rows - piece * ROWS, entry_rows - (piece - window_pieces) * ROWS)
         logits, k0, k1 = _logits(raw, q0, q1, piece < pieces, NOPE, ROWS, SWAP, PACKED, PRECISION, GPU)
         acc0, acc1, peak, total = _added(
