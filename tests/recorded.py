@@ -26,7 +26,7 @@ class Recording:
 
 def record(graphs: StepGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]:
     """Stand for ``StepGraphs._record``: do the work once for its results, and undo what else it did."""
-    kept = [graphs._cache.last_token]
+    kept = [graphs._cache.last_token, *graphs._cache._tensors()]
     if graphs.sampling is not None:
         lines = [s.line for s in graphs.sampling._sequences.values() if s.line is not None]
         kept += [graphs._logits, *(x for line in lines for x in line.held)]

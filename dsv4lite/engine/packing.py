@@ -60,19 +60,16 @@ def pack(plan: StepPlan, model: Model, cache: StateCache, most_tokens: int | Non
         cache: Its ``last_token`` has the tokens of sequences whose token id is still ``IN_FLIGHT``.
         most_tokens: Tokens of the replica with the most, of those that share experts.
     """
-    device = model.numerics.device
-    token_ids_T, paging, longest = make_paging(plan.sequences, device)
-    unknown, row = [], -1
-    for sequence in plan.sequences:
-        row += len(sequence.token_ids)
-        if sequence.token_ids[-1] == IN_FLIGHT:
-            unknown.append((row, sequence.slot))
-    if unknown:
-        rows, slots = _pairs(tuple(unknown), device)
-        token_ids_T[rows] = cache.last_token[slots]
-    batch = model.batch(token_ids_T, paging, max_tokens=longest)
+    token_ids_T, paging, longest = make_paging(plan.sequences, model.numerics.device)
+    batch = model.batch(known_tokens(token_ids_T, paging, cache.last_token), paging, max_tokens=longest)
     batch.most_tokens = most_tokens
     return batch
+
+
+def known_tokens(token_ids_T: Tensor, paging: Paging, last_token: Tensor) -> Tensor:
+    """Return token ids int64 [T], those ``IN_FLIGHT`` from what the step before left in ``last_token`` by slot."""
+    last_T = last_token[paging.slots_S.long()[paging.sequence_T.long()]]
+    return torch.where(token_ids_T == IN_FLIGHT, last_T, token_ids_T)
 
 
 def padding(tokens: int, model: Model, *, sequences: int = 1) -> Batch:

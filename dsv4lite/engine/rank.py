@@ -44,7 +44,7 @@ from dsv4lite.models.config import ModelConfig
 from dsv4lite.models.family import Model
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.rendezvous import differences
-from dsv4lite.planning.memory import MemoryPlan, choose_drafting, choose_numerics, make_plan, merge_plans
+from dsv4lite.planning.memory import MemoryPlan, captured_prompts, choose_drafting, choose_numerics, make_plan, merge_plans
 from dsv4lite.planning.workspace import SMALL_BLOCKS
 from dsv4lite.request import SamplingParams, check_token_ids
 from dsv4lite.sampling.sampler import Sampler
@@ -111,8 +111,14 @@ class RunnerParts:
         drafting: Drafting,
         model: Model,
         grammars: GrammarCompiler | None = None,
+        prompt_tokens: int = 0,
     ) -> RunnerParts:
-        """Allocate them beside a model, on its device; ``grammars`` is for a rank that samples."""
+        """Allocate them beside a model, on its device.
+
+        Args:
+            grammars: For a rank that samples.
+            prompt_tokens: Most tokens of captured steps with prompts; 0: there are none.
+        """
         device, own = model.numerics.device, drafting.own
         cache = StateCache.allocate(replace(model.state_spec, copies=1 + drafting.max_drafts), plan.sizes, device)
         sampler: Sampler | None = None
@@ -133,6 +139,7 @@ class RunnerParts:
                 sampling=sampler,
                 drafter=drafter,
                 adaptive=drafting.adaptive,
+                prompt_tokens=prompt_tokens,
             )
         return cls(cache=cache, sampler=sampler, drafter=drafter, graphs=graphs)
 
@@ -191,7 +198,8 @@ class Probe:
                 progress=progress,
             )
             give_back_unused(device)
-            parts = RunnerParts.of(config, plan, mesh, drafting, model, grammars)
+            prompt_tokens = captured_prompts(config, self.source.family)
+            parts = RunnerParts.of(config, plan, mesh, drafting, model, grammars, prompt_tokens)
             cache, graphs = parts.cache, parts.graphs
             workspace = self.report.plan.per_device[0].workspace - SMALL_BLOCKS
             if device.type == "cuda":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, takewhile
@@ -93,9 +93,10 @@ class _Pass:
     """The model's part of a step.
 
     Attributes:
-        first_rows: Row of each sequence's first token.
-        batch, streams_TND: Tokens and final streams of a step that ran eagerly.
-        captured: Output of a captured step, on the last stage.
+        first_rows: Row of each sequence's first token in ``streams_TND``; negative where that has only the row of its last one.
+        batch: Tokens of a step that ran eagerly.
+        streams_TND: Final streams, of a captured step with prompts one for each sequence.
+        captured: Output of a captured step without prompts, on the last stage.
     """
 
     first_rows: Sequence[int]
@@ -205,7 +206,10 @@ class Runner:
         started = time.monotonic()
         lengths, graphs = self._warm_up_lengths(max_tokens), self._graphs
         # The largest shapes first: the others fit into the memory that these took.
-        captures = [] if graphs is None else [partial(graphs.capture, shape) for shape in reversed(graphs.shapes)]
+        captures: list[Callable[[], None]] = []
+        if graphs is not None:
+            captures += [] if graphs.prompts is None else [graphs.prompts.reserve]
+            captures += [partial(graphs.capture, shape) for shape in reversed(graphs.shapes)]
         with recording() as wanted, self.model.brief():
             self.dry_run(max_tokens, max_model_len)
         found = time.monotonic()
@@ -242,6 +246,8 @@ class Runner:
         if self._graphs is not None:
             for shape in self._graphs.shapes:
                 self._graphs.dry_run(shape)
+            if self._graphs.prompts is not None:
+                self._graphs.prompts.dry_run()
 
     def _warm_up_lengths(self, max_tokens: int) -> list[int]:
         """Return numbers of tokens that launch all kernels between them."""
@@ -324,7 +330,11 @@ class Runner:
         recorder = self.recorder if self.recorder is not None and self.recorder.active else None
         if recorder is not None:
             recorder.begin(plan, graph)
-        done = self._run_eagerly(plan, shape) if graph is None else self._replay(plan, graph)
+        if graph is not None:
+            done = self._replay(plan, graph)
+        else:
+            prompts = None if recorder is not None else self._run_prompts(plan, shape)
+            done = prompts or self._run_eagerly(plan, shape)
         save_snapshots(plan, self.cache)
         if shape.unresolved and self.sampler is not None and self.sampler.prepare(plan.sequences).positions:
             plan, shape = self._resolve(plan)  # rules on the host need the positions of some rows
@@ -362,6 +372,16 @@ class Runner:
         streams_TND = self._forward(batch, drafts=shape.max_drafts > 0)
         first_rows = [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]
         return _Pass(batch=batch, first_rows=first_rows, streams_TND=streams_TND)
+
+    def _run_prompts(self, plan: StepPlan, shape: StepShape) -> _Pass | None:
+        """Run the captured step with prompts of a shape; ``None`` if the step needs more than its sequences' last tokens."""
+        prompts, kept = None if self._graphs is None else self._graphs.prompts, self._recording | self._replays.keys()
+        if prompts is None or shape.max_drafts or any(s.score is not None or s.drafts or s.seq_id in kept for s in plan.sequences):
+            return None
+        if (captured := prompts.shape_for(shape)) is None:
+            return None
+        last_SND = prompts.run(plan.sequences, captured)
+        return _Pass(first_rows=[i + 1 - len(s.token_ids) for i, s in enumerate(plan.sequences)], streams_TND=last_SND)
 
     def _replay(self, plan: StepPlan, graph: GraphShape) -> _Pass:
         """Run the captured step of a shape."""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dsv4lite.device import fill_storage, free_storage, holds_storage
 from dsv4lite.engine.packing import PageTables, step_batch, step_inputs
+from dsv4lite.engine.prompt_graphs import PromptGraphs
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs, RowMasks
 from dsv4lite.kernels.spans import PlacedSpans, place_spans
@@ -114,8 +115,10 @@ class StepGraphs:
         sampling: Samples after the steps, on the rank that does.
         drafter: Drafts after them, together with those of the ranks that work on the same tokens.
         adaptive: Whether there are decode steps without the drafter as well, where there is one.
+        prompt_tokens: Most tokens of captured steps with prompts; 0: there are none.
 
     Attributes:
+        prompts: Captured steps with prompts.
         shapes: Ascending; a step runs in the first one that it fits in.
         accepted: Accepted lengths of the last step that drafted. A plan may leave it to the device to start from these.
     """
@@ -132,6 +135,7 @@ class StepGraphs:
         sampling: Sampler | None = None,
         drafter: DeviceDrafter | None = None,
         adaptive: bool = False,
+        prompt_tokens: int = 0,
     ) -> None:
         self.sampling, self.drafter = sampling, drafter
         self._model, self._cache = model, cache
@@ -155,6 +159,8 @@ class StepGraphs:
             if max_tokens is None or size * width <= max_tokens
         ]
         self._allocate(max_num_seqs)
+        limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_tokens": prompt_tokens}
+        self.prompts = PromptGraphs(model, cache, **limits, record=lambda work: self._record(work)) if prompt_tokens else None
 
     def _allocate(self, max_num_seqs: int) -> None:
         """Allocate the results that later graphs read, at addresses that all shapes share."""
@@ -198,6 +204,8 @@ class StepGraphs:
         self._last = None
         self._captured.clear()
         self._passes.clear()
+        if self.prompts is not None:
+            self.prompts.forget()
         if self._pool is not None:
             self._pool = torch.cuda.graph_pool_handle()
 
@@ -205,6 +213,7 @@ class StepGraphs:
         """Return what steps only work in, a row of the vocabulary or the residual for each of their rows."""
         found = [self._streams, self._logits if self._model.shard.last else None]
         found.append(None if self.sampling is None else self.sampling.space.edited)
+        found.append(None if self.prompts is None else self.prompts.last)
         return [tensor for tensor in found if tensor is not None]
 
     def release_memory(self) -> None:

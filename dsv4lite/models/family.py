@@ -192,6 +192,8 @@ class Family:
             at load all the same; ``None`` if they may not.
         drafters: A tensor that only a checkpoint with this kind of drafter has.
         chat: Returns the name of the chat format (``text.forms.FORMS``); what config does not tell apart, the tokenizer does.
+        captured_prompts: Most tokens of a step with prompts that is captured. What its layers launch must depend on the number of
+            tokens alone, not on what the host knows of its sequences.
     """
 
     name: str
@@ -206,6 +208,7 @@ class Family:
     weight_only: tuple[str, ...] | None = None
     drafters: Mapping[DrafterKind, str] = field(default_factory=dict)
     chat: Callable[[Any], str] | None = None
+    captured_prompts: int = 0
 
     def __repr__(self) -> str:
         return f"Family(name={self.name!r}, …)"
@@ -226,6 +229,7 @@ def _mla(name: str) -> Family:
         weight_only=("attn.wkv_b.weight",),
         drafters={"mtp": "mtp.0.eh_proj.weight"},
         chat=(lambda config: name) if name in ("deepseek_v3", "deepseek_v32") else None,
+        captured_prompts=128,  # more tokens of a sequence may take the up-projected form, which the host lays out
     )
 
 
@@ -241,6 +245,7 @@ FAMILIES: Mapping[str, Family] = {
         row_reads=row_reads,
         drafters={"mtp": "mtp.0.e_proj.weight", "dspark": "mtp.0.main_proj.weight"},
         chat=lambda config: "deepseek_v4" if config.dspark is None else "deepseek_v4_refreshed",
+        captured_prompts=4096,
     ),
     **{name: _mla(name) for name in mla_config.MODEL_TYPES},
 }

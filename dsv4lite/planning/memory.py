@@ -244,10 +244,12 @@ def _working(
     sampled = min(tokens, (1 + drafting.max_drafts) * sequences)
     step = family.workspace(model, numerics, shard, tokens=tokens, longest=longest)
     workspace = step_bytes(step, numerics, model.vocab_size, tokens=tokens, sequences=sampled, listed=config.max_logprobs)
-    graphs, captured = 0, 0 if numerics.device.type == "cpu" else sampled
+    graphs, prompts, captured = 0, 0, 0 if numerics.device.type == "cpu" else sampled
     if captured:
-        decode = family.workspace(model, numerics, shard, tokens=captured, longest=longest)
-        graphs = graph_bytes(decode, model.vocab_size, sequences=captured)
+        prompts = captured_prompts(config, family)
+        largest = family.workspace(model, numerics, shard, tokens=max(captured, prompts), longest=longest)
+        graphs = graph_bytes(largest, model.vocab_size, sequences=captured)
+        graphs += step.hidden * sequences if prompts else 0
         if drafting.own is not None:
             graphs += drafting_bytes(model, step.hidden, sequences=sequences, rows=captured)
     if layout.world > 1:
@@ -255,12 +257,18 @@ def _working(
         if by_expert and model.num_experts:
             experts = family.workspace(replace(model, experts_per_token=1), numerics, shard, tokens=1, longest=longest).experts
         workspace += exchange_bytes(model, numerics, shard, tokens, experts, by_expert=by_expert)
-        graphs += exchange_bytes(model, numerics, shard, captured, experts, by_expert=by_expert)
+        graphs += exchange_bytes(model, numerics, shard, max(captured, prompts), experts, by_expert=by_expert)
         if numerics.device.type == "cuda":
             workspace += opened_bytes(len(layout.group(layout.exchanging, 0)))
     if layout.pp > 1:  # hidden states as they came, and those of the step before, on their way to the next stage
         workspace, graphs = workspace + 2 * tokens * step.hidden, graphs + 2 * captured * step.hidden
     return workspace, graphs
+
+
+def captured_prompts(config: EngineConfig, family: Family) -> int:
+    """Return the most tokens of a step with prompts that is captured, of replicas and stages none."""
+    alone = config.layout.dp == config.layout.pp == 1
+    return min(family.captured_prompts, config.max_num_batched_tokens) if alone else 0
 
 
 def plan_state(

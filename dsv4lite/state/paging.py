@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from dsv4lite.kernels.paging import Paging
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.step_plan import SequencePlan
 from dsv4lite.state.spec import StateSizes
+
+_ALIGNED = 4  # integers: every part begins at 16 bytes, for kernels are compiled for aligned addresses, and not again in traffic
 
 
 def whole_sequences(sequences: Sequence[Sequence[int]]) -> tuple[list[SequencePlan], StateSizes]:
@@ -29,40 +32,68 @@ def whole_sequences(sequences: Sequence[Sequence[int]]) -> tuple[list[SequencePl
     return plans, sizes
 
 
-def make_paging(sequences: Sequence[SequencePlan], device: torch.device) -> tuple[Tensor, Paging, int]:
-    """Return token ids int64 [T], where they stand, and the length of the longest sequence after the step.
+class Room(NamedTuple):
+    """Sizes of a step's tensors.
 
-    One copy to the device brings all of it.
+    Attributes:
+        tokens, sequences: Of the step, padding included.
+        grow_pages, window_pages: Of a sequence, at least 1.
+    """
+
+    tokens: int
+    sequences: int
+    grow_pages: int
+    window_pages: int
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequencePlan]) -> Room:
+        """Return the sizes that leave no room for padding."""
+        grow, window = (max(1, *map(len, pages)) for pages in ([s.pages for s in sequences], [s.window_pages for s in sequences]))
+        return cls(sum(len(s.token_ids) for s in sequences), len(sequences), grow, window)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """How many integers each part of ``write_paging`` has."""
+        tables = self.sequences * self.window_pages, self.sequences * self.grow_pages
+        return (*[self.tokens] * 3, *[self.sequences] * 7, *tables)
+
+
+def write_paging(sequences: Sequence[SequencePlan], room: Room) -> Tensor:
+    """Return the integers of a step as ``read_paging`` reads them, int32 on the CPU; what is not of a sequence is padding.
+
+    Padding tokens are at position -1 of the first sequence, padding sequences have no tokens and no slot.
     """
     lens = [len(s.token_ids) for s in sequences]
-    starts = [s.start for s in sequences]
-    rows = [0, *accumulate(lens)][:-1]
+    tokens, missing = room.tokens - sum(lens), room.sequences - len(sequences)
     columns: list[Iterable[Iterable[int]]] = [
-        (s.token_ids for s in sequences),
-        (range(s.start, s.end) for s in sequences),
-        (array("i", (index,)) * length for index, length in enumerate(lens)),
-        ([s.slot for s in sequences],),
-        (starts,),
-        (rows,),
-        (lens,),
-        ([s.drafts for s in sequences],),
-        ([s.state_copy for s in sequences],),
-        ([s.window_first for s in sequences],),
-        _filled([s.window_pages for s in sequences], -1),
-        _filled([s.pages for s in sequences], 0),
+        (*(s.token_ids for s in sequences), _run(0, tokens)),
+        (*(range(s.start, s.end) for s in sequences), _run(-1, tokens)),
+        (*(_run(index, length) for index, length in enumerate(lens)), _run(0, tokens)),
+        ([s.slot for s in sequences], _run(-1, missing)),
+        ([s.start for s in sequences], _run(0, missing)),
+        ([0, *accumulate(lens)][: len(lens)], _run(0, missing)),
+        (lens, _run(0, missing)),
+        ([s.drafts for s in sequences], _run(0, missing)),
+        ([s.state_copy for s in sequences], _run(0, missing)),
+        ([s.window_first for s in sequences], _run(0, missing)),
+        _table([s.window_pages for s in sequences], room.window_pages, -1, missing),
+        _table([s.pages for s in sequences], room.grow_pages, 0, missing),
     ]
-    values, sizes, aligned = array("i"), [], []  # not lists: a prompt has thousands of each, and the device waits for them
+    values = array("i")  # not a list: a prompt has thousands of each, and the device waits for them
     for column in columns:
-        begin = len(values)
         for part in column:
             values.extend(part)
-        sizes.append(len(values) - begin)
-        # Each begins at a multiple of 16 bytes: kernels are compiled for aligned addresses, and not again while requests run.
-        values.extend([0] * (-len(values) % 4))
-        aligned.append(len(values) - begin)
-    parts = send(torch.frombuffer(values, dtype=torch.int32), device).split(aligned)
+        values.extend([0] * (-len(values) % _ALIGNED))
+    return torch.frombuffer(values, dtype=torch.int32)
+
+
+def read_paging(
+    block: Tensor, room: Room, *, singles: bool, spans: tuple[tuple[int, int, int], ...] | None = None
+) -> tuple[Tensor, Paging]:
+    """Return token ids int32 [T], and where they stand, as parts of what ``write_paging`` returned; ``spans`` if the host knows."""
+    parts = block.split([size + -size % _ALIGNED for size in room.columns])
     token_ids, positions, sequence, slots, first, row, length, drafts, copies, window_first, window, grow = (
-        part[:size] for part, size in zip(parts, sizes, strict=True)
+        part[:size] for part, size in zip(parts, room.columns, strict=True)
     )
     paging = Paging(
         positions_T=positions,
@@ -73,18 +104,34 @@ def make_paging(sequences: Sequence[SequencePlan], device: torch.device) -> tupl
         lens_S=length,
         drafts_S=drafts,
         state_copy_S=copies,
-        grow_SP=grow.view(len(lens), -1),
-        window_SP=window.view(len(lens), -1),
+        grow_SP=grow.view(room.sequences, -1),
+        window_SP=window.view(room.sequences, -1),
         window_first_S=window_first,
-        singles=max(lens) == 1,
-        host_spans=tuple(zip(rows, lens, starts, strict=True)),
+        singles=singles,
+        host_spans=spans,
     )
-    return token_ids.long(), paging, max(s.end for s in sequences)
+    return token_ids, paging
 
 
-def _filled(tables: Sequence[Sequence[int]], filler: int) -> Iterator[Sequence[int]]:
-    """Yield tables, all as long as the longest."""
-    width = max(1, max(len(table) for table in tables))
+def make_paging(sequences: Sequence[SequencePlan], device: torch.device) -> tuple[Tensor, Paging, int]:
+    """Return token ids int64 [T], where they stand, and the length of the longest sequence after the step.
+
+    One copy to the device brings all of it.
+    """
+    room, lens = Room.of(sequences), [len(s.token_ids) for s in sequences]
+    rows = [0, *accumulate(lens)][:-1]
+    spans = tuple(zip(rows, lens, [s.start for s in sequences], strict=True))
+    token_ids_T, paging = read_paging(send(write_paging(sequences, room), device), room, singles=max(lens) == 1, spans=spans)
+    return token_ids_T.long(), paging, max(s.end for s in sequences)
+
+
+def _table(tables: Sequence[Sequence[int]], width: int, filler: int, missing: int) -> Iterator[Iterable[int]]:
+    """Yield tables, all of the same width, and then ``missing`` empty ones."""
     for table in tables:
         yield table
-        yield [filler] * (width - len(table))
+        yield _run(filler, width - len(table))
+    yield _run(filler, width * missing)
+
+
+def _run(value: int, count: int) -> array[int]:
+    return array("i", (value,)) * count

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dsv4lite.config import tiny_model
+from dsv4lite.engine import rank
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import SamplingParams
 from tests.e2e.engines import assert_idle, engine_of, opened, prompts_of, room_for
@@ -60,6 +61,15 @@ def test_a_batch_of_64_gives_the_same_bits(alone: OnGpu) -> None:
 def test_chunks_give_the_same_bits(alone: OnGpu, tokens: int) -> None:
     with alone.open(max_num_batched_tokens=tokens, enable_prefix_caching=False) as llm:
         alone.check(ask_all(llm, [*STRANGERS[:6], *asks(VOCAB)]))
+
+
+def test_captured_steps_with_prompts_give_the_bits_of_eager_ones(alone: OnGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    with alone.open(enable_prefix_caching=False) as llm:
+        for _ in range(3):  # the first step of a shape launches its kernels, the second is captured, the third replayed
+            alone.check(ask_all(llm, asks(VOCAB)))
+    monkeypatch.setattr(rank, "captured_prompts", lambda *args: 0)
+    with alone.open(enable_prefix_caching=False) as llm:
+        alone.check(ask_all(llm, asks(VOCAB)))
 
 
 def test_preemption_gives_the_same_bits(alone: OnGpu) -> None:

@@ -123,7 +123,7 @@ def test_plans_of_two_ranks_merge_to_the_shorter_length(flash: str) -> None:
     def plan(memory: int) -> MemoryPlan:
         return plan_memory(flash, memory_bytes=memory, max_num_seqs=1, enable_prefix_caching=False)
 
-    short, long = plan(163 * GIB), plan(164 * GIB)
+    short, long = plan(164 * GIB), plan(165 * GIB)
     assert 0 < short.max_model_len < long.max_model_len
     for order in ([short, long], [long, short]):
         merged = merge_plans(order)

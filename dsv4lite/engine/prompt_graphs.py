@@ -1,0 +1,135 @@
+"""Captured steps with prompts: CUDA graphs of the layers, from token ids to the residual of each sequence's last token.
+
+Launching some 25 kernels a layer takes the host longer than the device takes to run them on up to a few thousand tokens. What a
+step with prompts launches does not depend on how its tokens are shared among sequences, so one graph serves every step that fits
+into its shape; the rest is padding. Logits and sampling run eagerly: they are few launches.
+
+No start waits for these shapes, except the largest. The first step of a shape launches its kernels one by one, the second one is
+captured, later ones replay. Every graph reads its own block of integers (``state/paging.py``); all leave results in one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4lite.engine.packing import known_tokens
+from dsv4lite.models.family import Model
+from dsv4lite.paging import PAGE_TOKENS, window_pages
+from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
+from dsv4lite.state.paging import Room, read_paging, write_paging
+from dsv4lite.state.store import StateCache
+
+Record = Callable[[Callable[[], Tensor]], tuple[Any, Tensor]]
+
+_FEW_SEQUENCES = 16
+_FEW_TOKENS, _FINE, _COARSE = 64, 128, 256  # the smallest shape, and between shapes up to 1,024 tokens and above
+_LONGEST = 8192  # longer sequences have more index scores than a step's workspace holds, so their number decides what is launched
+
+
+class PromptShape(NamedTuple):
+    """The shape of a captured step with prompts.
+
+    Attributes:
+        tokens, sequences: Of the step, padding included.
+        longest: No sequence is longer after the step.
+    """
+
+    tokens: int
+    sequences: int
+    longest: int
+
+
+class PromptGraphs:
+    """Captured steps with prompts of one model and one state; mutable, owned by the engine's thread.
+
+    Args:
+        max_num_seqs: Most sequences of a step.
+        max_model_len: Longest sequence.
+        max_tokens: Most tokens of a captured step.
+        record: Captures what a function launches; returns the graph, and what the function returns.
+
+    Attributes:
+        shapes: Ascending; a step runs in the first one that it fits in.
+        last: The residual [S, …] of the last token of each sequence, of the step that ran last.
+    """
+
+    def __init__(
+        self, model: Model, cache: StateCache, *, max_num_seqs: int, max_model_len: int, max_tokens: int, record: Record
+    ) -> None:
+        self._model, self._cache, self._record = model, cache, record
+        bounds = sorted({min(most, max_model_len, _LONGEST) for most in (*model.short_lengths, max_model_len)})
+        counts = sorted({min(_FEW_SEQUENCES, most := _up(max_num_seqs, _FEW_SEQUENCES)), most})
+        sizes = [_FEW_TOKENS, *range(_FINE, 1024, _FINE), *range(1024, max_tokens + 1, _COARSE)]
+        self.shapes = [
+            PromptShape(tokens, sequences, longest)
+            for longest in bounds
+            for tokens in sizes
+            for sequences in counts
+            if tokens <= max_tokens
+        ]
+        self._inputs: dict[PromptShape, Tensor] = {}  # of shapes that have run
+        self._graphs: dict[PromptShape, Any] = {}
+        numerics = model.numerics
+        self.last = torch.empty(counts[-1], *model.hidden_shape, dtype=numerics.dtype, device=numerics.device)
+
+    def shape_for(self, step: StepShape) -> PromptShape | None:
+        """Return the first shape that a step fits in; ``None`` if it runs eagerly."""
+        for shape in self.shapes:
+            if shape.longest >= step.longest and shape.tokens >= (step.tokens or 0) and shape.sequences >= step.sequences:
+                return shape
+        return None
+
+    def run(self, sequences: Sequence[SequencePlan], shape: PromptShape) -> Tensor:
+        """Run a step; return the residual [S, …] of the last token of each of its sequences, valid until the next one."""
+        block = write_paging(sequences, self._room(shape))
+        first = shape not in self._inputs
+        if first:
+            self._inputs[shape] = torch.empty_like(block, device=self._cache.device)
+        inputs = self._inputs[shape]
+        inputs.copy_(block.pin_memory() if inputs.is_cuda else block, non_blocking=True)
+        if first:
+            self._forward(inputs, shape)
+        else:
+            if shape not in self._graphs:
+                if inputs.is_cuda:
+                    torch.cuda.current_stream().synchronize()
+                self._graphs[shape], _ = self._record(lambda: self._forward(inputs, shape))
+            self._graphs[shape].replay()
+        return self.last[: len(sequences)]
+
+    def dry_run(self) -> None:
+        """Launch what the largest and the smallest shapes launch, on padding; kernels may be held back."""
+        for shape in (*self.shapes[:2], *self.shapes[-2:]):
+            self._forward(write_paging((), self._room(shape)).to(self._cache.device), shape)
+
+    def reserve(self) -> None:
+        """Capture the largest shape, in whose memory the others find room, on padding."""
+        for _ in range(2 if self.shapes else 0):
+            self.run((), self.shapes[-1])
+
+    def forget(self) -> None:
+        """Free the graphs."""
+        self._graphs.clear()
+        self._inputs.clear()
+
+    def _room(self, shape: PromptShape) -> Room:
+        pages = max(1, window_pages(self._model.config.window, shape.tokens))
+        return Room(shape.tokens, shape.sequences, -(-shape.longest // PAGE_TOKENS), pages)
+
+    def _forward(self, inputs: Tensor, shape: PromptShape) -> Tensor:
+        """Run the layers on a block of integers; return ``last``."""
+        model, cache = self._model, self._cache
+        token_ids_T, paging = read_paging(inputs, self._room(shape), singles=False)
+        batch = model.batch(known_tokens(token_ids_T, paging, cache.last_token), paging, max_tokens=shape.longest)
+        batch.most_tokens = shape.tokens
+        hidden = model(batch, cache.layers[: len(model.shard.layers)])
+        rows_S = (paging.rows_S + paging.lens_S - 1).clamp_min(0)
+        return torch.index_select(hidden, 0, rows_S, out=self.last[: shape.sequences])
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,0 +1,154 @@
+"""Captured steps with prompts: which steps are, and that they give what eager ones give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4lite.engine.prompt_graphs import PromptGraphs, PromptShape
+from dsv4lite.engine.rank import Probe
+from dsv4lite.engine.runner import Runner
+from dsv4lite.engine.step_graphs import StepGraphs
+from dsv4lite.llm import LLM
+from dsv4lite.models.family import FAMILIES
+from dsv4lite.planning.memory import plan_memory
+from dsv4lite.request import RequestOutput, SamplingParams
+from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
+from dsv4lite.state.paging import Room, make_paging, read_paging, write_paging
+from tests.e2e.engines import SMALL, opened, prompts_of, same_outputs, write_model
+from tests.recorded import record, without_device
+
+GREEDY = SamplingParams(max_tokens=9, temperature=0, logprobs=2, ignore_eos=True)
+SETTINGS: dict[str, Any] = {"deterministic": True, "max_num_batched_tokens": 200, "enable_prefix_caching": False}
+PROMPTS = prompts_of((37, 300, 5, 61, 130, 12, 64, 9), SMALL["vocab_size"], seed=3)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("plain"))
+
+
+@contextmanager
+def capturing(ran: list[tuple[PromptShape, int]], *, prompt_tokens: int = 200) -> Iterator[None]:
+    """Let engines capture steps on the CPU; note each step with prompts that ran so, its shape and number of sequences."""
+
+    def build(probe: Probe, *args: Any) -> Runner:
+        runner = building(probe, *args)
+        sizes = {"max_num_seqs": 8, "max_model_len": 1024, "prompt_tokens": prompt_tokens}
+        runner._graphs = StepGraphs(runner.model, runner.cache, **sizes, sampling=runner.sampler)
+        return runner
+
+    def run(graphs: PromptGraphs, sequences: Sequence[SequencePlan], shape: PromptShape) -> torch.Tensor:
+        ran.append((shape, len(sequences)))
+        return running(graphs, sequences, shape)
+
+    building, running = Probe.build, PromptGraphs.run
+    with pytest.MonkeyPatch.context() as patch:
+        without_device(patch)
+        patch.setattr(Probe, "build", build)
+        patch.setattr(StepGraphs, "_record", record)
+        patch.setattr(PromptGraphs, "run", run)
+        yield
+
+
+def answers(llm: LLM) -> list[RequestOutput]:
+    """Run prompts in chunks beside others that decode, twice, so that shapes are launched, captured and replayed."""
+    first = [out for _ in range(2) for out in llm.generate_batch(PROMPTS, GREEDY)]
+    return [*first, *(llm.generate(prompt, replace(GREEDY, max_tokens=2)) for prompt in PROMPTS[:4])]
+
+
+def test_captured_steps_with_prompts_have_the_bits_of_eager_ones(model: Path) -> None:
+    ran: list[tuple[PromptShape, int]] = []
+    with opened(model, **SETTINGS) as llm:
+        expected = answers(llm)
+    with capturing(ran), opened(model, **SETTINGS) as llm:
+        same_outputs(answers(llm), expected)
+    shapes = [shape for shape, _ in ran]
+    assert {(64, 16), (128, 16)} <= {(shape.tokens, shape.sequences) for shape in shapes}
+    assert max(shapes.count(shape) for shape in shapes) > 2 and max(count for _, count in ran) > 3
+
+
+def test_steps_that_need_more_than_last_tokens_run_eagerly(model: Path) -> None:
+    """Log-probabilities of the prompt, and routed experts; such requests are as right beside others."""
+    ran: list[tuple[PromptShape, int]] = []
+    kinds = (replace(GREEDY, prompt_logprobs=1), replace(GREEDY, return_routed_experts=True))
+    with opened(model, **SETTINGS) as llm:
+        expected = [llm.generate(PROMPTS[0], kind) for kind in kinds]
+    with capturing(ran), opened(model, **SETTINGS) as llm:
+        for _ in range(3):
+            same_outputs([llm.generate(PROMPTS[0], kind) for kind in kinds], expected)
+        assert not ran
+        llm.generate(PROMPTS[0], GREEDY)
+        assert len(ran) == 1
+
+
+def test_updates_and_sleep_leave_nothing_stale(model: Path) -> None:
+    ran: list[tuple[PromptShape, int]] = []
+    with capturing(ran), opened(model, **SETTINGS) as llm:
+        before = [llm.generate(PROMPTS[0], GREEDY) for _ in range(3)]
+        llm.sleep(1)
+        llm.wake_up()
+        same_outputs([llm.generate(PROMPTS[0], GREEDY) for _ in range(3)], before)
+    assert len(ran) == 6
+
+
+def test_engine_without_room_for_a_shape_runs_eagerly(model: Path) -> None:
+    ran: list[tuple[PromptShape, int]] = []
+    with capturing(ran, prompt_tokens=40), opened(model, **SETTINGS) as llm:
+        assert len(llm.generate(PROMPTS[0], GREEDY).outputs[0].token_ids) == 9 and not ran
+
+
+def test_shapes_are_ascending_and_the_first_that_fits_is_taken(model: Path) -> None:
+    with opened(model, **SETTINGS) as llm:
+        runner: Any = llm._session.engine("test")._runner
+        limits = {"max_num_seqs": 100, "max_model_len": 6000, "max_tokens": 2048}
+        graphs = PromptGraphs(runner.model, runner.cache, **limits, record=lambda work: (None, work()))
+        short = runner.model.short_lengths[0]
+        step = StepShape(tokens=130, sequences=3, width=64, decodes=False, longest=short)
+        assert graphs.shape_for(step) == PromptShape(256, 16, short)
+        assert graphs.shape_for(step._replace(sequences=17, tokens=64)) == PromptShape(64, 112, short)
+        assert graphs.shape_for(step._replace(longest=short + 1)) == PromptShape(256, 16, 6000)
+        assert graphs.shape_for(step._replace(tokens=2049)) is None and graphs.shape_for(step._replace(longest=6001)) is None
+        assert len(graphs.last) == 112 and len(set(graphs.shapes)) == len(graphs.shapes)
+
+
+def test_memory_of_captured_prompts_is_planned(model: Path) -> None:
+    """What graphs take grows with the tokens of a step with prompts up to the family's most, and replicas capture none."""
+
+    def graphs(tokens: int, **settings: Any) -> int:
+        plan = plan_memory(str(model), gpu="h200", max_num_seqs=8, max_model_len=1024, max_num_batched_tokens=tokens, **settings)
+        return plan.per_device[0].graphs
+
+    assert graphs(16) < graphs(1024) < graphs(4096) == graphs(8192)
+    assert graphs(4096, data_parallel_size=2, expert_parallel_size=2) < graphs(4096)
+    assert FAMILIES["deepseek_v4"].captured_prompts == 4096 > FAMILIES["deepseek_v3"].captured_prompts > 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40), st.integers(1, 3)), min_size=1, max_size=5), st.data())
+def test_paging_with_padding_holds_what_it_holds_without(spans: list[tuple[int, int, int]], data: st.DataObject) -> None:
+    plans = [
+        SequencePlan(i, i + 3, start, tuple(range(count)), (i, 7)[:pages], start // 64, (i,) * pages, sample=True)
+        for i, (count, start, pages) in enumerate(spans)
+    ]
+    exact = Room.of(plans)
+    room = Room(*(size + data.draw(st.integers(0, 5)) for size in exact))
+    ids_T, paging, _ = make_paging(plans, torch.device("cpu"))
+    padded_T, padded = read_paging(write_paging(plans, room), room, singles=False)
+    tokens, sequences, grow, window = exact
+    assert padded_T[:tokens].equal(ids_T.int()) and not padded_T[tokens:].any()
+    assert (padded.positions_T[tokens:] == -1).all()
+    assert (padded.slots_S[sequences:] == -1).all() and not padded.lens_S[sequences:].any()
+    for name in ("positions_T", "sequence_T"):
+        assert getattr(padded, name)[:tokens].equal(getattr(paging, name)), name
+    for name in ("slots_S", "first_S", "rows_S", "lens_S", "drafts_S", "state_copy_S", "window_first_S"):
+        assert getattr(padded, name)[:sequences].equal(getattr(paging, name)), name
+    assert padded.grow_SP[:sequences, :grow].equal(paging.grow_SP) and padded.window_SP[:sequences, :window].equal(paging.window_SP)
+    assert (padded.window_SP[:, window:] == -1).all()
