@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import textwrap
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 
 from dsv4lite.config import tiny_model
 from dsv4lite.engine import rank
+from dsv4lite.engine.prompt_graphs import PromptGraphs
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import SamplingParams
 from tests.e2e.engines import assert_idle, engine_of, opened, prompts_of, room_for
@@ -70,6 +72,27 @@ def test_captured_steps_with_prompts_give_the_bits_of_eager_ones(alone: OnGpu, m
     monkeypatch.setattr(rank, "captured_prompts", lambda *args: 0)
     with alone.open(enable_prefix_caching=False) as llm:
         alone.check(ask_all(llm, asks(VOCAB)))
+
+
+def test_garbage_that_holds_graphs_ends_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may run, and free the graphs of an engine that is gone, while a step is captured."""
+    forward = PromptGraphs._forward
+    monkeypatch.setattr(PromptGraphs, "_forward", lambda *args: (gc.collect(), forward(*args))[1])
+    with on_gpu() as llm:
+        gc.disable()
+        try:
+            graph, x = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+            with torch.cuda.graph(graph):
+                x.add_(1)
+            cycle: list[Any] = [graph]
+            cycle.append(cycle)
+            params = SamplingParams(max_tokens=1, temperature=0)
+            asked = [llm.generate("def f(x):", params)]
+            del graph, cycle  # garbage, which the second step of the shape finds while it is captured
+            asked += [llm.generate("def f(x):", params) for _ in range(2)]
+        finally:
+            gc.enable()
+    assert len({output.outputs[0].token_ids for output in asked}) == 1
 
 
 def test_preemption_gives_the_same_bits(alone: OnGpu) -> None:
