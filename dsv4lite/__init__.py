@@ -93,6 +93,7 @@ _HOME = {
     }.items()
     for name in names.split()
 }
+_WITH_TORCH = ("engine", "planning", "text.structured", "training", "weights")
 __all__ = sorted(_HOME)
 
 
@@ -101,6 +102,8 @@ def __getattr__(name: str) -> object:
         return import_module("importlib.metadata").version("dsv4lite")
     if name not in _HOME:
         raise AttributeError(f"module 'dsv4lite' has no attribute {name!r}")
+    if _HOME[name].removeprefix("dsv4lite.").startswith(_WITH_TORCH):
+        import_module("dsv4lite.bare").import_torch()
     value: object = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value

@@ -9,12 +9,12 @@ import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import TypeAlias
 
+from dsv4lite.bare import import_torch
 from dsv4lite.config import EngineSettings, tiny_model
 from dsv4lite.errors import DSV4LiteError
 
@@ -318,15 +318,10 @@ def _parity(args: argparse.Namespace) -> int:
 
 
 def _import_torch() -> None:
-    """Import torch without its warning that numpy is missing, which no command needs. The process is the command's own.
-
-    Ctrl-C waits until then: numpy and torch take an interrupt in their imports for an error of their own.
-    """
+    """Import torch. Ctrl-C waits until then: numpy and torch take an interrupt in their imports for an error of their own."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-            import torch  # noqa: F401
+        import_torch()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

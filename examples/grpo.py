@@ -27,11 +27,14 @@ from math import isqrt
 from pathlib import Path
 from statistics import mean, pstdev
 
+from dsv4lite import AsyncLLM, EngineConfig, ModuleSource, RequestOutput, SamplingParams, tiny_model
+
+# The library comes first: it imports torch without a warning where numpy is missing.
+# isort: split
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from dsv4lite import AsyncLLM, EngineConfig, ModuleSource, RequestOutput, SamplingParams, tiny_model
 from dsv4lite.kernels.quantize import dequantize_matrix
 from dsv4lite.weights.checkpoint import write_tensors
 from dsv4lite.weights.quant import Numerics

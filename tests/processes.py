@@ -69,13 +69,13 @@ class Zygote:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-W", launch._NO_NUMPY, "-c", _PROGRAM, str(theirs.fileno()), *sys.path]
+            command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), *sys.path]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
     def start(self, command: Sequence[str], *, pass_fds: Sequence[int], stdin: int, stdout: int) -> Forked:
-        """Fork a process that runs the program of ``command``: ``[python, "-W", filter, "-c", program, *arguments]``."""
-        assert command[1:4] == ["-W", launch._NO_NUMPY, "-c"] and (stdin, stdout) == (subprocess.DEVNULL, 2), command
-        job = pickle.dumps((command[4:], tuple(pass_fds), dict(os.environ), os.getcwd()))
+        """Fork a process that runs the program of ``command``: ``[python, "-c", program, *arguments]``."""
+        assert command[1] == "-c" and (stdin, stdout) == (subprocess.DEVNULL, 2), command
+        job = pickle.dumps((command[2:], tuple(pass_fds), dict(os.environ), os.getcwd()))
         prctl = ctypes.CDLL(None, use_errno=True).prctl
         # Processes whose parent has ended become this one's for the moment: the new one does, as its parent ends at once.
         assert prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0

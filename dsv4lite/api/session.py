@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Literal
 from dsv4lite.api.bridge import Bridge, Callback
 from dsv4lite.api.collect import REFUSALS, Collector
 from dsv4lite.api.prepare import Job
+from dsv4lite.bare import import_torch
 from dsv4lite.checks import require
 from dsv4lite.config import EngineConfig
 from dsv4lite.errors import (
@@ -84,6 +85,7 @@ def open_engine(config: EngineConfig) -> Engine:
     All its methods but ``start`` and ``close`` are thread-safe and never block. Every sequence of an accepted request ends with
     exactly one update that has a ``finish_reason``; a request that the engine refuses ends with one that has an ``error``.
     """
+    import_torch()
     from dsv4lite.engine.engine import Engine
 
     return Engine(config)

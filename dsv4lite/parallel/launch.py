@@ -30,9 +30,9 @@ log = logging.getLogger("dsv4lite.parallel")
 HEARTBEAT_S = 0.5
 _PROGRAM = (
     "import sys; work, life, parent, module = sys.argv[1:5]; sys.path[:] = sys.argv[5:]\n"
+    "from dsv4lite.bare import import_torch; import_torch()\n"
     "import importlib; importlib.import_module(module).main(int(work), int(life), int(parent))"
 )
-_NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch warns at its import; a rank needs no numpy
 _LAST_WORDS_S = 5.0
 
 
@@ -55,7 +55,7 @@ class RankProcess:
         (work, their_work), (life, their_life) = socket.socketpair(), socket.socketpair()
         with their_work, their_life:
             ends = (their_work.fileno(), their_life.fileno())
-            command = [executable, "-W", _NO_NUMPY, "-c", _PROGRAM, *map(str, ends), str(os.getpid()), module, *sys.path]
+            command = [executable, "-c", _PROGRAM, *map(str, ends), str(os.getpid()), module, *sys.path]
             try:
                 # What it prints goes where errors go: standard output belongs to the host's own results.
                 self._process = subprocess.Popen(command, pass_fds=ends, stdin=subprocess.DEVNULL, stdout=2)

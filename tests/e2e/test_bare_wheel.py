@@ -21,7 +21,6 @@ from tests.e2e.engines import SMALL, write_model
 from tests.e2e.test_docs import ELSEWHERE, HUB, LONG, PYTHON
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_NUMPY = ("-W", "ignore:Failed to initialize NumPy:UserWarning")  # the warning of torch's own import
 
 BARE = """
 from importlib.machinery import PathFinder
@@ -129,7 +128,7 @@ def test_library_of_the_bare_wheel_saves_and_replays_a_step(bare: dict[str, str]
         asyncio.run(quick_start())
         raise SystemExit(main(["replay", "step.safetensors"]))
     """
-    assert run(bare, tmp_path, *NO_NUMPY, "-c", textwrap.dedent(program)).stdout
+    assert run(bare, tmp_path, "-c", textwrap.dedent(program)).stdout
 
 
 def test_code_of_the_pages_runs_with_the_bare_wheel_or_lacks_what_it_names(bare: dict[str, str], tmp_path: Path) -> None:
@@ -137,7 +136,7 @@ def test_code_of_the_pages_runs_with_the_bare_wheel_or_lacks_what_it_names(bare:
     here = [block for block in PYTHON if not any(setting in block.text for setting in ELSEWHERE)]
     given = [(str(block), models[LONG in block.text], HUB.sub(models[LONG in block.text], block.text)) for block in here]
     (tmp_path / "blocks.json").write_text(json.dumps(given))
-    lacking = run(bare, tmp_path, *NO_NUMPY, "-c", PAGES, "blocks.json").stderr
+    lacking = run(bare, tmp_path, "-c", PAGES, "blocks.json").stderr
     named = re.findall(
         r"^(\S+:\d+) .*(starlette|llguidance|lm_eval|inspect_ai|prometheus_client|jinja2|tqdm)", lacking, re.MULTILINE
     )
@@ -146,4 +145,4 @@ def test_code_of_the_pages_runs_with_the_bare_wheel_or_lacks_what_it_names(bare:
 
 def test_rollout_example_runs_with_the_bare_wheel(bare: dict[str, str], tmp_path: Path) -> None:
     """It needed numpy to write a checkpoint."""
-    assert "mean reward" in run(bare, tmp_path, *NO_NUMPY, str(ROOT / "examples" / "grpo.py"), "--steps", "1").stdout
+    assert "mean reward" in run(bare, tmp_path, str(ROOT / "examples" / "grpo.py"), "--steps", "1").stdout

@@ -26,7 +26,7 @@ PACKAGE = ROOT / "dsv4lite"
 # The layers, from the ground up. A room is a folder or a file of the package; a module belongs to the longest name that fits.
 # A module may import from its own room and from layers below. Rooms side by side do not know each other.
 LAYERS: tuple[dict[str, tuple[str, ...]], ...] = (
-    {"vocabulary": ("errors", "checks", "files", "request", "config", "layout", "paging", "progress")},
+    {"vocabulary": ("errors", "bare", "checks", "files", "request", "config", "layout", "paging", "progress")},
     {"text": ("text",), "kernels": ("kernels",), "scheduling": ("scheduling",), "device": ("device",)},
     {"state": ("state",), "parallel": ("parallel",)},
     {"models": ("models", "weights")},
@@ -81,7 +81,7 @@ HOSTS = (
 # Ranks that we start ourselves are our own processes, and so is a command.
 OWN_PROCESSES = {
     *(("parallel.launch", name) for name in ("signal.signal", "torch.cuda.set_device", "torch.set_num_threads")),
-    (PROGRAM, "warnings.filterwarnings"),
+    ("bare", "warnings.filterwarnings"),  # as before once torch is imported
 }
 # Public functions whose ``**keywords`` are no TypedDict, and why.
 OPEN_KEYWORDS = {
@@ -100,7 +100,7 @@ CACHES = {
     "kernels.gemm.triton.tile_for": "follows from its arguments alone; every launch asks",
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
-MAX_PACKAGE_LINES = 42_367
+MAX_PACKAGE_LINES = 42_389
 MAX_TEST_LINES = 41_472
 MAX_FUNCTION_LINES = 80
 

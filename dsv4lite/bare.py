@@ -1,0 +1,22 @@
+"""What an environment without numpy needs."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from importlib.util import find_spec
+
+
+def import_torch() -> None:
+    """Import torch, without its warning where numpy is missing: nothing here needs numpy.
+
+    The host's filters of warnings are the same afterwards. Whoever imports torch first, outside of the package, gets the warning.
+    """
+    if "torch" in sys.modules:
+        return
+    if find_spec("numpy") is not None:
+        import torch
+    else:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+            import torch  # noqa: F401
