@@ -1,8 +1,8 @@
-"""Captured steps with prompts: CUDA graphs of the layers, from token ids to the residual of each sequence's last token.
+"""Captured steps with prompts: CUDA graphs of the layers, from token ids to the residual of every token.
 
 Launching some 25 kernels a layer takes the host longer than the device takes to run them on up to a few thousand tokens. What a
 step with prompts launches does not depend on how its tokens are shared among sequences, so one graph serves every step that fits
-into its shape; the rest is padding. Logits and sampling run eagerly: they are few launches.
+into its shape; the rest is padding. Logits, sampling and drafting run eagerly: they are few launches.
 
 No start waits for these shapes, except the largest. The first step of a shape launches its kernels one by one, the second one is
 captured, later ones replay. Every graph reads its own block of integers (``state/paging.py``); all leave results in one tensor.
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from dsv4lite.engine.packing import known_tokens
-from dsv4lite.models.family import Model
+from dsv4lite.models.family import Batch, Model
 from dsv4lite.paging import PAGE_TOKENS, window_pages
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
 from dsv4lite.state.paging import Room, read_paging, write_paging
 from dsv4lite.state.store import StateCache
 
-Record = Callable[[Callable[[], Tensor]], tuple[Any, Tensor]]
+Record = Callable[[Callable[[], Batch | None]], tuple[Any, Batch | None]]
 
 _FEW_SEQUENCES = 16
 _FEW_TOKENS, _FINE, _COARSE = 64, 128, 256  # the smallest shape, and between shapes up to 1,024 tokens and above
@@ -36,11 +36,13 @@ class PromptShape(NamedTuple):
     Attributes:
         tokens, sequences: Of the step, padding included.
         longest: No sequence is longer after the step.
+        drafts: Whether what a drafter on the device reads of the layers is kept as well.
     """
 
     tokens: int
     sequences: int
     longest: int
+    drafts: bool = False
 
 
 class PromptGraphs:
@@ -50,41 +52,53 @@ class PromptGraphs:
         max_num_seqs: Most sequences of a step.
         max_model_len: Longest sequence.
         max_tokens: Most tokens of a captured step.
+        most_drafts: Of the drafter on the device, for whose draft tokens plans have pages; 0: there is none.
         record: Captures what a function launches; returns the graph, and what the function returns.
 
     Attributes:
         shapes: Ascending; a step runs in the first one that it fits in.
-        last: The residual [S, …] of the last token of each sequence, of the step that ran last.
+        hidden: The residual [T, …] of the step that ran last.
     """
 
     def __init__(
-        self, model: Model, cache: StateCache, *, max_num_seqs: int, max_model_len: int, max_tokens: int, record: Record
+        self,
+        model: Model,
+        cache: StateCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_tokens: int,
+        most_drafts: int,
+        record: Record,
     ) -> None:
-        self._model, self._cache, self._record = model, cache, record
+        self._model, self._cache, self._record, self._most_drafts = model, cache, record, most_drafts
         bounds = sorted({min(most, max_model_len, _LONGEST) for most in (*model.short_lengths, max_model_len)})
         counts = sorted({min(_FEW_SEQUENCES, most := _up(max_num_seqs, _FEW_SEQUENCES)), most})
         sizes = [_FEW_TOKENS, *range(_FINE, 1024, _FINE), *range(1024, max_tokens + 1, _COARSE)]
         self.shapes = [
-            PromptShape(tokens, sequences, longest)
+            PromptShape(tokens, sequences, longest, after)
+            for after in ((False, True) if most_drafts else (False,))
             for longest in bounds
             for tokens in sizes
             for sequences in counts
             if tokens <= max_tokens
         ]
         self._inputs: dict[PromptShape, Tensor] = {}  # of shapes that have run
-        self._graphs: dict[PromptShape, Any] = {}
-        numerics = model.numerics
-        self.last = torch.empty(counts[-1], *model.hidden_shape, dtype=numerics.dtype, device=numerics.device)
+        self._graphs: dict[PromptShape, tuple[Any, Batch | None]] = {}
+        numerics, rows = model.numerics, self.shapes[-1].tokens if self.shapes else 0
+        self.hidden = torch.empty(rows, *model.hidden_shape, dtype=numerics.dtype, device=numerics.device)
 
     def shape_for(self, step: StepShape) -> PromptShape | None:
         """Return the first shape that a step fits in; ``None`` if it runs eagerly."""
+        drafts = step.max_drafts > 0 and self._most_drafts > 0
         for shape in self.shapes:
-            if shape.longest >= step.longest and shape.tokens >= (step.tokens or 0) and shape.sequences >= step.sequences:
+            large_enough = shape.tokens >= (step.tokens or 0) and shape.sequences >= step.sequences
+            if large_enough and shape.longest >= step.longest and shape.drafts == drafts:
                 return shape
         return None
 
-    def run(self, sequences: Sequence[SequencePlan], shape: PromptShape) -> Tensor:
-        """Run a step; return the residual [S, …] of the last token of each of its sequences, valid until the next one."""
+    def run(self, sequences: Sequence[SequencePlan], shape: PromptShape) -> tuple[Batch | None, Tensor]:
+        """Run a step; return its batch, for the drafter, and its residual [T, …], padding included, valid until the next one."""
         block = write_paging(sequences, self._room(shape))
         first = shape not in self._inputs
         if first:
@@ -92,14 +106,15 @@ class PromptGraphs:
         inputs = self._inputs[shape]
         inputs.copy_(block.pin_memory() if inputs.is_cuda else block, non_blocking=True)
         if first:
-            self._forward(inputs, shape)
+            batch = self._forward(inputs, shape)
         else:
             if shape not in self._graphs:
                 if inputs.is_cuda:
                     torch.cuda.current_stream().synchronize()
-                self._graphs[shape], _ = self._record(lambda: self._forward(inputs, shape))
-            self._graphs[shape].replay()
-        return self.last[: len(sequences)]
+                self._graphs[shape] = self._record(lambda: self._forward(inputs, shape))
+            graph, batch = self._graphs[shape]
+            graph.replay()
+        return batch, self.hidden[: shape.tokens]
 
     def dry_run(self) -> None:
         """Launch what the largest and the smallest shapes launch, on padding; kernels may be held back."""
@@ -117,18 +132,18 @@ class PromptGraphs:
         self._inputs.clear()
 
     def _room(self, shape: PromptShape) -> Room:
-        pages = max(1, window_pages(self._model.config.window, shape.tokens))
-        return Room(shape.tokens, shape.sequences, -(-shape.longest // PAGE_TOKENS), pages)
+        grow = -(-(shape.longest + self._most_drafts) // PAGE_TOKENS)
+        window = window_pages(self._model.config.window, shape.tokens + self._most_drafts)
+        return Room(shape.tokens, shape.sequences, grow, max(1, window))
 
-    def _forward(self, inputs: Tensor, shape: PromptShape) -> Tensor:
-        """Run the layers on a block of integers; return ``last``."""
+    def _forward(self, inputs: Tensor, shape: PromptShape) -> Batch | None:
+        """Run the layers on a block of integers and write their residual to ``hidden``; return what a drafter reads besides."""
         model, cache = self._model, self._cache
         token_ids_T, paging = read_paging(inputs, self._room(shape), singles=False)
         batch = model.batch(known_tokens(token_ids_T, paging, cache.last_token), paging, max_tokens=shape.longest)
         batch.most_tokens = shape.tokens
-        hidden = model(batch, cache.layers[: len(model.shard.layers)])
-        rows_S = (paging.rows_S + paging.lens_S - 1).clamp_min(0)
-        return torch.index_select(hidden, 0, rows_S, out=self.last[: shape.sequences])
+        self.hidden[: shape.tokens].copy_(model(batch, cache.layers if shape.drafts else cache.layers[: len(model.shard.layers)]))
+        return batch if shape.drafts else None  # what is kept takes memory in every graph
 
 
 def _up(count: int, multiple: int) -> int:

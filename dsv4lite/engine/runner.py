@@ -93,9 +93,8 @@ class _Pass:
     """The model's part of a step.
 
     Attributes:
-        first_rows: Row of each sequence's first token in ``streams_TND``; negative where that has only the row of its last one.
-        batch: Tokens of a step that ran eagerly.
-        streams_TND: Final streams, of a captured step with prompts one for each sequence.
+        first_rows: Row of each sequence's first token.
+        batch, streams_TND: Tokens and final streams of a step that ran eagerly, or of a captured one with prompts.
         captured: Output of a captured step without prompts, on the last stage.
     """
 
@@ -370,18 +369,16 @@ class Runner:
             spans = [(s.start, s.end, self._replays.get(s.seq_id)) for s in plan.sequences]
             batch.given = given_to(spans, config, tokens, device)
         streams_TND = self._forward(batch, drafts=shape.max_drafts > 0)
-        first_rows = [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]
-        return _Pass(batch=batch, first_rows=first_rows, streams_TND=streams_TND)
+        return _Pass(batch=batch, first_rows=_first_rows(plan), streams_TND=streams_TND)
 
     def _run_prompts(self, plan: StepPlan, shape: StepShape) -> _Pass | None:
-        """Run the captured step with prompts of a shape; ``None`` if the step needs more than its sequences' last tokens."""
+        """Run the captured step with prompts of a shape; ``None`` if there is none, or if choices are recorded or given."""
         prompts, kept = None if self._graphs is None else self._graphs.prompts, self._recording | self._replays.keys()
-        if prompts is None or shape.max_drafts or any(s.score is not None or s.drafts or s.seq_id in kept for s in plan.sequences):
+        captured = None if prompts is None else prompts.shape_for(shape)
+        if prompts is None or captured is None or any(s.seq_id in kept for s in plan.sequences):
             return None
-        if (captured := prompts.shape_for(shape)) is None:
-            return None
-        last_SND = prompts.run(plan.sequences, captured)
-        return _Pass(first_rows=[i + 1 - len(s.token_ids) for i, s in enumerate(plan.sequences)], streams_TND=last_SND)
+        batch, streams_TND = prompts.run(plan.sequences, captured)
+        return _Pass(batch=batch, first_rows=_first_rows(plan), streams_TND=streams_TND)
 
     def _replay(self, plan: StepPlan, graph: GraphShape) -> _Pass:
         """Run the captured step of a shape."""
@@ -494,3 +491,7 @@ class Runner:
             for s, row in zip(plan.sequences, done.first_rows, strict=True)
             if s.seq_id in self._recording
         }
+
+
+def _first_rows(plan: StepPlan) -> list[int]:
+    return [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]

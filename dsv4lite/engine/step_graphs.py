@@ -159,8 +159,17 @@ class StepGraphs:
             if max_tokens is None or size * width <= max_tokens
         ]
         self._allocate(max_num_seqs)
-        limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_tokens": prompt_tokens}
-        self.prompts = PromptGraphs(model, cache, **limits, record=lambda work: self._record(work)) if prompt_tokens else None
+        self.prompts: PromptGraphs | None = None
+        if prompt_tokens:
+            self.prompts = PromptGraphs(
+                model,
+                cache,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                max_tokens=prompt_tokens,
+                most_drafts=0 if drafter is None else drafter.most,
+                record=lambda work: self._record(work),
+            )
 
     def _allocate(self, max_num_seqs: int) -> None:
         """Allocate the results that later graphs read, at addresses that all shapes share."""
@@ -213,7 +222,7 @@ class StepGraphs:
         """Return what steps only work in, a row of the vocabulary or the residual for each of their rows."""
         found = [self._streams, self._logits if self._model.shard.last else None]
         found.append(None if self.sampling is None else self.sampling.space.edited)
-        found.append(None if self.prompts is None else self.prompts.last)
+        found.append(None if self.prompts is None else self.prompts.hidden)
         return [tensor for tensor in found if tensor is not None]
 
     def release_memory(self) -> None:

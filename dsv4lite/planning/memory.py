@@ -249,7 +249,7 @@ def _working(
         prompts = captured_prompts(config, family)
         largest = family.workspace(model, numerics, shard, tokens=max(captured, prompts), longest=longest)
         graphs = graph_bytes(largest, model.vocab_size, sequences=captured)
-        graphs += step.hidden * sequences if prompts else 0
+        graphs += step.hidden * prompts
         if drafting.own is not None:
             graphs += drafting_bytes(model, step.hidden, sequences=sequences, rows=captured)
     if layout.world > 1:

@@ -128,6 +128,7 @@ def make_paging(sequences: Sequence[SequencePlan], device: torch.device) -> tupl
 def _table(tables: Sequence[Sequence[int]], width: int, filler: int, missing: int) -> Iterator[Iterable[int]]:
     """Yield tables, all of the same width, and then ``missing`` empty ones."""
     for table in tables:
+        assert len(table) <= width, (len(table), width)
         yield table
         yield _run(filler, width - len(table))
     yield _run(filler, width * missing)

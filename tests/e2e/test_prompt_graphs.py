@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv4lite.config import MTP, DSpark, NGram
 from dsv4lite.engine.prompt_graphs import PromptGraphs, PromptShape
 from dsv4lite.engine.rank import Probe
 from dsv4lite.engine.runner import Runner
@@ -23,7 +24,7 @@ from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
 from dsv4lite.state.paging import Room, make_paging, read_paging, write_paging
-from tests.e2e.engines import SMALL, opened, prompts_of, same_outputs, write_model
+from tests.e2e.engines import REFRESHED, SMALL, opened, prompts_of, same_outputs, write_model
 from tests.recorded import record, without_device
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0, logprobs=2, ignore_eos=True)
@@ -42,11 +43,13 @@ def capturing(ran: list[tuple[PromptShape, int]], *, prompt_tokens: int = 200) -
 
     def build(probe: Probe, *args: Any) -> Runner:
         runner = building(probe, *args)
-        sizes = {"max_num_seqs": 8, "max_model_len": 1024, "prompt_tokens": prompt_tokens}
+        sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, "prompt_tokens": prompt_tokens}
+        if runner._drafter is not None:
+            sizes |= {"widths": (1, 1 + runner._drafter.most), "drafter": runner._drafter}
         runner._graphs = StepGraphs(runner.model, runner.cache, **sizes, sampling=runner.sampler)
         return runner
 
-    def run(graphs: PromptGraphs, sequences: Sequence[SequencePlan], shape: PromptShape) -> torch.Tensor:
+    def run(graphs: PromptGraphs, sequences: Sequence[SequencePlan], shape: PromptShape) -> Any:
         ran.append((shape, len(sequences)))
         return running(graphs, sequences, shape)
 
@@ -65,29 +68,37 @@ def answers(llm: LLM) -> list[RequestOutput]:
     return [*first, *(llm.generate(prompt, replace(GREEDY, max_tokens=2)) for prompt in PROMPTS[:4])]
 
 
-def test_captured_steps_with_prompts_have_the_bits_of_eager_ones(model: Path) -> None:
+@pytest.mark.parametrize(
+    "speculative", [None, MTP(2, adaptive=False), DSpark(2, adaptive=False), NGram(2, adaptive=False)], ids=str
+)
+def test_captured_steps_with_prompts_have_the_bits_of_eager_ones(model: Path, tmp_path: Path, speculative: Any) -> None:
+    """With drafts, too: a step with prompts stores what the drafter reads, and other sequences verify theirs in it."""
     ran: list[tuple[PromptShape, int]] = []
-    with opened(model, **SETTINGS) as llm:
-        expected = answers(llm)
-    with capturing(ran), opened(model, **SETTINGS) as llm:
+    folder = write_model(tmp_path, REFRESHED) if isinstance(speculative, DSpark) else model
+    settings = {**SETTINGS, "speculative": speculative}
+    with opened(folder, **settings) as llm:
+        expected, drafted = answers(llm), llm.stats().speculation
+    with capturing(ran), opened(folder, **settings) as llm:
         same_outputs(answers(llm), expected)
+        assert llm.stats().speculation.drafted == drafted.drafted and llm.stats().speculation.accepted == drafted.accepted
     shapes = [shape for shape, _ in ran]
     assert {(64, 16), (128, 16)} <= {(shape.tokens, shape.sequences) for shape in shapes}
     assert max(shapes.count(shape) for shape in shapes) > 2 and max(count for _, count in ran) > 3
+    assert any(shape.drafts for shape in shapes) == isinstance(speculative, MTP | DSpark)
 
 
-def test_steps_that_need_more_than_last_tokens_run_eagerly(model: Path) -> None:
-    """Log-probabilities of the prompt, and routed experts; such requests are as right beside others."""
+def test_steps_with_scores_are_captured_and_steps_that_record_choices_are_not(model: Path) -> None:
     ran: list[tuple[PromptShape, int]] = []
-    kinds = (replace(GREEDY, prompt_logprobs=1), replace(GREEDY, return_routed_experts=True))
+    scored, recording = replace(GREEDY, prompt_logprobs=1), replace(GREEDY, return_routed_experts=True)
     with opened(model, **SETTINGS) as llm:
-        expected = [llm.generate(PROMPTS[0], kind) for kind in kinds]
+        expected = [llm.generate(PROMPTS[0], kind) for kind in (recording, scored)]
     with capturing(ran), opened(model, **SETTINGS) as llm:
         for _ in range(3):
-            same_outputs([llm.generate(PROMPTS[0], kind) for kind in kinds], expected)
+            same_outputs([llm.generate(PROMPTS[0], recording)], expected[:1])
         assert not ran
-        llm.generate(PROMPTS[0], GREEDY)
-        assert len(ran) == 1
+        for _ in range(3):
+            same_outputs([llm.generate(PROMPTS[0], scored)], expected[1:])
+        assert len(ran) == 3
 
 
 def test_updates_and_sleep_leave_nothing_stale(model: Path) -> None:
@@ -109,7 +120,7 @@ def test_engine_without_room_for_a_shape_runs_eagerly(model: Path) -> None:
 def test_shapes_are_ascending_and_the_first_that_fits_is_taken(model: Path) -> None:
     with opened(model, **SETTINGS) as llm:
         runner: Any = llm._session.engine("test")._runner
-        limits = {"max_num_seqs": 100, "max_model_len": 6000, "max_tokens": 2048}
+        limits = {"max_num_seqs": 100, "max_model_len": 6000, "max_tokens": 2048, "most_drafts": 1}
         graphs = PromptGraphs(runner.model, runner.cache, **limits, record=lambda work: (None, work()))
         short = runner.model.short_lengths[0]
         step = StepShape(tokens=130, sequences=3, width=64, decodes=False, longest=short)
@@ -117,7 +128,8 @@ def test_shapes_are_ascending_and_the_first_that_fits_is_taken(model: Path) -> N
         assert graphs.shape_for(step._replace(sequences=17, tokens=64)) == PromptShape(64, 112, short)
         assert graphs.shape_for(step._replace(longest=short + 1)) == PromptShape(256, 16, 6000)
         assert graphs.shape_for(step._replace(tokens=2049)) is None and graphs.shape_for(step._replace(longest=6001)) is None
-        assert len(graphs.last) == 112 and len(set(graphs.shapes)) == len(graphs.shapes)
+        assert graphs.shape_for(step._replace(max_drafts=1)) == PromptShape(256, 16, short, drafts=True)
+        assert len(graphs.hidden) == 2048 and len(set(graphs.shapes)) == len(graphs.shapes)
 
 
 def test_memory_of_captured_prompts_is_planned(model: Path) -> None:
