@@ -25,9 +25,11 @@ from dsv4lite.state.store import StateCache
 
 Record = Callable[[Callable[[], Batch | None]], tuple[Any, Batch | None]]
 
-_FEW_SEQUENCES = 16
+_FEW_SEQUENCES = (1, 16)  # of one prompt alone, attention widens rows once for all of its tokens
 _FEW_TOKENS, _FINE, _COARSE = 64, 128, 256  # the smallest shape, and between shapes up to 1,024 tokens and above
-_LONGEST = 8192  # longer sequences have more index scores than a step's workspace holds, so their number decides what is launched
+_LENGTHS = tuple(8192 << 2 * i for i in range(6))  # tables and index scores have room for the longest sequence
+_LONG_TOKENS = 2048  # of a step whose sequences are longer than the first of these: more take the device longer than the host
+_MOST_PAGES = 1 << 18  # of a step's tables, which the host writes
 
 
 class PromptShape(NamedTuple):
@@ -72,8 +74,8 @@ class PromptGraphs:
         record: Record,
     ) -> None:
         self._model, self._cache, self._record, self._most_drafts = model, cache, record, most_drafts
-        bounds = sorted({min(most, max_model_len, _LONGEST) for most in (*model.short_lengths, max_model_len)})
-        counts = sorted({min(_FEW_SEQUENCES, most := _up(max_num_seqs, _FEW_SEQUENCES)), most})
+        bounds = sorted({min(most, max_model_len) for most in (*model.short_lengths, *_LENGTHS)})
+        counts = sorted({*_FEW_SEQUENCES, -(-max_num_seqs // _FEW_SEQUENCES[-1]) * _FEW_SEQUENCES[-1]})
         sizes = [_FEW_TOKENS, *range(_FINE, 1024, _FINE), *range(1024, max_tokens + 1, _COARSE)]
         self.shapes = [
             PromptShape(tokens, sequences, longest, after)
@@ -81,11 +83,13 @@ class PromptGraphs:
             for longest in bounds
             for tokens in sizes
             for sequences in counts
-            if tokens <= max_tokens
+            if tokens <= (max_tokens if longest <= _LENGTHS[0] else min(max_tokens, _LONG_TOKENS))
+            and sequences * (longest // PAGE_TOKENS) <= _MOST_PAGES
         ]
         self._inputs: dict[PromptShape, Tensor] = {}  # of shapes that have run
         self._graphs: dict[PromptShape, tuple[Any, Batch | None]] = {}
-        numerics, rows = model.numerics, self.shapes[-1].tokens if self.shapes else 0
+        self._largest = max(self.shapes, key=lambda shape: (shape.tokens, shape.sequences, shape.longest), default=None)
+        numerics, rows = model.numerics, 0 if self._largest is None else self._largest.tokens
         self.hidden = torch.empty(rows, *model.hidden_shape, dtype=numerics.dtype, device=numerics.device)
 
     def shape_for(self, step: StepShape) -> PromptShape | None:
@@ -117,14 +121,16 @@ class PromptGraphs:
         return batch, self.hidden[: shape.tokens]
 
     def dry_run(self) -> None:
-        """Launch what the largest and the smallest shapes launch, on padding; kernels may be held back."""
-        for shape in (*self.shapes[:2], *self.shapes[-2:]):
-            self._forward(write_paging((), self._room(shape)).to(self._cache.device), shape)
+        """Launch what the smallest and the largest shape launch, on padding; kernels may be held back."""
+        for shape in (*self.shapes[:1], self._largest):
+            if shape is not None:
+                self._forward(write_paging((), self._room(shape)).to(self._cache.device), shape)
 
     def reserve(self) -> None:
         """Capture the largest shape, in whose memory the others find room, on padding."""
-        for _ in range(2 if self.shapes else 0):
-            self.run((), self.shapes[-1])
+        for _ in range(2):
+            if self._largest is not None:
+                self.run((), self._largest)
 
     def forget(self) -> None:
         """Free the graphs."""
@@ -144,7 +150,3 @@ class PromptGraphs:
         batch.most_tokens = shape.tokens
         self.hidden[: shape.tokens].copy_(model(batch, cache.layers if shape.drafts else cache.layers[: len(model.shard.layers)]))
         return batch if shape.drafts else None  # what is kept takes memory in every graph
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

@@ -65,7 +65,7 @@ def capturing(ran: list[tuple[PromptShape, int]], *, prompt_tokens: int = 200) -
 def answers(llm: LLM) -> list[RequestOutput]:
     """Run prompts in chunks beside others that decode, twice, so that shapes are launched, captured and replayed."""
     first = [out for _ in range(2) for out in llm.generate_batch(PROMPTS, GREEDY)]
-    return [*first, *(llm.generate(prompt, replace(GREEDY, max_tokens=2)) for prompt in PROMPTS[:4])]
+    return [*first, *(llm.generate(prompt, replace(GREEDY, max_tokens=2)) for prompt in PROMPTS[:2] * 3)]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_captured_steps_with_prompts_have_the_bits_of_eager_ones(model: Path, tm
         same_outputs(answers(llm), expected)
         assert llm.stats().speculation.drafted == drafted.drafted and llm.stats().speculation.accepted == drafted.accepted
     shapes = [shape for shape, _ in ran]
-    assert {(64, 16), (128, 16)} <= {(shape.tokens, shape.sequences) for shape in shapes}
+    assert {(64, 1), (64, 16), (128, 1)} <= {(shape.tokens, shape.sequences) for shape in shapes}
     assert max(shapes.count(shape) for shape in shapes) > 2 and max(count for _, count in ran) > 3
     assert any(shape.drafts for shape in shapes) == isinstance(speculative, MTP | DSpark)
 
@@ -120,16 +120,20 @@ def test_engine_without_room_for_a_shape_runs_eagerly(model: Path) -> None:
 def test_shapes_are_ascending_and_the_first_that_fits_is_taken(model: Path) -> None:
     with opened(model, **SETTINGS) as llm:
         runner: Any = llm._session.engine("test")._runner
-        limits = {"max_num_seqs": 100, "max_model_len": 6000, "max_tokens": 2048, "most_drafts": 1}
+        limits = {"max_num_seqs": 100, "max_model_len": 1 << 20, "max_tokens": 4096, "most_drafts": 1}
         graphs = PromptGraphs(runner.model, runner.cache, **limits, record=lambda work: (None, work()))
         short = runner.model.short_lengths[0]
         step = StepShape(tokens=130, sequences=3, width=64, decodes=False, longest=short)
         assert graphs.shape_for(step) == PromptShape(256, 16, short)
         assert graphs.shape_for(step._replace(sequences=17, tokens=64)) == PromptShape(64, 112, short)
-        assert graphs.shape_for(step._replace(longest=short + 1)) == PromptShape(256, 16, 6000)
-        assert graphs.shape_for(step._replace(tokens=2049)) is None and graphs.shape_for(step._replace(longest=6001)) is None
+        assert graphs.shape_for(step._replace(sequences=1)) == PromptShape(256, 1, short)
+        assert graphs.shape_for(step._replace(longest=short + 1)) == PromptShape(256, 16, 8192)
+        assert graphs.shape_for(step._replace(longest=8193)) == PromptShape(256, 16, 32768)
+        assert graphs.shape_for(step._replace(longest=8193, tokens=2049)) is None is graphs.shape_for(step._replace(tokens=4097))
+        assert graphs.shape_for(step._replace(longest=1 << 20, sequences=16)) == PromptShape(256, 16, 1 << 20)
+        assert graphs.shape_for(step._replace(longest=1 << 20, sequences=100)) is None  # tables too large for every step
         assert graphs.shape_for(step._replace(max_drafts=1)) == PromptShape(256, 16, short, drafts=True)
-        assert len(graphs.hidden) == 2048 and len(set(graphs.shapes)) == len(graphs.shapes)
+        assert len(graphs.hidden) == 4096 and len(set(graphs.shapes)) == len(graphs.shapes)
 
 
 def test_memory_of_captured_prompts_is_planned(model: Path) -> None:
