@@ -266,9 +266,8 @@ def _working(
 
 
 def captured_prompts(config: EngineConfig, family: Family) -> int:
-    """Return the most tokens of a step with prompts that is captured, of replicas and stages none."""
-    alone = config.layout.dp == config.layout.pp == 1
-    return min(family.captured_prompts, config.max_num_batched_tokens) if alone else 0
+    """Return the most tokens of a step with prompts that is captured; those of pipeline stages are not."""
+    return min(family.captured_prompts, config.max_num_batched_tokens) if config.layout.pp == 1 else 0
 
 
 def plan_state(

@@ -137,6 +137,7 @@ class StepShape(NamedTuple):
         max_drafts: Drafts that are wanted after each span.
         longest: Length of the longest sequence after the step, if all drafts are accepted.
         unresolved: Some sequence continues from accepted lengths that only the device knows.
+        records: Routed experts of some sequence are wanted, or given.
     """
 
     tokens: int | None
@@ -146,6 +147,7 @@ class StepShape(NamedTuple):
     max_drafts: int = 0
     longest: int = 0
     unresolved: bool = False
+    records: bool = False
 
     @classmethod
     def of(cls, plans: Iterable[StepPlan | None], routed: Collection[int] = (), given: Collection[int] = ()) -> StepShape:
@@ -157,7 +159,7 @@ class StepShape(NamedTuple):
             given: Sequences whose experts are given.
         """
         tokens = sequences = width = max_drafts = longest = 0
-        decodes, unresolved, known = True, False, True
+        decodes, unresolved, known, records = True, False, True, False
         for plan in plans:
             if plan is None:
                 continue
@@ -170,11 +172,11 @@ class StepShape(NamedTuple):
             unresolved = unresolved or ahead.count(None) < count
             tokens, sequences, width = max(tokens, own), max(sequences, count), max(width, *lengths)
             max_drafts = max(max_drafts, plan.max_drafts)
-            if routed and decodes:
-                decodes = not any(s.seq_id in routed for s in plan.sequences)
-            if given and known:
-                known = not any(s.seq_id in given for s in plan.sequences)
-        return cls(tokens if known else None, sequences, width, decodes, max_drafts, longest, unresolved)
+            if routed and any(s.seq_id in routed for s in plan.sequences):
+                decodes, records = False, True
+            if given and any(s.seq_id in given for s in plan.sequences):
+                known, records = False, True
+        return cls(tokens if known else None, sequences, width, decodes, max_drafts, longest, unresolved, records)
 
 
 class Sampled(NamedTuple):

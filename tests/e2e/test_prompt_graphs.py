@@ -137,14 +137,14 @@ def test_shapes_are_ascending_and_the_first_that_fits_is_taken(model: Path) -> N
 
 
 def test_memory_of_captured_prompts_is_planned(model: Path) -> None:
-    """What graphs take grows with the tokens of a step with prompts up to the family's most, and replicas capture none."""
+    """What graphs take grows with the tokens of a step with prompts up to the family's most, and stages capture none."""
 
     def graphs(tokens: int, **settings: Any) -> int:
         plan = plan_memory(str(model), gpu="h200", max_num_seqs=8, max_model_len=1024, max_num_batched_tokens=tokens, **settings)
         return plan.per_device[0].graphs
 
     assert graphs(16) < graphs(1024) < graphs(4096) == graphs(8192)
-    assert graphs(4096, data_parallel_size=2, expert_parallel_size=2) < graphs(4096)
+    assert graphs(4096, pipeline_parallel_size=2) < graphs(4096)
     assert FAMILIES["deepseek_v4"].captured_prompts == 4096 > FAMILIES["deepseek_v3"].captured_prompts > 0
 
 

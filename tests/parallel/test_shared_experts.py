@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dsv4lite import tiny_model
 from dsv4lite.config import MTP
+from dsv4lite.engine.prompt_graphs import PromptGraphs, PromptShape
 from dsv4lite.engine.rank import Probe
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.step_graphs import GraphShape, StepGraphs
@@ -47,12 +48,12 @@ class Log:
     """What a rank does.
 
     Attributes:
-        replays: Of each replay, the sequences that this rank had, and the shape of the graph.
+        replays: Of each replay, the sequences that this rank had, and the shape of the graph; steps with prompts included.
         collectives: Of each its name, and dtypes and shapes of its tensors.
         freed: Graphs and groups in the order in which they were freed.
     """
 
-    replays: list[tuple[int, GraphShape]] = field(default_factory=list)
+    replays: list[tuple[int, GraphShape | PromptShape]] = field(default_factory=list)
     collectives: list[tuple[str, Any]] = field(default_factory=list)
     freed: list[str] = field(default_factory=list)
 
@@ -85,9 +86,13 @@ def as_on_a_device(log: Log, **sizes: Any) -> Iterator[None]:
         log.replays.append((len(sequences), shape))
         return replaying(graphs, sequences, shape)
 
+    def run(graphs: PromptGraphs, sequences: Any, shape: PromptShape) -> Any:
+        log.replays.append((len(sequences), shape))
+        return running(graphs, sequences, shape)
+
     def build(probe: Probe, *args: Any) -> Runner:
         runner = building(probe, *args)
-        options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, **sizes}
+        options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, "prompt_tokens": 256, **sizes}
         runner._graphs = StepGraphs(runner.model, runner.cache, **options, sampling=runner.sampler, drafter=runner._drafter)
         return runner
 
@@ -96,11 +101,13 @@ def as_on_a_device(log: Log, **sizes: Any) -> Iterator[None]:
         weakref.finalize(recording, log.freed.append, "graph")
 
     building, replaying, making, grouping = Probe.build, StepGraphs.replay, Recording.__init__, mesh_module._make_group
+    running = PromptGraphs.run
     with pytest.MonkeyPatch.context() as patch:
         without_device(patch)
         patch.setattr(Probe, "build", build)
         patch.setattr(StepGraphs, "_record", record)
         patch.setattr(StepGraphs, "replay", replay)
+        patch.setattr(PromptGraphs, "run", run)
         patch.setattr(Recording, "__init__", init)
         patch.setattr(mesh_module, "_make_group", lambda *args: Logged(grouping(*args), log))
         yield
@@ -176,6 +183,7 @@ def test_replicas_with_uneven_loads_give_what_one_rank_gives_by_the_same_collect
     same_outputs(outputs, expected, tolerance=TOLERANCE)
     steps = list(zip(*(log.replays for log in logs), strict=True))
     assert all(len({shape for _, shape in step}) == 1 for step in steps)  # the same graph on every rank
+    assert any(isinstance(shape, PromptShape) for _, shape in first.replays)
     counts = [{count for count, _ in step} for step in steps[:count]]
     assert {0, 1} in counts and {1, 2} in counts and {2} in counts
     for log in logs:
@@ -227,6 +235,7 @@ def test_ranks_that_replay_steps_draft_as_one_rank(ranks: Ranks, model: Path, la
     assert drafted == known and sum(len(drafts) for _, drafts in known) > 10
     steps = list(zip(*(log.replays for _, _, log in answers), strict=True))
     assert all(len({shape for _, shape in step}) == 1 for step in steps)
+    assert any(isinstance(shape, PromptShape) and shape.drafts for step in steps for _, shape in step)
     assert any({count for count, _ in step} == {0, 1} for step in steps)  # one replica replays the other's step
 
 
@@ -243,9 +252,9 @@ def sequence(seq_id: int, tokens: int, *, drafts: int = 0, **change: Any) -> Seq
         ([[sequence(1, 1)], [sequence(2, 7)]], (), StepShape(7, 1, 7, False, longest=16)),
         ([[sequence(1, 1, sample=False)], [sequence(2, 1)]], (), StepShape(1, 1, 1, False, longest=10)),
         ([[sequence(1, 1)], [sequence(2, 1, score=(8, 9))]], (), StepShape(1, 1, 1, False, longest=10)),
-        ([[sequence(1, 1)], [sequence(2, 1)]], {2}, StepShape(1, 1, 1, False, longest=10)),
+        ([[sequence(1, 1)], [sequence(2, 1)]], {2}, StepShape(1, 1, 1, False, longest=10, records=True)),
         ([[sequence(1, 1)], [sequence(2, 1, token_ids=(IN_FLIGHT,))]], {3}, StepShape(1, 1, 1, True, longest=10)),
-        ([[sequence(1, 1)], [sequence(4, 7, sample=False)]], (), StepShape(None, 1, 7, False, longest=16)),
+        ([[sequence(1, 1)], [sequence(4, 7, sample=False)]], (), StepShape(None, 1, 7, False, longest=16, records=True)),
         (
             [[sequence(1, 3, drafts=2, unresolved=4)], [sequence(2, 1, start=12)]],
             (),
