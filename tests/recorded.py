@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.kernels.paging import Paging
@@ -30,10 +31,12 @@ def record(graphs: StepGraphs, work: Callable[[], Any]) -> tuple[Recording, Any]
     if graphs.sampling is not None:
         lines = [s.line for s in graphs.sampling._sequences.values() if s.line is not None]
         kept += [graphs._logits, *(x for line in lines for x in line.held)]
-    before = [x.clone() for x in kept]
+    with _disable_current_modes():  # which list the ops of a step
+        before = [x.clone() for x in kept]
     result = work()
-    for x, old in zip(kept, before, strict=True):
-        x.copy_(old)
+    with _disable_current_modes():
+        for x, old in zip(kept, before, strict=True):
+            x.copy_(old)
     return Recording(work, result), result
 
 
