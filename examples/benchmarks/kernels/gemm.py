@@ -1,4 +1,4 @@
-"""Time the matrix products, and the best token of a row, at V4-Flash's shapes on a CUDA device.
+"""Time the matrix products at V4-Flash's and V3's shapes, and the best token of a row, on a CUDA device.
 
     python -m examples.benchmarks.kernels.gemm [--only wo_a,wq_b] [--rows 1,16,64] [--sweep]
 
@@ -25,16 +25,25 @@ from examples.benchmarks.kernels.timing import BANDWIDTH, ROTATED, distance, mic
 
 ROWS = (1, 8, 16, 32, 64, 128, 512, 8192)
 FP8 = {"wq_a+wkv": (1536, 4096), "wq_b": (32768, 1024), "wq_b+index": (40960, 1024), "wo_b": (4096, 8192)}
+V3 = {
+    "v3 wq_a+wkv_a": (2112, 7168),
+    "v3 wq_b": (24576, 1536),
+    "v3 wo": (7168, 16384),
+    "v3 gate+up": (4096, 7168),
+    "v3 down": (7168, 2048),
+}
 PLAIN = {"csa compress_in": (2624, 4096), "hca compress_in": (1024, 4096), "gate": (256, 4096), "head": (129280, 4096)}
 GROUPED = {"wo_a": (8, 1024, 4096)}
 
 Product = Callable[[int], Tensor]
 
 
-def codes_of(*shape: int) -> tuple[Tensor, Tensor]:
-    """Return random codes and scale bytes, one per 128 x 128."""
+def codes_of(*shape: int, floats: bool = False) -> tuple[Tensor, Tensor]:
+    """Return random codes and scales, one per 128 x 128: bytes, or float32 as V3 has them."""
     codes = torch.randn(shape, device="cuda").to(torch.float8_e4m3fn)
     blocks = (-(-codes.flatten(0, -2).shape[0] // 128), -(-shape[-1] // 128))
+    if floats:
+        return codes, torch.rand(blocks, device="cuda") / 64 + 0.01
     return codes, torch.randint(118, 123, blocks, device="cuda", dtype=torch.uint8)
 
 
@@ -52,7 +61,7 @@ def case(kind: str, shape: tuple[int, ...], rows: int, row_tile: int | None) -> 
 
         error = distance(plain(0), float_linear.reference(x, w[0], torch.float32))
         return plain, copies, count + 2 * x.numel() + 4 * rows * shape[0], error
-    weights = [codes_of(*shape) for _ in range(copies)]
+    weights = [codes_of(*shape, floats=kind == "v3") for _ in range(copies)]
     if kind == "grouped":
         x = torch.randn(rows, shape[0], shape[-1], device="cuda").bfloat16()
 
@@ -79,11 +88,11 @@ def main() -> None:
     only = [name for name in options.only.split(",") if name]
     counts = [int(rows) for rows in options.rows.split(",")]
     print(f"{'matrix':<18}{'rows':>6}{'us':>9}{'TB/s':>7}{'roofline':>10}{'TFLOP/s':>9}{'error':>10}")
-    for kind, shapes in (("fp8", FP8), ("grouped", GROUPED), ("plain", PLAIN)):
+    for kind, shapes in (("fp8", FP8), ("v3", V3), ("grouped", GROUPED), ("plain", PLAIN)):
         for (name, shape), rows in itertools.product(shapes.items(), counts):
             if (only and name not in only) or (name == "head" and rows > 128):
                 continue
-            for row_tile in (ROW_TILE, None) if rows > LIBRARY_ROWS and kind != "fp8" else (ROW_TILE,):
+            for row_tile in (ROW_TILE, None) if rows > LIBRARY_ROWS and kind not in ("fp8", "v3") else (ROW_TILE,):
                 product, copies, moved, error = case(kind, shape, rows, row_tile)
                 assert error < 5e-3, (name, rows, error)
                 us = microseconds(product, copies)
