@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4lite.config import tiny_model
 from dsv4lite.kernels import dispatch
+from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.models.config import PassBytes
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
@@ -209,6 +210,7 @@ def test_workspace_of_plain_models_is_what_lives_at_the_widest_point(
 def check_one_piece(ledger: Ledger, config: V4Config, numerics: Numerics, tokens: int, longest: int) -> None:
     model, cache = paged_model(config, numerics)
     whole = whole_workspace(model, tokens=tokens, sequences=8, longest=longest, numerics=numerics)
+    counters_of(META)  # which are made once in a process
     allocator = ledger.allocator = Allocator()
     allocator.give_back(*allocator.take(whole - SMALL_BLOCKS))
     for count in (2, 100, tokens, 1025, 513, 4, 7777, 1500, 12, 3000, tokens, 5000, 600, 32, tokens):
