@@ -16,10 +16,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dsv4lite.bare import import_torch
+
+import_torch()  # without a warning where numpy is missing
+
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from dsv4lite.weights.checkpoint import write_tensors
 
 # ---------------------------------------------------------------------------------------------------- configuration
 
@@ -618,7 +624,7 @@ def save_checkpoint(model: Model, folder: Path) -> int:
     tensors = checkpoint_tensors(model)
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
     generation = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 1.0, "top_p": 1.0}
     index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(sorted(tensors), "model.safetensors")}
     files = {"config.json": config_json(model.config), "generation_config.json": generation, "model.safetensors.index.json": index}

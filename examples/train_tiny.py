@@ -6,8 +6,6 @@
 
 The first part of the training runs unquantized and attends all compressed entries; then the roundings of the release
 and the indexer's selection are switched on. The model is in ``tiny_v4.py``.
-
-It needs numpy, which the package does not: ``pip install numpy``.
 """
 
 from __future__ import annotations
@@ -15,12 +13,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import random
 import time
+from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
+from dsv4lite.bare import import_torch
+
+import_torch()  # without a warning where numpy is missing
+
 import torch
 from tiny_v4 import SMOKE, Config, Linear, Model, load_checkpoint, save_checkpoint
 from torch import Tensor, nn
@@ -92,15 +95,17 @@ class Corpus:
         ("chat", "documents"): 0.10,
     }  # fmt: skip
 
-    def __init__(self, path: Path, device: torch.device) -> None:
-        arrays = np.load(path)
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        def read(name: str) -> Tensor:
+            return torch.frombuffer(bytearray((folder / f"{name}.i64").read_bytes()), dtype=torch.int64)
+
         kinds = ("main", "chat", "tests")
-        self.tokens = torch.from_numpy(np.concatenate([arrays[f"{k}_tokens"] for k in kinds]).astype(np.int64)).to(device)
-        offsets = dict(zip(kinds, np.cumsum([0, *(len(arrays[f"{k}_tokens"]) for k in kinds)])))
-        self.pools = [torch.from_numpy(arrays[f"{kind}_{where}"] + offsets[kind]) for kind, where in self.SHARES]
-        borders = arrays["heldout_documents"]
-        self.heldout = [torch.from_numpy(arrays["heldout_tokens"][a:b].astype(np.int64)) for a, b in itertools.pairwise(borders)]
-        self.heldout_bytes = int(arrays["heldout_bytes"].sum())
+        parts = [read(f"{kind}_tokens") for kind in kinds]
+        self.tokens = torch.cat(parts).to(device)
+        offsets = dict(zip(kinds, itertools.accumulate(map(len, parts), initial=0)))
+        self.pools = [read(f"{kind}_{where}") + offsets[kind] for kind, where in self.SHARES]
+        self.heldout = read("heldout_tokens").split(read("heldout_documents").diff().tolist())
+        self.heldout_bytes = int(read("heldout_bytes").sum())
 
     def batch(self, rows: int, length: int, generator: torch.Generator) -> Tensor:
         pools = torch.multinomial(torch.tensor(list(self.SHARES.values())), rows, replacement=True, generator=generator)
@@ -117,14 +122,15 @@ class Corpus:
                 yield F.pad(piece, (0, length + ahead - len(piece))), real
 
 
-def random_corpus(path: Path, vocab_size: int) -> None:
+def random_corpus(folder: Path, vocab_size: int) -> None:
     """Write a corpus of repeated random phrases, for a run without the real one."""
-    rng = np.random.default_rng(0)
-    arrays: dict[str, np.ndarray] = {"heldout_bytes": np.array([3 * 700])}
+    rng = random.Random(0)
+    lists: dict[str, Iterable[int]] = {"heldout_bytes": [3 * 700]}
     for kind in ("main", "chat", "tests", "heldout"):
-        tokens = np.tile(rng.integers(0, vocab_size, 50, dtype=np.uint16), 14)
-        arrays |= {f"{kind}_tokens": tokens, f"{kind}_documents": np.array([0, 700]), f"{kind}_lines": np.arange(0, 700, 10)}
-    np.savez(path, **arrays)  # type: ignore[arg-type]  # numpy's stub does not know keyword arrays
+        tokens = [rng.randrange(vocab_size) for _ in range(50)] * 14
+        lists |= {f"{kind}_tokens": tokens, f"{kind}_documents": [0, 700], f"{kind}_lines": range(0, 700, 10)}
+    for name, values in lists.items():
+        (folder / f"{name}.i64").write_bytes(array("q", values).tobytes())
 
 
 # --------------------------------------------------------------------------------------------------------- measures
@@ -265,7 +271,7 @@ def report(model: Model, corpus: Corpus, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder of corpus.npz")
+    parser.add_argument("--data", type=Path, help="folder of the tokens")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json, to print samples")
     parser.add_argument("--steps", type=int, default=800)
@@ -288,7 +294,7 @@ def main() -> None:
     if args.smoke:
         vars(args).update(steps=6, rows=1, length=256, warmup=2, report=1, measure=0, data=args.out)
         args.out.mkdir(parents=True, exist_ok=True)
-        random_corpus(args.out / "corpus.npz", SMOKE.vocab_size)
+        random_corpus(args.data, SMOKE.vocab_size)
     torch.manual_seed(args.seed)
     device = torch.device("cpu" if args.smoke or not torch.cuda.is_available() else "cuda")
     torch.backends.cuda.matmul.allow_tf32 = True  # exact for products of bf16 operands
@@ -301,7 +307,7 @@ def main() -> None:
             block.compile(dynamic=False)
         torch._dynamo.config.recompile_limit = 64  # the layer kinds, in both phases
         model.loss = torch.compile(model.loss, dynamic=False)  # type: ignore[method-assign]
-    corpus = Corpus(args.data / "corpus.npz", device)
+    corpus = Corpus(args.data, device)
     train(model, corpus, args)
     with torch.compiler.set_stance("force_eager"):
         report(model, corpus, args)

@@ -4,11 +4,9 @@ Reads the Python files of this interpreter's standard library, sets about 3 % of
 text, trains a byte-level BPE tokenizer with the chat special tokens of DeepSeek-V4 on the rest, and writes
 
     OUT/tokenizer.json, OUT/tokenizer_config.json      the tokenizer, in the release format
-    DATA/corpus.npz                                    the tokens that ``train_tiny.py`` reads
+    DATA/*.i64                                         the tokens that ``train_tiny.py`` reads, and where texts and lines begin
 
     python examples/train_tiny_tokenizer.py --out dsv4lite/assets/tiny --data build/tiny
-
-It needs numpy, which the package does not: ``pip install numpy``.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ import random
 import re
 import sysconfig
 import textwrap
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
@@ -131,22 +129,21 @@ def tokenizer_config(max_length: int) -> dict[str, object]:
     }
 
 
-def pack(tokenizer: Tokenizer, documents: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Concatenate documents: (tokens [N] uint16, document starts [D + 1] int64, line starts [L] int64)."""
-    lengths, ids = [0], []
+def pack(tokenizer: Tokenizer, documents: list[str]) -> tuple[list[int], list[int], list[int]]:
+    """Concatenate documents: (tokens [N], document starts [D + 1], line starts [L])."""
+    lengths, ids = [0], list[int]()
     for document in documents:
         encodings = tokenizer.encode_batch_fast(top_level_pieces(document), add_special_tokens=False)
         ids.extend(token for encoding in encodings for token in encoding.ids)
         lengths.append(len(ids))
-    tokens, borders = np.array(ids, dtype=np.uint16), np.array(lengths)
-    line_ends = [i for token, i in tokenizer.get_vocab().items() if token.endswith("Ċ")]  # Ċ: the newline of byte-level BPE
-    return tokens, borders, np.flatnonzero(np.isin(tokens, line_ends)) + 1
+    line_ends = {i for token, i in tokenizer.get_vocab().items() if token.endswith("Ċ")}  # Ċ: the newline of byte-level BPE
+    return ids, lengths, [place for place, token in enumerate(ids, 1) if token in line_ends]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--data", type=Path, required=True, help="folder of corpus.npz")
+    parser.add_argument("--data", type=Path, required=True, help="folder of the tokens")
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--max-length", type=int, default=16384)
     args = parser.parse_args()
@@ -161,16 +158,17 @@ def main() -> None:
     (args.out / "tokenizer_config.json").write_text(config + "\n")
 
     shuffle = random.Random(0).sample
-    arrays: dict[str, np.ndarray] = {}
+    lists: dict[str, list[int]] = {}
     for kind, documents in {**{k: [f"{BOS}{t}{EOS}" for t in v.values()] for k, v in texts.items()}, "chat": chats}.items():
         ordered = documents if kind == "heldout" else shuffle(documents, len(documents))
         tokens, borders, lines = pack(tokenizer, ordered)
-        arrays |= {f"{kind}_tokens": tokens, f"{kind}_documents": borders, f"{kind}_lines": lines}
+        lists |= {f"{kind}_tokens": tokens, f"{kind}_documents": borders, f"{kind}_lines": lines}
         size = sum(len(d.encode()) for d in documents)
         ratio = size / len(tokens)
         print(f"{kind:8} {len(documents):6,} documents {size:10,} bytes {len(tokens):9,} tokens {ratio:.2f} bytes/token")
-    arrays["heldout_bytes"] = np.array([len(text.encode()) for text in texts["heldout"].values()])
-    np.savez(args.data / "corpus.npz", **arrays)  # type: ignore[arg-type]  # numpy's stub does not know keyword arrays
+    lists["heldout_bytes"] = [len(text.encode()) for text in texts["heldout"].values()]
+    for name, values in lists.items():
+        (args.data / f"{name}.i64").write_bytes(array("q", values).tobytes())
     print("held out:", ", ".join(texts["heldout"]))
 
 
