@@ -113,6 +113,8 @@ class PromptGraphs:
             batch = self._forward(inputs, shape)
         else:
             if shape not in self._graphs:
+                if not self._graphs and shape != self._largest:
+                    self.reserve()
                 if inputs.is_cuda:
                     torch.cuda.current_stream().synchronize()
                 self._graphs[shape] = self._record(lambda: self._forward(inputs, shape))
@@ -127,7 +129,7 @@ class PromptGraphs:
                 self._forward(write_paging((), self._room(shape)).to(self._cache.device), shape)
 
     def reserve(self) -> None:
-        """Capture the largest shape, in whose memory the others find room, on padding."""
+        """Capture the largest shape, on padding. Others find room in its memory; captured before it, each would take its own."""
         for _ in range(2):
             if self._largest is not None:
                 self.run((), self._largest)

@@ -42,12 +42,13 @@ def capturing(ran: list[tuple[PromptShape, int]], *, prompt_tokens: int = 200) -
     """Let engines capture steps on the CPU; note each step with prompts that ran so, its shape and number of sequences."""
 
     def build(probe: Probe, *args: Any) -> Runner:
-        runner = building(probe, *args)
+        runner: Any = building(probe, *args)
         sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, "prompt_tokens": prompt_tokens}
         if runner._drafter is not None:
             sizes |= {"widths": (1, 1 + runner._drafter.most), "drafter": runner._drafter}
-        runner._graphs = StepGraphs(runner.model, runner.cache, **sizes, sampling=runner.sampler)
-        return runner
+        graphs = StepGraphs(runner.model, runner.cache, **sizes, sampling=runner.sampler)
+        runner._graphs = runner._resident._graphs = graphs
+        return runner  # type: ignore[no-any-return]
 
     def run(graphs: PromptGraphs, sequences: Sequence[SequencePlan], shape: PromptShape) -> Any:
         ran.append((shape, len(sequences)))
@@ -98,7 +99,7 @@ def test_steps_with_scores_are_captured_and_steps_that_record_choices_are_not(mo
         assert not ran
         for _ in range(3):
             same_outputs([llm.generate(PROMPTS[0], scored)], expected[1:])
-        assert len(ran) == 3
+        assert sum(count for _, count in ran) == 3
 
 
 def test_updates_and_sleep_leave_nothing_stale(model: Path) -> None:
@@ -108,7 +109,8 @@ def test_updates_and_sleep_leave_nothing_stale(model: Path) -> None:
         llm.sleep(1)
         llm.wake_up()
         same_outputs([llm.generate(PROMPTS[0], GREEDY) for _ in range(3)], before)
-    assert len(ran) == 6
+    # Each time the largest shape is captured before the one that is wanted: the first one takes the memory for all.
+    assert [(shape.tokens, count) for shape, count in ran] == 2 * [(64, 1), (64, 1), (128, 0), (128, 0), (64, 1)]
 
 
 def test_engine_without_room_for_a_shape_runs_eagerly(model: Path) -> None:
