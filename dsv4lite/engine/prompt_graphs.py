@@ -24,6 +24,7 @@ from dsv4lite.state.paging import Room, read_paging, write_paging
 from dsv4lite.state.store import StateCache
 
 Record = Callable[[Callable[[], Batch | None]], tuple[Any, Batch | None]]
+"""Captures what a function launches; returns the graph, and what the function returns."""
 
 _FEW_SEQUENCES = (1, 16)  # of one prompt alone, attention widens rows once for all of its tokens
 _FEW_TOKENS, _FINE, _COARSE = 64, 128, 256  # the smallest shape, and between shapes up to 1,024 tokens and above
@@ -55,7 +56,6 @@ class PromptGraphs:
         max_model_len: Longest sequence.
         max_tokens: Most tokens of a captured step.
         most_drafts: Of the drafter on the device, for whose draft tokens plans have pages; 0: there is none.
-        record: Captures what a function launches; returns the graph, and what the function returns.
 
     Attributes:
         shapes: Ascending; a step runs in the first one that it fits in.
@@ -71,9 +71,8 @@ class PromptGraphs:
         max_model_len: int,
         max_tokens: int,
         most_drafts: int,
-        record: Record,
     ) -> None:
-        self._model, self._cache, self._record, self._most_drafts = model, cache, record, most_drafts
+        self._model, self._cache, self._most_drafts = model, cache, most_drafts
         bounds = sorted({min(most, max_model_len) for most in (*model.short_lengths, *_LENGTHS)})
         counts = sorted({*_FEW_SEQUENCES, -(-max_num_seqs // _FEW_SEQUENCES[-1]) * _FEW_SEQUENCES[-1]})
         sizes = [_FEW_TOKENS, *range(_FINE, 1024, _FINE), *range(1024, max_tokens + 1, _COARSE)]
@@ -101,7 +100,7 @@ class PromptGraphs:
                 return shape
         return None
 
-    def run(self, sequences: Sequence[SequencePlan], shape: PromptShape) -> tuple[Batch | None, Tensor]:
+    def run(self, sequences: Sequence[SequencePlan], shape: PromptShape, record: Record) -> tuple[Batch | None, Tensor]:
         """Run a step; return its batch, for the drafter, and its residual [T, …], padding included, valid until the next one."""
         block = write_paging(sequences, self._room(shape))
         first = shape not in self._inputs
@@ -114,10 +113,10 @@ class PromptGraphs:
         else:
             if shape not in self._graphs:
                 if not self._graphs and shape != self._largest:
-                    self.reserve()
+                    self.reserve(record)
                 if inputs.is_cuda:
                     torch.cuda.current_stream().synchronize()
-                self._graphs[shape] = self._record(lambda: self._forward(inputs, shape))
+                self._graphs[shape] = record(lambda: self._forward(inputs, shape))
             graph, batch = self._graphs[shape]
             graph.replay()
         return batch, self.hidden[: shape.tokens]
@@ -128,11 +127,11 @@ class PromptGraphs:
             if shape is not None:
                 self._forward(write_paging((), self._room(shape)).to(self._cache.device), shape)
 
-    def reserve(self) -> None:
+    def reserve(self, record: Record) -> None:
         """Capture the largest shape, on padding. Others find room in its memory; captured before it, each would take its own."""
         for _ in range(2):
             if self._largest is not None:
-                self.run((), self._largest)
+                self.run((), self._largest, record)
 
     def forget(self) -> None:
         """Free the graphs."""

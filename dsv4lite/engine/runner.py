@@ -17,7 +17,6 @@ from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.choices import Chosen, chosen_of, given_to, room
 from dsv4lite.engine.packing import pack, padding, prepare_state, save_snapshots
-from dsv4lite.engine.prompt_graphs import PromptGraphs, PromptShape
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.resident import Ask, Resident
 from dsv4lite.engine.step_costs import measure_steps
@@ -208,8 +207,7 @@ class Runner:
         # The largest shapes first: the others fit into the memory that these took.
         captures: list[Callable[[], None]] = []
         if graphs is not None:
-            captures += [] if graphs.prompts is None else [graphs.prompts.reserve]
-            captures += [partial(graphs.capture, shape) for shape in reversed(graphs.shapes)]
+            captures += [graphs.reserve_prompts, *(partial(graphs.capture, shape) for shape in reversed(graphs.shapes))]
         with recording() as wanted, self.model.brief():
             self.dry_run(max_tokens, max_model_len)
         found = time.monotonic()
@@ -305,11 +303,11 @@ class Runner:
             self._balancer.step()
         graphs, graph = self._graphs, self._graph_for(shape)
         if graphs is None or graph is None:
-            prompts, captured = self._prompts_for(shape)
-            if prompts is None or captured is None:
+            captured = None if graphs is None else graphs.prompts_for(shape)
+            if graphs is None or captured is None:
                 self.model.take_part(shape.tokens)
             else:
-                prompts.run((), captured)
+                graphs.run_prompts((), captured)
         else:
             output = graphs.replay((), graph)
             if graph.drafts:
@@ -378,16 +376,11 @@ class Runner:
 
     def _run_prompts(self, plan: StepPlan, shape: StepShape) -> _Pass | None:
         """Run the captured step with prompts of a shape; ``None`` if there is none, or if choices are given."""
-        prompts, captured = self._prompts_for(shape)
-        if prompts is None or captured is None or any(s.seq_id in self._replays for s in plan.sequences):
+        graphs, captured = self._graphs, None if self._graphs is None else self._graphs.prompts_for(shape)
+        if graphs is None or captured is None or any(s.seq_id in self._replays for s in plan.sequences):
             return None
-        batch, streams_TND = prompts.run(plan.sequences, captured)
+        batch, streams_TND = graphs.run_prompts(plan.sequences, captured)
         return _Pass(batch=batch, first_rows=_first_rows(plan), streams_TND=streams_TND)
-
-    def _prompts_for(self, shape: StepShape) -> tuple[PromptGraphs | None, PromptShape | None]:
-        """Return the captured steps with prompts, and the shape that runs a step; ``None`` if it runs eagerly."""
-        prompts = None if self._graphs is None else self._graphs.prompts
-        return prompts, None if prompts is None or shape.records else prompts.shape_for(shape)
 
     def _replay(self, plan: StepPlan, graph: GraphShape) -> _Pass:
         """Run the captured step of a shape."""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dsv4lite.device import fill_storage, free_storage, holds_storage
 from dsv4lite.engine.packing import PageTables, step_batch, step_inputs
-from dsv4lite.engine.prompt_graphs import PromptGraphs
+from dsv4lite.engine.prompt_graphs import PromptGraphs, PromptShape
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs, RowMasks
 from dsv4lite.kernels.spans import PlacedSpans, place_spans
@@ -168,7 +168,6 @@ class StepGraphs:
                 max_model_len=max_model_len,
                 max_tokens=prompt_tokens,
                 most_drafts=0 if drafter is None else drafter.most,
-                record=lambda work: self._record(work),
             )
 
     def _allocate(self, max_num_seqs: int) -> None:
@@ -202,6 +201,20 @@ class StepGraphs:
             if large_enough and (shape.drafts or not drafts):
                 return shape
         return None
+
+    def prompts_for(self, step: StepShape) -> PromptShape | None:
+        """Return the shape of captured steps with prompts that a step fits in; ``None`` if it runs eagerly."""
+        return None if self.prompts is None or step.records else self.prompts.shape_for(step)
+
+    def run_prompts(self, sequences: Sequence[SequencePlan], shape: PromptShape) -> tuple[Batch | None, Tensor]:
+        """See ``PromptGraphs.run``."""
+        assert self.prompts is not None
+        return self.prompts.run(sequences, shape, self._record)
+
+    def reserve_prompts(self) -> None:
+        """See ``PromptGraphs.reserve``."""
+        if self.prompts is not None:
+            self.prompts.reserve(self._record)
 
     def streams_before(self, shape: GraphShape) -> Tensor:
         """Return where a step finds the streams [B, N, D] of the stage before, those of padding included."""

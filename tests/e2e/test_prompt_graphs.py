@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,9 +52,9 @@ def capturing(ran: list[tuple[PromptShape, int]], *, prompt_tokens: int = 200) -
         runner._graphs = runner._resident._graphs = graphs
         return runner  # type: ignore[no-any-return]
 
-    def run(graphs: PromptGraphs, sequences: Sequence[SequencePlan], shape: PromptShape) -> Any:
+    def run(graphs: PromptGraphs, sequences: Sequence[SequencePlan], shape: PromptShape, *args: Any) -> Any:
         ran.append((shape, len(sequences)))
-        return running(graphs, sequences, shape)
+        return running(graphs, sequences, shape, *args)
 
     building, running = Probe.build, PromptGraphs.run
     with pytest.MonkeyPatch.context() as patch:
@@ -123,7 +125,7 @@ def test_shapes_are_ascending_and_the_first_that_fits_is_taken(model: Path) -> N
     with opened(model, **SETTINGS) as llm:
         runner: Any = llm._session.engine("test")._runner
         limits = {"max_num_seqs": 100, "max_model_len": 1 << 20, "max_tokens": 4096, "most_drafts": 1}
-        graphs = PromptGraphs(runner.model, runner.cache, **limits, record=lambda work: (None, work()))
+        graphs = PromptGraphs(runner.model, runner.cache, **limits)
         short = runner.model.short_lengths[0]
         step = StepShape(tokens=130, sequences=3, width=64, decodes=False, longest=short)
         assert graphs.shape_for(step) == PromptShape(256, 16, short)
@@ -136,6 +138,20 @@ def test_shapes_are_ascending_and_the_first_that_fits_is_taken(model: Path) -> N
         assert graphs.shape_for(step._replace(longest=1 << 20, sequences=100)) is None  # tables too large for every step
         assert graphs.shape_for(step._replace(max_drafts=1)) == PromptShape(256, 16, short, drafts=True)
         assert len(graphs.hidden) == 4096 and len(set(graphs.shapes)) == len(graphs.shapes)
+
+
+def test_what_graphs_work_in_is_freed_without_the_collector(model: Path) -> None:
+    """An engine that closes gives its memory back at once; a circle of references would keep it."""
+    with opened(model, **SETTINGS) as llm:
+        runner: Any = llm._session.engine("test")._runner
+        gc.disable()
+        try:
+            graphs = StepGraphs(runner.model, runner.cache, max_num_seqs=8, max_model_len=1024, prompt_tokens=200)
+            kept = weakref.ref(graphs), weakref.ref(graphs.prompts)
+            del graphs
+            assert [ref() for ref in kept] == [None, None]
+        finally:
+            gc.enable()
 
 
 def test_memory_of_captured_prompts_is_planned(model: Path) -> None:

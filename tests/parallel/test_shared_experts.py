@@ -86,9 +86,9 @@ def as_on_a_device(log: Log, **sizes: Any) -> Iterator[None]:
         log.replays.append((len(sequences), shape))
         return replaying(graphs, sequences, shape)
 
-    def run(graphs: PromptGraphs, sequences: Any, shape: PromptShape) -> Any:
+    def run(graphs: PromptGraphs, sequences: Any, shape: PromptShape, *args: Any) -> Any:
         log.replays.append((len(sequences), shape))
-        return running(graphs, sequences, shape)
+        return running(graphs, sequences, shape, *args)
 
     def build(probe: Probe, *args: Any) -> Runner:
         runner = building(probe, *args)
