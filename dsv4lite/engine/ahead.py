@@ -96,7 +96,7 @@ def compile_ahead(config: EngineConfig, gpu: str, progress: Callable[[int, int],
                 with_mtp=drafting.own is not None,
             )
             model: Model = empty.requires_grad_(False).eval()
-            parts = RunnerParts.of(config, plan, mesh, drafting, model)
+            parts = RunnerParts.of(config, plan, mesh, drafting, model, source.family)
             runner = Runner(model, parts.cache, parts.sampler, parts.graphs, parts.drafter, mesh)
             with recording() as found, model.brief():
                 runner.dry_run(config.max_num_batched_tokens, plan.max_model_len)

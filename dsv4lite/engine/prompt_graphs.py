@@ -11,6 +11,7 @@ captured, later ones replay. Every graph reads its own block of integers (``stat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,7 @@ class PromptGraphs:
         max_model_len: Longest sequence.
         max_tokens: Most tokens of a captured step.
         most_drafts: Of the drafter on the device, for whose draft tokens plans have pages; 0: there is none.
+        piece: Bytes in which the pass of any shape finds room.
 
     Attributes:
         shapes: Ascending; a step runs in the first one that it fits in.
@@ -70,9 +72,10 @@ class PromptGraphs:
         max_num_seqs: int,
         max_model_len: int,
         max_tokens: int,
-        most_drafts: int,
+        most_drafts: int = 0,
+        piece: int = 0,
     ) -> None:
-        self._model, self._cache, self._most_drafts = model, cache, most_drafts
+        self._model, self._cache, self._most_drafts, self._piece = model, cache, most_drafts, piece
         bounds = sorted({min(most, max_model_len) for most in (*model.short_lengths, *_LENGTHS)})
         counts = sorted({*_FEW_SEQUENCES, -(-max_num_seqs // _FEW_SEQUENCES[-1]) * _FEW_SEQUENCES[-1]})
         sizes = [_FEW_TOKENS, *range(_FINE, 1024, _FINE), *range(1024, max_tokens + 1, _COARSE)]
@@ -116,7 +119,7 @@ class PromptGraphs:
                     self.reserve(record)
                 if inputs.is_cuda:
                     torch.cuda.current_stream().synchronize()
-                self._graphs[shape] = record(lambda: self._forward(inputs, shape))
+                self._graphs[shape] = record(partial(self._work, inputs, shape))
             graph, batch = self._graphs[shape]
             graph.replay()
         return batch, self.hidden[: shape.tokens]
@@ -128,7 +131,7 @@ class PromptGraphs:
                 self._forward(write_paging((), self._room(shape)).to(self._cache.device), shape)
 
     def reserve(self, record: Record) -> None:
-        """Capture the largest shape, on padding. Others find room in its memory; captured before it, each would take its own."""
+        """Capture the largest shape, on padding: a larger one that came later would not find room in the memory of the others."""
         for _ in range(2):
             if self._largest is not None:
                 self.run((), self._largest, record)
@@ -142,6 +145,12 @@ class PromptGraphs:
         grow = -(-(shape.longest + self._most_drafts) // PAGE_TOKENS)
         window = window_pages(self._model.config.window, shape.tokens + self._most_drafts)
         return Room(shape.tokens, shape.sequences, grow, max(1, window))
+
+    def _work(self, inputs: Tensor, shape: PromptShape) -> Batch | None:
+        """Do what a graph captures; the first one lets the graphs' memory begin with one piece, of which all take parts."""
+        if not self._graphs:
+            torch.empty(self._piece, dtype=torch.uint8, device=inputs.device)
+        return self._forward(inputs, shape)
 
     def _forward(self, inputs: Tensor, shape: PromptShape) -> Batch | None:
         """Run the layers on a block of integers and write their residual to ``hidden``; return what a drafter reads besides."""

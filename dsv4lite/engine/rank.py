@@ -41,11 +41,11 @@ from dsv4lite.engine.step_graphs import StepGraphs, graph_widths
 from dsv4lite.errors import CheckpointError, ConfigError, InvalidRequestError, UnsupportedError
 from dsv4lite.files import open_regular
 from dsv4lite.models.config import ModelConfig
-from dsv4lite.models.family import Model
+from dsv4lite.models.family import Family, Model
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.rendezvous import differences
 from dsv4lite.planning.memory import MemoryPlan, captured_prompts, choose_drafting, choose_numerics, make_plan, merge_plans
-from dsv4lite.planning.workspace import SMALL_BLOCKS
+from dsv4lite.planning.workspace import SMALL_BLOCKS, prompt_piece
 from dsv4lite.request import SamplingParams, check_token_ids
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.speculation.drafters import DeviceDrafter, make_drafter
@@ -110,15 +110,10 @@ class RunnerParts:
         mesh: Mesh,
         drafting: Drafting,
         model: Model,
+        family: Family,
         grammars: GrammarCompiler | None = None,
-        prompt_tokens: int = 0,
     ) -> RunnerParts:
-        """Allocate them beside a model, on its device.
-
-        Args:
-            grammars: For a rank that samples.
-            prompt_tokens: Most tokens of captured steps with prompts; 0: there are none.
-        """
+        """Allocate them beside a model of a family, on its device; ``grammars`` is for a rank that samples."""
         device, own = model.numerics.device, drafting.own
         cache = StateCache.allocate(replace(model.state_spec, copies=1 + drafting.max_drafts), plan.sizes, device)
         sampler: Sampler | None = None
@@ -129,6 +124,8 @@ class RunnerParts:
         graphs: StepGraphs | None = None
         # Verify steps are captured from ids to logits.
         if device.type != "cpu" and model.capturable and (not drafting.max_drafts or mesh.layout.pp == 1):
+            tokens = captured_prompts(config, family)
+            step = family.workspace(model.config, model.numerics, model.shard, tokens=tokens or 1, longest=plan.max_model_len)
             graphs = StepGraphs(
                 model,
                 cache,
@@ -139,7 +136,8 @@ class RunnerParts:
                 sampling=sampler,
                 drafter=drafter,
                 adaptive=drafting.adaptive,
-                prompt_tokens=prompt_tokens,
+                prompt_tokens=tokens,
+                prompt_piece=prompt_piece(step),
             )
         return cls(cache=cache, sampler=sampler, drafter=drafter, graphs=graphs)
 
@@ -198,8 +196,7 @@ class Probe:
                 progress=progress,
             )
             give_back_unused(device)
-            prompt_tokens = captured_prompts(config, self.source.family)
-            parts = RunnerParts.of(config, plan, mesh, drafting, model, grammars, prompt_tokens)
+            parts = RunnerParts.of(config, plan, mesh, drafting, model, self.source.family, grammars)
             cache, graphs = parts.cache, parts.graphs
             workspace = self.report.plan.per_device[0].workspace - SMALL_BLOCKS
             if device.type == "cuda":

@@ -22,7 +22,7 @@ from dsv4lite.paging import PAGE_TOKENS, window_pages
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.peer_memory import opened_bytes
 from dsv4lite.planning.roofline import stage_roofline
-from dsv4lite.planning.workspace import drafting_bytes, exchange_bytes, graph_bytes, step_bytes
+from dsv4lite.planning.workspace import drafting_bytes, exchange_bytes, graph_bytes, prompt_piece, step_bytes
 from dsv4lite.speculation.speculator import make_drafting
 from dsv4lite.state.spec import StateSizes, StateSpec
 from dsv4lite.weights.quant import Numerics
@@ -247,9 +247,11 @@ def _working(
     graphs, prompts, captured = 0, 0, 0 if numerics.device.type == "cpu" else sampled
     if captured:
         prompts = captured_prompts(config, family)
-        largest = family.workspace(model, numerics, shard, tokens=max(captured, prompts), longest=longest)
-        graphs = graph_bytes(largest, model.vocab_size, sequences=captured)
-        graphs += step.hidden * prompts
+        decode = family.workspace(model, numerics, shard, tokens=captured, longest=longest)
+        graphs = graph_bytes(decode, model.vocab_size, sequences=captured)
+        if prompts:
+            piece = prompt_piece(family.workspace(model, numerics, shard, tokens=prompts, longest=longest))
+            graphs += step.hidden * prompts + max(0, piece - decode.widest)
         if drafting.own is not None:
             graphs += drafting_bytes(model, step.hidden, sequences=sequences, rows=captured)
     if layout.world > 1:

@@ -60,6 +60,11 @@ def graph_bytes(step: PassBytes, vocab_size: int, *, sequences: int) -> int:
     return sequences * (logits + row_bytes(vocab_size) + counts + edits) + step.widest + _GRAPH_SEGMENTS
 
 
+def prompt_piece(step: PassBytes) -> int:
+    """Return the bytes in which captured steps with prompts find room, in one piece; ``step`` is a pass of the most tokens."""
+    return int(_GAPS * step.widest)
+
+
 def drafting_bytes(model: ModelConfig, hidden: int, *, sequences: int, rows: int) -> int:
     """Return what graphs keep besides where the model's own drafter drafts: an MTP block a row at a time, DSpark a block of rows.
 

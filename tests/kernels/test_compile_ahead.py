@@ -23,7 +23,7 @@ from dsv4lite.engine.step_graphs import StepGraphs, graph_widths  # noqa: E402
 from dsv4lite.errors import ConfigError  # noqa: E402
 from dsv4lite.kernels import dispatch, warmup  # noqa: E402
 from dsv4lite.kernels.warmup import Wanted, recording  # noqa: E402
-from dsv4lite.planning.memory import choose_drafting, choose_numerics, make_plan, merge_plans  # noqa: E402
+from dsv4lite.planning.memory import captured_prompts, choose_drafting, choose_numerics, make_plan, merge_plans  # noqa: E402
 from dsv4lite.weights.source import ModelSource  # noqa: E402
 from tests.kernels.test_warmup import Hopper  # noqa: E402
 from tests.recorded import without_device  # noqa: E402
@@ -67,7 +67,7 @@ def asked_by_a_start(config: EngineConfig) -> set[str]:
     for rank in ranks:
         mesh = _silent_mesh(config.layout, rank, CPU)
         model = source.family.build(source.model, replace(numerics, device=CPU), mesh, with_mtp=drafting.own is not None)
-        parts = RunnerParts.of(config, plan, mesh, drafting, model.requires_grad_(False))
+        parts = RunnerParts.of(config, plan, mesh, drafting, model.requires_grad_(False), source.family)
         assert parts.graphs is None, "a CPU has none"
         graphs = StepGraphs(
             model,
@@ -79,6 +79,7 @@ def asked_by_a_start(config: EngineConfig) -> set[str]:
             sampling=parts.sampler,
             drafter=parts.drafter,
             adaptive=drafting.adaptive,
+            prompt_tokens=captured_prompts(config, source.family),
         )
         with recording() as wanted, model.brief():
             runner = Runner(model, parts.cache, parts.sampler, graphs, parts.drafter, mesh)
