@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -525,8 +525,7 @@ class Session:
             recompute = update.mode == "recompute"
             answer = engine.commit_update(update.serial, version, partial=update.partial, recompute=recompute)
             update.ended = True
-        answer.add_done_callback(end)
-        return answer
+        return _after(answer, end)
 
     def roll_back(self, update: Update) -> None:
         """End an update that is not to be committed; nothing happens if the engine commits it already. Does not block."""
@@ -586,8 +585,7 @@ class Session:
                     self._released, self._valid = before
                     self._hold_or_go()
 
-        answer.add_done_callback(end)
-        return answer
+        return _after(answer, end)
 
     def wake_up(self, tags: Iterable[MemoryTag]) -> Future[None]:
         """Wake up what sleeps of the tags; the engine serves once all is awake and it has weights."""
@@ -604,8 +602,7 @@ class Session:
                     self._released |= wanted
                 self._hold_or_go()
 
-        answer.add_done_callback(end)
-        return answer
+        return _after(answer, end)
 
     def _hold_or_go(self) -> None:
         """Hold all requests while the engine sleeps or has no weights."""
@@ -844,6 +841,14 @@ def _done() -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
     return future
+
+
+def _after(answer: Future[None], end: Callable[[Future[None]], None]) -> Future[None]:
+    """Return a future that completes as ``answer`` does, after ``end`` has run: who waits may wake before callbacks run."""
+    answer.add_done_callback(end)
+    done: Future[None] = Future()
+    _copy(answer, done)
+    return done
 
 
 def _copy(source: Future[None], target: Future[None]) -> None:

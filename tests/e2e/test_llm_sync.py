@@ -9,10 +9,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from dsv4lite.errors import (
     CheckpointError,
@@ -24,6 +25,7 @@ from dsv4lite.errors import (
 )
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import Phase, RequestOutput, SamplingParams
+from dsv4lite.weights.update import NamedTensors
 from tests.e2e.test_llm_api import SERVING_ONLY, WHILE_STARTED
 from tests.fakes import ENDLESS, MANY, POISON, FakeEngine, Lab, endless
 
@@ -153,11 +155,11 @@ def test_chat_and_score(lab: Lab) -> None:
 def test_abort_and_death_reach_calls_of_other_threads(lab: Lab, pool: ThreadPoolExecutor) -> None:
     lab.model = endless
     with LLM("m") as llm:
-        future = pool.submit(llm.generate, "x", MANY)
+        future = pool.submit(llm.generate, "x", ENDLESS)
         until(lambda: bool(lab.engine.sequences))
         llm.abort()
         assert future.result(30).outputs[0].finish_reason == "abort"
-        future = pool.submit(llm.generate, "x", MANY)
+        future = pool.submit(llm.generate, "x", ENDLESS)
         until(lambda: bool(lab.engine.sequences))
         lab.engine.die(MemoryError())
         later = (lambda: llm.generate("x"), llm.pause, llm.resume, llm.reset_prefix_cache, lambda: llm.as_completed([]))
@@ -165,6 +167,29 @@ def test_abort_and_death_reach_calls_of_other_threads(lab: Lab, pool: ThreadPool
             with pytest.raises(EngineDeadError) as error:
                 call()
             assert isinstance(error.value.__cause__, MemoryError)
+
+
+def test_state_is_the_new_one_when_a_call_returns(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A future wakes who waits before it runs its callbacks: under load an engine was still "updating" after an update."""
+    invoke = Future._invoke_callbacks
+
+    def late(future: Future[Any]) -> None:
+        time.sleep(0.05)
+        invoke(future)
+
+    monkeypatch.setattr(Future, "_invoke_callbacks", late)
+    with LLM("m") as llm:
+        with llm.update_weights(1) as update:
+            update.load(NamedTensors({"w": torch.zeros(1)}))
+        assert (llm.state, llm.weight_version) == (Phase.READY, 1)
+        llm.sleep(1)
+        assert llm.state is Phase.ASLEEP
+        llm.wake_up()
+        assert llm.state is Phase.READY
+        lab.engine.failing["sleep"] = MemoryError()
+        with pytest.raises(MemoryError):
+            llm.sleep(1)
+        assert llm.state is Phase.READY
 
 
 def test_keyboard_interrupt_ends_the_request(lab: Lab) -> None:
