@@ -159,6 +159,7 @@ def test_abort_and_death_reach_calls_of_other_threads(lab: Lab, pool: ThreadPool
         until(lambda: bool(lab.engine.sequences))
         llm.abort()
         assert future.result(30).outputs[0].finish_reason == "abort"
+        until(lambda: not lab.engine.sequences)
         future = pool.submit(llm.generate, "x", ENDLESS)
         until(lambda: bool(lab.engine.sequences))
         lab.engine.die(MemoryError())

@@ -83,15 +83,16 @@ def test_thread_that_does_not_return_from_its_step_does_not_block_close(
 
 def stumble(model: Path, settings: Job, rank: int) -> list[Failure]:
     alarm = Path(settings.pop("alarm"))
-    with pytest.MonkeyPatch.context() as patch, LLM(str(model), **settings) as llm:
-        patch.setenv(ALARM, str(alarm))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ALARM, str(alarm))  # before the other rank can begin a step
         patch.setattr(engine_module, "_LAST_STEP_S", 0.1)  # a collective without its peer does not return
-        if rank == 0:
-            errors = failures(llm)
-            alarm.touch()  # the sleeping rank wakes up only after every request has failed
-            return errors
-        thread_of(llm).join(30)
-        return failures(llm)
+        with LLM(str(model), **settings) as llm:
+            if rank == 0:
+                errors = failures(llm)
+                alarm.touch()  # the sleeping rank wakes up only after every request has failed
+                return errors
+            thread_of(llm).join(30)
+            return failures(llm)
 
 
 @pytest.mark.parametrize("trouble", [Fails, Sleeps, LeaderSleeps])
