@@ -213,7 +213,7 @@ def test_launches_take_every_tile(chip: int, work: Work) -> None:
     for kernel in ("_gate_up_kernel", "_down_kernel"):
         assert blocks <= tiles("experts.triton", kernel, "ROWS", "TILES", "num_warps")
     heads = (8, 16, 32, 64, 128)
-    attention = {attention_triton.tile_for(count, chip) for count in heads}
+    attention = {attention_triton.tile_for(chip)}
     shapes = itertools.product(heads, (1024, 2048), (1, attention_triton.SMALL_BLOCK_SPLITS), (chip,))
     unquantized = {attention_triton.unquantized_tile_for(*shape) for shape in shapes}
     wanted = {(tile.heads, tile.rows, tile.swap, tile.num_warps, True) for tile in attention}

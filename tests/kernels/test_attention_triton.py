@@ -171,7 +171,7 @@ def test_kernel_equals_the_reference(layer: Layer, steps: Steps, splits: int) ->
     "layer", [TINY, replace(TINY, heads=64), replace(TINY, nope=192, heads=20), replace(FLASH, heads=16, top_k=64)]
 )
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("tile", sorted({tile_for(64, capability) for capability in (80, 90, 100)}, key=repr), ids=repr)
+@pytest.mark.parametrize("tile", sorted({tile_for(capability) for capability in (80, 90, 100)}, key=repr), ids=repr)
 @pytest.mark.skipif(ON_GPU, reason="a chip runs its own tiles")
 def test_every_tile_equals_the_reference(tile: Tile, splits: int, layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_triton, "tile_for", lambda *given: tile)

@@ -1,4 +1,4 @@
-"""The sum over KV splits: one program for a token and head adds them in order."""
+"""The sum over KV splits: one program for a token and head adds them in order; and what the kernels of attention share."""
 
 from __future__ import annotations
 
@@ -15,6 +15,30 @@ from dsv4lite.kernels.rows.packed import narrowed, rotated_back
 LOW = tl.constexpr(-1e30)  # the peak of no rows: finite, so that the difference of two is a number
 _WARPS = 4
 _CHUNK = 8  # splits read at a time
+
+
+@triton.jit
+def added(
+    acc0, acc1, peak, total, logits, k0, k1, rows, ROWS: tl.constexpr, SWAP: tl.constexpr, FLOAT32: tl.constexpr,
+    PRECISION: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """Return the sums with the first ``rows`` rows of a piece added."""
+    # Reference: sparse_attention, one block; exponentials of two instead of e.
+    AXIS: tl.constexpr = 0 if SWAP else 1
+    inside = tl.arange(0, ROWS) < rows
+    logits = tl.where(inside[:, None] if SWAP else inside[None, :], logits, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(logits, AXIS))
+    shrink = tl.exp2(peak - new_peak)
+    p = tl.exp2(logits - (new_peak[None, :] if SWAP else new_peak[:, None]))
+    total = total * shrink + tl.sum(p, AXIS)
+    p = narrowed(p, FLOAT32, GPU)
+    if SWAP:
+        acc0 = tl.dot(tl.trans(k0), p, acc0 * shrink[None, :], input_precision=PRECISION)
+        acc1 = tl.dot(tl.trans(k1), p, acc1 * shrink[None, :], input_precision=PRECISION)
+    else:
+        acc0 = tl.dot(p, k0, acc0 * shrink[:, None], input_precision=PRECISION)
+        acc1 = tl.dot(p, k1, acc1 * shrink[:, None], input_precision=PRECISION)
+    return acc0, acc1, new_peak, total
 
 
 @triton.jit

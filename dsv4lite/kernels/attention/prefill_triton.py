@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.attention import AttentionInputs
-from dsv4lite.kernels.attention.merge_triton import entries_of
+from dsv4lite.kernels.attention.merge_triton import added, entries_of
 from dsv4lite.kernels.dispatch import ceil_div
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, rotated_back, scaled
 
@@ -98,40 +98,19 @@ def _rows_of(
 
 
 @triton.jit
-def _added(
-    acc0, acc1, peak, total, q0, q1, k0, k1, piece, pieces, counts, scale, ROWS: tl.constexpr, SWAP: tl.constexpr,
-    GPU: tl.constexpr,
-):  # fmt: skip
-    """Return the sums with the rows of a piece added."""
-    AXIS: tl.constexpr = 0 if SWAP else 1
+def _logits(q0, q1, k0, k1, scale, always, SWAP: tl.constexpr):
+    """Return the products of queries and rows, [H, R] or, swapped, [R, H]; ``always`` is true."""
     if SWAP:
         logits = tl.dot(k1, q1, tl.dot(k0, q0)) * scale
     else:
-        if piece < pieces:  # see triton.py for the branch
+        if always:  # see triton.py for the branch
             logits = tl.dot(q0, tl.trans(k0))
             more = tl.dot(q1, tl.trans(k1))
         else:
             logits = tl.dot(q1, tl.trans(k1))
             more = tl.dot(q0, tl.trans(k0))
         logits = (logits + more) * scale
-    window_rows, entry_rows, _listed, window_pieces = counts
-    count = tl.where(piece < window_pieces, window_rows - piece * ROWS, entry_rows - (piece - window_pieces) * ROWS)
-    live = tl.arange(0, ROWS) < count
-    logits = tl.where(live[:, None] if SWAP else live[None, :], logits, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(logits, AXIS))
-    shrink = tl.exp2(peak - new_peak)
-    p = tl.exp2(logits - (new_peak[None, :] if SWAP else new_peak[:, None]))
-    total = total * shrink + tl.sum(p, AXIS)
-    p = narrowed(p, False, GPU)
-    if SWAP:
-        acc0 = tl.dot(tl.trans(k0), p, acc0 * shrink[None, :])
-        acc1 = tl.dot(tl.trans(k1), p, acc1 * shrink[None, :])
-    else:
-        acc0 *= shrink[:, None]
-        acc1 *= shrink[:, None]
-        acc0 = tl.dot(p, k0, acc0)
-        acc1 = tl.dot(p, k1, acc1)
-    return acc0, acc1, new_peak, total
+    return logits
 
 
 @triton.jit(do_not_specialize=["tokens", "sequences", "grow_columns"])
@@ -184,9 +163,9 @@ def _prefill_kernel(
                 tl.store(out + place[:, None] * WIDTH + column, k1)
         if not GPU:
             k0, k1 = k0.to(tl.float32), k1.to(tl.float32)
-        acc0, acc1, peak, total = _added(
-            acc0, acc1, peak, total, q0, q1, k0, k1, piece, pieces, counts, scale, ROWS, SWAP, GPU
-        )  # fmt: skip
+        logits = _logits(q0, q1, k0, k1, scale, piece < pieces, SWAP)
+        count = tl.where(piece < window_pieces, window_rows - piece * ROWS, entry_rows - (piece - window_pieces) * ROWS)
+        acc0, acc1, peak, total = added(acc0, acc1, peak, total, logits, k0, k1, count, ROWS, SWAP, False, "tf32", GPU)
 
     if SWAP:
         acc0, acc1 = tl.trans(acc0), tl.trans(acc1)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from dsv4lite.kernels.attention import DECODE_SPLITS, WIDENED_ROWS, AttentionInputs
 from dsv4lite.kernels.attention.decode_triton import decode_attention_triton
-from dsv4lite.kernels.attention.merge_triton import entries_of, merged
+from dsv4lite.kernels.attention.merge_triton import added, entries_of, merged
 from dsv4lite.kernels.attention.prefill_triton import prefill_attention_triton
-from dsv4lite.kernels.dispatch import capability_of, ceil_div, power_of_2
+from dsv4lite.kernels.dispatch import capability_of, ceil_div
 from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, UnquantizedRow
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, rotated_back, scaled
 
@@ -53,11 +53,10 @@ class Tile:
 WIDE = Tile(heads=64, rows=64, num_warps=8, num_stages=3)
 
 
-def tile_for(heads: int, capability: int) -> Tile:
+def tile_for(capability: int) -> Tile:
     """Return the tile for packed rows, which follows from the layer alone on one kind of chip."""
-    most = max(16, power_of_2(heads))
     if capability not in _LARGE:
-        return Tile(heads=min(most, 16), rows=32, num_warps=4, num_stages=2)
+        return Tile(heads=16, rows=32, num_warps=4, num_stages=2)
     # Triton 3.9 leaves nothing of the wide tile on sm_100.
     if capability != 90:
         return Tile(heads=16, rows=64, swap=True, num_warps=4, num_stages=3)
@@ -188,30 +187,6 @@ def _logits(
 
 
 @triton.jit
-def _added(
-    acc0, acc1, peak, total, logits, k0, k1, rows, ROWS: tl.constexpr, SWAP: tl.constexpr, FLOAT32: tl.constexpr,
-    PRECISION: tl.constexpr, GPU: tl.constexpr,
-):  # fmt: skip
-    """Return the sums with the first ``rows`` rows of a piece added."""
-    # Reference: sparse_attention, one block; exponentials of two instead of e.
-    AXIS: tl.constexpr = 0 if SWAP else 1
-    inside = tl.arange(0, ROWS) < rows
-    logits = tl.where(inside[:, None] if SWAP else inside[None, :], logits, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(logits, AXIS))
-    shrink = tl.exp2(peak - new_peak)
-    p = tl.exp2(logits - (new_peak[None, :] if SWAP else new_peak[:, None]))
-    total = total * shrink + tl.sum(p, AXIS)
-    p = narrowed(p, FLOAT32, GPU)
-    if SWAP:
-        acc0 = tl.dot(tl.trans(k0), p, acc0 * shrink[None, :], input_precision=PRECISION)
-        acc1 = tl.dot(tl.trans(k1), p, acc1 * shrink[None, :], input_precision=PRECISION)
-    else:
-        acc0 = tl.dot(p, k0, acc0 * shrink[:, None], input_precision=PRECISION)
-        acc1 = tl.dot(p, k1, acc1 * shrink[:, None], input_precision=PRECISION)
-    return acc0, acc1, new_peak, total
-
-
-@triton.jit
 def _counts_of(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
     """Return a token's rows in the window, its entries, whether these are listed, the window's pieces and all pieces."""
     window_rows = tl.minimum(position + 1, WINDOW)
@@ -277,7 +252,7 @@ def _attend_kernel(
             raw = (k0, tl.load(keys + HALF, mask=live[:, None] & (HALF + column < WIDTH), other=0.0))
         rows = tl.where(piece < window_pieces, window_rows - piece * ROWS, entry_rows - (piece - window_pieces) * ROWS)
         logits, k0, k1 = _logits(raw, q0, q1, piece < pieces, NOPE, ROWS, SWAP, PACKED, PRECISION, GPU)
-        acc0, acc1, peak, total = _added(
+        acc0, acc1, peak, total = added(
             acc0, acc1, peak, total, logits * scale, k0, k1, rows, ROWS, SWAP, FLOAT32, PRECISION, GPU
         )  # fmt: skip
 
@@ -324,7 +299,7 @@ def paged_attention_triton(given: AttentionInputs) -> Tensor:
     assert given.norm_eps is None
     q = given.q_THC.contiguous()
     given, capability = given._replace(q_THC=q), capability_of(q.device)
-    tile = tile_for(heads, capability) if packed else unquantized_tile_for(heads, fmt.data_bytes, splits, capability)
+    tile = tile_for(capability) if packed else unquantized_tile_for(heads, fmt.data_bytes, splits, capability)
     # Widening the rows first changes no bit, so that no result depends on whether a step does.
     if packed and tile == WIDE and splits == 1 and given.visible_rows <= WIDENED_ROWS * tokens:
         return prefill_attention_triton(given)
