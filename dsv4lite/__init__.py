@@ -93,7 +93,7 @@ _HOME = {
     }.items()
     for name in names.split()
 }
-_WITH_TORCH = ("engine", "planning", "text.structured", "training", "weights")
+_WITH_TORCH = ("engine", "planning", "text.structured", "training", "weights")  # whose import needs torch
 __all__ = sorted(_HOME)
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 def import_torch() -> None:
     """Import torch, without its warning where numpy is missing: nothing here needs numpy.
 
-    The host's filters of warnings are the same afterwards. Whoever imports torch first, outside of the package, gets the warning.
+    The process's warning filters are the same afterwards. A program that has imported torch before has seen the warning.
     """
     if "torch" in sys.modules:
         return

@@ -57,7 +57,7 @@ class PromptGraphs:
         max_model_len: Longest sequence.
         max_tokens: Most tokens of a captured step.
         most_drafts: Of the drafter on the device, for whose draft tokens plans have pages; 0: there is none.
-        piece: Bytes in which the pass of any shape finds room.
+        pool_bytes: Memory that the graphs' pool begins with, in one segment: enough for any shape.
 
     Attributes:
         shapes: Ascending; a step runs in the first one that it fits in.
@@ -73,15 +73,15 @@ class PromptGraphs:
         max_model_len: int,
         max_tokens: int,
         most_drafts: int = 0,
-        piece: int = 0,
+        pool_bytes: int = 0,
     ) -> None:
-        self._model, self._cache, self._most_drafts, self._piece = model, cache, most_drafts, piece
+        self._model, self._cache, self._most_drafts, self._pool_bytes = model, cache, most_drafts, pool_bytes
         bounds = sorted({min(most, max_model_len) for most in (*model.short_lengths, *_LENGTHS)})
         counts = sorted({*_FEW_SEQUENCES, -(-max_num_seqs // _FEW_SEQUENCES[-1]) * _FEW_SEQUENCES[-1]})
         sizes = [_FEW_TOKENS, *range(_FINE, 1024, _FINE), *range(1024, max_tokens + 1, _COARSE)]
         self.shapes = [
-            PromptShape(tokens, sequences, longest, after)
-            for after in ((False, True) if most_drafts else (False,))
+            PromptShape(tokens, sequences, longest, drafts)
+            for drafts in ((False, True) if most_drafts else (False,))
             for longest in bounds
             for tokens in sizes
             for sequences in counts
@@ -115,14 +115,17 @@ class PromptGraphs:
             batch = self._forward(inputs, shape)
         else:
             if shape not in self._graphs:
-                if not self._graphs and shape != self._largest:
-                    self.reserve(record)
-                if inputs.is_cuda:
-                    torch.cuda.current_stream().synchronize()
-                self._graphs[shape] = record(partial(self._work, inputs, shape))
+                self._capture(inputs, shape, record)
             graph, batch = self._graphs[shape]
             graph.replay()
         return batch, self.hidden[: shape.tokens]
+
+    def _capture(self, inputs: Tensor, shape: PromptShape, record: Record) -> None:
+        if not self._graphs and shape != self._largest:
+            self.reserve(record)
+        if inputs.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self._graphs[shape] = record(partial(self._work, inputs, shape))
 
     def dry_run(self) -> None:
         """Launch what the smallest and the largest shape launch, on padding; kernels may be held back."""
@@ -147,9 +150,9 @@ class PromptGraphs:
         return Room(shape.tokens, shape.sequences, grow, max(1, window))
 
     def _work(self, inputs: Tensor, shape: PromptShape) -> Batch | None:
-        """Do what a graph captures; the first one lets the graphs' memory begin with one piece, of which all take parts."""
+        """Do what a graph captures. The first one lets the pool begin with one segment: smaller ones would leave gaps."""
         if not self._graphs:
-            torch.empty(self._piece, dtype=torch.uint8, device=inputs.device)
+            torch.empty(self._pool_bytes, dtype=torch.uint8, device=inputs.device)
         return self._forward(inputs, shape)
 
     def _forward(self, inputs: Tensor, shape: PromptShape) -> Batch | None:

@@ -45,7 +45,7 @@ from dsv4lite.models.family import Family, Model
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.rendezvous import differences
 from dsv4lite.planning.memory import MemoryPlan, captured_prompts, choose_drafting, choose_numerics, make_plan, merge_plans
-from dsv4lite.planning.workspace import SMALL_BLOCKS, prompt_piece
+from dsv4lite.planning.workspace import SMALL_BLOCKS, prompt_pool_bytes
 from dsv4lite.request import SamplingParams, check_token_ids
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.speculation.drafters import DeviceDrafter, make_drafter
@@ -137,7 +137,7 @@ class RunnerParts:
                 drafter=drafter,
                 adaptive=drafting.adaptive,
                 prompt_tokens=tokens,
-                prompt_piece=prompt_piece(step),
+                prompt_pool_bytes=prompt_pool_bytes(step),
             )
         return cls(cache=cache, sampler=sampler, drafter=drafter, graphs=graphs)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, takewhile
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, StepPlan,
 from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.speculation.draft_state import AcceptedLengths, DraftState
 from dsv4lite.speculation.drafters import DeviceDrafter, draft
+from dsv4lite.state.paging import first_rows
 from dsv4lite.state.store import StateCache
 from dsv4lite.text.structured import StructuredOutputs
 
@@ -372,7 +373,7 @@ class Runner:
             spans = [(s.start, s.end, self._replays.get(s.seq_id)) for s in plan.sequences]
             batch.given = given_to(spans, config, tokens, device)
         streams_TND = self._forward(batch, drafts=shape.max_drafts > 0)
-        return _Pass(batch=batch, first_rows=_first_rows(plan), streams_TND=streams_TND)
+        return _Pass(batch=batch, first_rows=first_rows(plan.sequences), streams_TND=streams_TND)
 
     def _run_prompts(self, plan: StepPlan, shape: StepShape) -> _Pass | None:
         """Run the captured step with prompts of a shape; ``None`` if there is none, or if choices are given."""
@@ -380,7 +381,7 @@ class Runner:
         if graphs is None or captured is None or any(s.seq_id in self._replays for s in plan.sequences):
             return None
         batch, streams_TND = graphs.run_prompts(plan.sequences, captured)
-        return _Pass(batch=batch, first_rows=_first_rows(plan), streams_TND=streams_TND)
+        return _Pass(batch=batch, first_rows=first_rows(plan.sequences), streams_TND=streams_TND)
 
     def _replay(self, plan: StepPlan, graph: GraphShape) -> _Pass:
         """Run the captured step of a shape."""
@@ -493,7 +494,3 @@ class Runner:
             for s, row in zip(plan.sequences, done.first_rows, strict=True)
             if s.seq_id in self._recording
         }
-
-
-def _first_rows(plan: StepPlan) -> list[int]:
-    return [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]

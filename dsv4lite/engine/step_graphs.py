@@ -116,7 +116,7 @@ class StepGraphs:
         drafter: Drafts after them, together with those of the ranks that work on the same tokens.
         adaptive: Whether there are decode steps without the drafter as well, where there is one.
         prompt_tokens: Most tokens of captured steps with prompts; 0: there are none.
-        prompt_piece: Bytes in which these find room.
+        prompt_pool_bytes: Memory that the graphs' pool begins with, in one segment: enough for any of these.
 
     Attributes:
         prompts: Captured steps with prompts.
@@ -137,7 +137,7 @@ class StepGraphs:
         drafter: DeviceDrafter | None = None,
         adaptive: bool = False,
         prompt_tokens: int = 0,
-        prompt_piece: int = 0,
+        prompt_pool_bytes: int = 0,
     ) -> None:
         self.sampling, self.drafter = sampling, drafter
         self._model, self._cache = model, cache
@@ -170,7 +170,7 @@ class StepGraphs:
                 max_model_len=max_model_len,
                 max_tokens=prompt_tokens,
                 most_drafts=0 if drafter is None else drafter.most,
-                piece=prompt_piece,
+                pool_bytes=prompt_pool_bytes,
             )
 
     def _allocate(self, max_num_seqs: int) -> None:

@@ -22,7 +22,7 @@ from dsv4lite.paging import PAGE_TOKENS, window_pages
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.peer_memory import opened_bytes
 from dsv4lite.planning.roofline import stage_roofline
-from dsv4lite.planning.workspace import drafting_bytes, exchange_bytes, graph_bytes, prompt_piece, step_bytes
+from dsv4lite.planning.workspace import drafting_bytes, exchange_bytes, graph_bytes, prompt_pool_bytes, step_bytes
 from dsv4lite.speculation.speculator import make_drafting
 from dsv4lite.state.spec import StateSizes, StateSpec
 from dsv4lite.weights.quant import Numerics
@@ -250,8 +250,8 @@ def _working(
         decode = family.workspace(model, numerics, shard, tokens=captured, longest=longest)
         graphs = graph_bytes(decode, model.vocab_size, sequences=captured)
         if prompts:
-            piece = prompt_piece(family.workspace(model, numerics, shard, tokens=prompts, longest=longest))
-            graphs += step.hidden * prompts + max(0, piece - decode.widest)
+            pool = prompt_pool_bytes(family.workspace(model, numerics, shard, tokens=prompts, longest=longest))
+            graphs += step.hidden * prompts + max(0, pool - decode.widest)
         if drafting.own is not None:
             graphs += drafting_bytes(model, step.hidden, sequences=sequences, rows=captured)
     if layout.world > 1:

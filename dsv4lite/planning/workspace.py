@@ -60,8 +60,8 @@ def graph_bytes(step: PassBytes, vocab_size: int, *, sequences: int) -> int:
     return sequences * (logits + row_bytes(vocab_size) + counts + edits) + step.widest + _GRAPH_SEGMENTS
 
 
-def prompt_piece(step: PassBytes) -> int:
-    """Return the bytes in which captured steps with prompts find room, in one piece; ``step`` is a pass of the most tokens."""
+def prompt_pool_bytes(step: PassBytes) -> int:
+    """Return the bytes of one segment that holds any captured step with prompts; ``step`` is a pass of the most tokens."""
     return int(_GAPS * step.widest)
 
 

@@ -58,6 +58,11 @@ class Room(NamedTuple):
         return (*[self.tokens] * 3, *[self.sequences] * 7, *tables)
 
 
+def first_rows(sequences: Sequence[SequencePlan]) -> list[int]:
+    """Return the row of each sequence's first token."""
+    return [0, *accumulate(len(s.token_ids) for s in sequences)][: len(sequences)]
+
+
 def write_paging(sequences: Sequence[SequencePlan], room: Room) -> Tensor:
     """Return the integers of a step as ``read_paging`` reads them, int32 on the CPU; what is not of a sequence is padding.
 
@@ -71,7 +76,7 @@ def write_paging(sequences: Sequence[SequencePlan], room: Room) -> Tensor:
         (*(_run(index, length) for index, length in enumerate(lens)), _run(0, tokens)),
         ([s.slot for s in sequences], _run(-1, missing)),
         ([s.start for s in sequences], _run(0, missing)),
-        ([0, *accumulate(lens)][: len(lens)], _run(0, missing)),
+        (first_rows(sequences), _run(0, missing)),
         (lens, _run(0, missing)),
         ([s.drafts for s in sequences], _run(0, missing)),
         ([s.state_copy for s in sequences], _run(0, missing)),
@@ -119,8 +124,7 @@ def make_paging(sequences: Sequence[SequencePlan], device: torch.device) -> tupl
     One copy to the device brings all of it.
     """
     room, lens = Room.of(sequences), [len(s.token_ids) for s in sequences]
-    rows = [0, *accumulate(lens)][:-1]
-    spans = tuple(zip(rows, lens, [s.start for s in sequences], strict=True))
+    spans = tuple(zip(first_rows(sequences), lens, [s.start for s in sequences], strict=True))
     token_ids_T, paging = read_paging(send(write_paging(sequences, room), device), room, singles=max(lens) == 1, spans=spans)
     return token_ids_T.long(), paging, max(s.end for s in sequences)
 

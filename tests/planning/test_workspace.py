@@ -21,7 +21,7 @@ from dsv4lite.models.config import PassBytes
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.workspace import _model_pass, workspace
-from dsv4lite.planning.workspace import _GAPS, MIB, SMALL_BLOCKS, prompt_piece, step_bytes
+from dsv4lite.planning.workspace import _GAPS, MIB, SMALL_BLOCKS, prompt_pool_bytes, step_bytes
 from dsv4lite.request import Request, SamplingParams
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.scheduling.step_plan import SequencePlan
@@ -238,20 +238,20 @@ def test_workspace_in_one_piece_holds_steps_of_plain_models(ledger: Ledger, kind
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("config", [FLASH, SMALL], ids=["flash", "small"])
 @pytest.mark.parametrize(("tokens", "lengths"), [(4096, (8192, 2052)), (2048, (1 << 20, 8192, 2052))])
-def test_one_piece_holds_captured_steps_with_prompts(
+def test_one_segment_holds_captured_steps_with_prompts(
     ledger: Ledger, config: V4Config, deterministic: bool, tokens: int, lengths: Sequence[int]
 ) -> None:
-    """The memory of graphs begins with the piece; in segments as they come, the first step took 1.4 times as much."""
+    """The graphs' pool begins with the segment; in segments as they come, the first step took 1.4 times as much."""
     numerics = numerics_of("quantized", deterministic=deterministic)
     model, cache = paged_model(config, numerics)
-    piece = prompt_piece(workspace(config, numerics, model.shard, tokens=tokens, longest=lengths[0]))
+    pool = prompt_pool_bytes(workspace(config, numerics, model.shard, tokens=tokens, longest=lengths[0]))
     counters_of(META)
     allocator = ledger.allocator = Allocator()
-    allocator.give_back(*allocator.take(piece))
+    allocator.give_back(*allocator.take(pool))
     for count in (tokens, 64, 128, 384, 896, 1024, 1536, 2048, 640):
         for longest in lengths:
             pass_of(model, cache, count, longest)
-    assert allocator.live == 0 and allocator.reserved <= piece + SMALL_BLOCKS
+    assert allocator.live == 0 and allocator.reserved <= pool + SMALL_BLOCKS
 
 
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 3000, "presence_penalty": 1.0}, {"logprobs": 50}], ids=str)
