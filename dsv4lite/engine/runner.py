@@ -109,7 +109,6 @@ class Runner:
     """Model, state and sampler of one rank.
 
     Attributes:
-        runs_ahead: Whether steps may be planned with unresolved drafts, before the host knows what the step before accepted.
         recorder: Saves steps, where the engine has one rank.
         warmed: What ``warm_up`` did, and in what time, as text.
         step_costs: Times of steps with and without draft tokens that ``warm_up`` measured, where the controller has a choice.
@@ -141,7 +140,6 @@ class Runner:
         self._resident = resident
         self._link, self._tokens = StageLink(mesh.pp), TokenBroadcast(mesh, cache.last_token)
         self._accepted: AcceptedLengths | None = None  # of the last step that drafted
-        self.runs_ahead = drafter is not None and mesh.layout.world == 1
         self._requests: dict[int, Request] = {}
         self._recording: set[int] = set()
         self._replays: dict[int, Replay] = {}
@@ -325,10 +323,10 @@ class Runner:
         if self._tokens.pending:
             self._tokens.await_tokens({s.slot for s in plan.sequences if s.token_ids[-1] == IN_FLIGHT})
         prepare_state(plan, self.cache, len(self.model.shard.layers))
-        shape = shape or StepShape.of((plan,), self._recording)
+        joint, shape = shape, shape or StepShape.of((plan,), self._recording)
         graph = self._graph_for(shape)
         if shape.unresolved and (graph is None or self._graphs is None or self._graphs.accepted is not self._accepted):
-            plan, shape = self._resolve(plan)
+            plan, shape = self._resolve(plan, joint)
             graph = self._graph_for(shape)
         recorder = self.recorder if self.recorder is not None and self.recorder.active else None
         if recorder is not None:
@@ -340,7 +338,7 @@ class Runner:
             done = prompts or self._run_eagerly(plan, shape)
         save_snapshots(plan, self.cache)
         if shape.unresolved and self.sampler is not None and self.sampler.prepare(plan.sequences).positions:
-            plan, shape = self._resolve(plan)  # rules on the host need the positions of some rows
+            plan, shape = self._resolve(plan, joint)  # rules on the host need the positions of some rows
         samples = self._sample(plan, shape, done)
         if recorder is not None:
             recorder.watch(done.streams_TND, samples)
@@ -355,11 +353,15 @@ class Runner:
         """Return the captured shape that runs a step; ``None`` if it runs eagerly."""
         return None if self._graphs is None else self._graphs.shape_for(shape)
 
-    def _resolve(self, plan: StepPlan) -> tuple[StepPlan, StepShape]:
-        """Return a plan with the accepted lengths of the step before, and its shape. Waits for the device."""
-        assert self._accepted is not None
-        plan = self._accepted.resolve(plan)
-        return plan, StepShape.of((plan,), self._recording)
+    def _resolve(self, plan: StepPlan, joint: StepShape | None) -> tuple[StepPlan, StepShape]:
+        """Return a plan with the accepted lengths of the step before, and its shape. Waits for the device.
+
+        The ``joint`` shape of replicas that share experts keeps its sizes, which the others cannot know.
+        """
+        if any(s.unresolved is not None for s in plan.sequences):
+            assert self._accepted is not None
+            plan = self._accepted.resolve(plan)
+        return plan, StepShape.of((plan,), self._recording) if joint is None else joint._replace(unresolved=False)
 
     def _run_eagerly(self, plan: StepPlan, shape: StepShape) -> _Pass:
         """Run the model on a batch made for the plan."""
@@ -446,7 +448,7 @@ class Runner:
 
             where = done.batch, done.streams_TND, done.first_rows
             drafts_SK = draft(self._drafter, plan, shape, *where, accepted, choose)
-            if self.runs_ahead and shape.decodes and accepted is not None and drafts_SK is not None:
+            if shape.decodes and accepted is not None and drafts_SK is not None:
                 self._accepted = AcceptedLengths.of(sequences, accepted, drafts_SK)
         return None if drafts_SK is None or samples is None else Arrival(drafts_SK)
 

@@ -279,7 +279,10 @@ class Scheduler:
 
         It can if neither has drafts, or if both have the same number of drafts, made on the device, and all sequences only
         decode: none starts, has a prompt to run, or waits for the host. A waiting sequence starts only if there is room for it.
+        A scheduler without sequences, as that of an idle replica, foresees any step.
         """
+        if not self._live:
+            return True
         drafting = [plan for plan in self._outstanding if plan.max_drafts]
         if not drafting or not max_drafts:
             return not drafting and not max_drafts

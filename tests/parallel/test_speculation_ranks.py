@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from dsv4lite.config import MTP, Drafter, DSpark, NGram, tiny_model
 from dsv4lite.engine.executor import MultiRankExecutor
+from dsv4lite.engine.runner import InFlightStep, Runner
 from dsv4lite.errors import EngineDeadError
 from dsv4lite.llm import LLM
 from dsv4lite.models.deepseek_v4.config import parse_config
@@ -20,12 +23,14 @@ from dsv4lite.models.moe import MoE
 from dsv4lite.models.shard import stages
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.scheduling.scheduler import Scheduler
+from dsv4lite.scheduling.step_plan import StepPlan, StepShape
 from dsv4lite.speculation.drafters import MtpDrafter
 from dsv4lite.speculation.speculator import DraftProposer
 from tests.e2e.engines import MODEST, REFRESHED, SMALL, engine_of, overlapping, prompts_of, same_outputs, write_model
 from tests.parallel.ranks import Ranks
 from tests.parallel.requests import PROMPTS, SHARED, TOLERANCE, all_kinds, tight
 from tests.parallel.test_external import Job, on_host
+from tests.parallel.test_shared_experts import Log, as_on_a_device
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -164,6 +169,51 @@ def test_ranks_plan_ahead_in_steps_without_drafts(
     outputs, ahead, drafts = on_host(ranks, model, alternate, {**MODEST, **settings}, 2)[0]
     same_outputs(outputs, expected, tolerance=TOLERANCE)
     assert ahead > 2 and drafts > 2
+
+
+def long_ones(llm: LLM) -> list[RequestOutput]:
+    """Run requests that draft for many steps."""
+    params = [SamplingParams(max_tokens=40, temperature=i % 2, seed=i, logprobs=1, ignore_eos=True) for i in range(3)]
+    return llm.generate_batch([{"prompt_token_ids": prompt} for prompt in PROMPTS[:3]], params)
+
+
+def run_ahead(model: Path, settings: Job, rank: int, *, captured: bool) -> tuple[list[RequestOutput], int]:
+    """Return outputs, and how many spans this rank began before the host knew where."""
+    spans, launch = 0, Runner.launch
+
+    def spy(runner: Runner, plan: StepPlan, shape: StepShape | None = None) -> InFlightStep:
+        nonlocal spans
+        spans += sum(s.unresolved is not None for s in plan.sequences)
+        return launch(runner, plan, shape)
+
+    device = as_on_a_device(Log(), widths=(1, 3), max_tokens=24) if captured else nullcontext()
+    with pytest.MonkeyPatch.context() as patch, overlapping(True), device:
+        patch.setattr(Runner, "launch", spy)
+        with LLM(str(model), **settings) as llm:
+            outputs = [*all_kinds(llm), *long_ones(llm)] if rank == 0 else []
+    return outputs, spans
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel_size": 2},
+        {"expert_parallel_size": 2},
+        {"data_parallel_size": 2, "expert_parallel_size": 2, "dispatcher": "all_gather"},
+    ],
+    ids=["tp", "ep", "dp-ep"],
+)
+def test_ranks_run_steps_ahead_of_what_the_host_knows(
+    ranks: Ranks, model: Path, expected: list[RequestOutput], settings: dict[str, Any], captured: bool
+) -> None:
+    """Each learns from the one that samples how many drafts were right. Sequences give way to others that need the room."""
+    settings = tight(model, **settings, speculative=TWO)
+    with LLM(str(model), **MODEST) as llm:
+        expected = [*expected, *long_ones(llm)]
+    (outputs, ahead), other = on_host(ranks, model, partial(run_ahead, captured=captured), settings, 2)
+    same_outputs(outputs, expected, tolerance=TOLERANCE)
+    assert ahead > 20 and other[1] > 20 and ("data_parallel_size" in settings or other[1] == ahead)
 
 
 def move_experts(model: Path, settings: Job, rank: int) -> tuple[Drafted, list[RequestOutput]] | None:

@@ -14,12 +14,14 @@ from dsv4lite.scheduling.replicas import SEQ_IDS, JointPlan, Replicas
 from dsv4lite.scheduling.scheduler import Sampled, Scheduler, SchedulerLimits
 
 
-def make(replicas: int = 2, *, max_num_seqs: int = 4, placement: ReplicaPlacement = "prefix") -> tuple[Replicas, list[Scheduler]]:
-    limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=512, max_model_len=2048, window=128)
-    schedulers = [
-        Scheduler(limits, Pools(grow=32, window=64, slots=max_num_seqs, snapshots=8), first_seq_id=i * SEQ_IDS)
-        for i in range(replicas)
-    ]
+def make(
+    replicas: int = 2, *, max_num_seqs: int = 4, placement: ReplicaPlacement = "prefix", drafts: int = 0
+) -> tuple[Replicas, list[Scheduler]]:
+    sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 512, "max_model_len": 2048, "window": 128}
+    limits = SchedulerLimits(**sizes, max_drafts=drafts)
+    propose = (lambda sequence, most: (7,) * most) if drafts else None
+    pools = [Pools(grow=32, window=64, slots=max_num_seqs, snapshots=8) for _ in range(replicas)]
+    schedulers = [Scheduler(limits, own, propose=propose, first_seq_id=i * SEQ_IDS) for i, own in enumerate(pools)]
     return Replicas(schedulers, placement), schedulers
 
 
@@ -57,6 +59,19 @@ def test_requests_spread_over_replicas_that_know_nothing_of_them() -> None:
     assert isinstance(plan, JointPlan)
     assert [len(part.sequences) for part in plan.plans if part is not None] == [3, 3]
     assert len({s.seq_id for s in plan.sequences}) == 6
+
+
+def test_idle_replica_keeps_no_other_from_planning_ahead() -> None:
+    both, _ = make(drafts=2)
+    both.add(request("alone", [1] * 20, max_tokens=20))
+    step(both)
+    spans = []
+    for _ in range(2):  # the second while the first one's drafts are being verified
+        assert both.foresees(2) == bool(spans)
+        plan = both.schedule(0.0, 2)
+        assert plan is not None and plan.plans[1] is None
+        spans += [(s.drafts, s.unresolved) for s in plan.sequences]
+    assert spans == [(2, None), (2, 2)]
 
 
 def test_prefix_draws_a_request_to_the_replica_that_has_it() -> None:
