@@ -27,14 +27,18 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from dsv4lite import MTP, AsyncLLM, NGram, SamplingParams, tiny_model
+from dsv4lite.sampling.sampler import Sampler
 from examples.benchmarks.engine import flash
 
 START = 16  # steps before the measured ones
@@ -63,6 +67,28 @@ class Recorded:
 
     def forget(self, sequence_id: int) -> None:
         """Nothing is kept."""
+
+
+@contextmanager
+def accepting(chance: float) -> Iterator[None]:
+    """Let the model's own drafter be right with a given probability, in engines opened meanwhile, on ranks of this process.
+
+    At the temperature of ``text_of`` a draft is right, for the noise alone decides and is that of the draw which checks it. Some
+    are replaced, by place, so that a captured pass replaces others each time.
+    """
+    draft, right = Sampler.draft, torch.rand(4096, generator=torch.Generator().manual_seed(0), device="cpu") < chance
+
+    def replaced(sampler: Sampler, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        nonlocal right
+        right = right.to(logits.device)  # once, before anything is captured
+        token_ids = draft(sampler, logits, slots, positions)
+        return torch.where(right[(31 * positions + 977 * slots) % len(right)], token_ids, token_ids ^ 1)
+
+    Sampler.draft = replaced  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Sampler.draft = draft  # type: ignore[method-assign]
 
 
 async def text_of(llm: AsyncLLM, seed: int, context: int, tokens: int) -> list[int]:

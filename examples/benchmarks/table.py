@@ -15,8 +15,8 @@ Rows, by name; ``--rows decode`` means all that begin with ``decode-``, ``--rows
 * ``start-cold`` and ``start-warm``: from nothing to a ready engine, with an empty folder of compiled kernels and then with a full
   one, each in a new process.
 * ``speculation-D-BxC``: one token of each of B such sequences with the drafter D: ``none``, ``mtp1``, ``mtp2``, ``adaptive``.
-  The MTP block drafts, which costs what it costs, but the tokens to verify come from a record, each right with a probability of
-  ``--acceptance`` (see ``speculation.py``).
+  The MTP block drafts, and each draft is right with a probability of ``--acceptance`` (see ``accepting`` in ``speculation.py``). Of
+  several ranks the first is in this process; drafts of other replicas are all right.
 
 Figures are the median of ``--runs``. V4's layers are all routed by token id and tokens are sampled at temperature 1, so that every
 engine reads as many experts. Weights are random. The roofline of ``decode`` is the bytes of weights that a step must read at
@@ -64,7 +64,7 @@ from examples.benchmarks.engine import (
     prompts_of,
     written,
 )
-from examples.benchmarks.speculation import START, Recorded, rate, text_of
+from examples.benchmarks.speculation import START, accepting, rate
 
 FLOPS_PER_SECOND = 790e12  # an H200's dense bfloat16 products, as measured
 SHORTEST = 16  # of the requests' prompts and outputs
@@ -279,7 +279,7 @@ def start(args: argparse.Namespace, table: Table) -> None:
 
 
 async def speculate(args: argparse.Namespace, config: EngineConfig, table: Table) -> None:
-    """Measure drafters whose draft tokens are right with a given probability; see ``speculation.py``."""
+    """Measure drafters whose draft tokens are right with a given probability. The rank that samples must be in this process."""
     wanted = {
         name: [batch for batch in args.batch if table.wants(f"speculation-{name}-{batch}x{args.context}")] for name in DRAFTERS
     }
@@ -294,15 +294,17 @@ async def speculate(args: argparse.Namespace, config: EngineConfig, table: Table
             seconds = [batch / each for each in per_s]
             table.add(f"speculation-{name}-{batch}x{args.context}", Own.name, version("dsv4lite"), seconds, None, batch)
 
-    config = replace(config, max_num_seqs=-(-max(args.batch) // config.data_parallel_size))
-    async with AsyncLLM(config) as llm:
-        texts = await asyncio.gather(*(text_of(llm, seed, args.context, tokens) for seed in range(max(args.batch))))
-        await rows(llm, "none")
+    executor = "thread" if config.layout.world > 1 else config.executor
+    config = replace(config, max_num_seqs=-(-max(args.batch) // config.data_parallel_size), executor=executor)
     for name, k in DRAFTERS.items():
-        if k and wanted[name]:
-            drafters = (Recorded(k, args.acceptance, texts), MTP(k, adaptive=name == "adaptive"))
-            async with AsyncLLM(replace(config, speculative=drafters)) as llm:
-                await rows(llm, name)
+        if wanted[name]:
+            drafter = MTP(k, adaptive=name == "adaptive") if k else None
+            with accepting(args.acceptance):
+                async with AsyncLLM(replace(config, speculative=drafter)) as llm:
+                    await rows(llm, name)
+                    counts = llm.stats().speculation
+            if counts.drafted:
+                print(f"{name}: {counts.accepted} of {counts.drafted} drafts were right", flush=True)
 
 
 def settings(args: argparse.Namespace) -> EngineConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -103,13 +104,16 @@ def test_rows_are_measured_in_parts_and_merged(tmp_path: Path, capsys: pytest.Ca
     assert all(row["seconds"] > row["roofline_s"] > 0 for row in (prefill, requests))  # a step of a busy CPU may be anything
 
 
-def test_drafters_and_starts_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_and_starts_are_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(table, "START", 2)
     monkeypatch.setattr("examples.benchmarks.speculation.START", 2)
     found = table.run(arguments("--acceptance 1 --rows start,speculation-mtp2-1,speculation-adaptive-2"))
     names = ["start-cold", "start-warm", "speculation-mtp2-1x8", "speculation-adaptive-2x8"]
     assert [row["row"] for row in found] == names and all(row["seconds"] > 0 for row in found)
     assert all(row["roofline_s"] is None for row in found)
+    assert re.search(r"^mtp2: ([1-9]\d*) of \1 drafts were right$", capsys.readouterr().out, re.MULTILINE)
+    table.run(arguments("--acceptance 0 --rows speculation-mtp2-1"))
+    assert re.search(r"^mtp2: 0 of [1-9]\d* drafts were right$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_layers_are_routed_by_token_id_where_a_model_can() -> None:
