@@ -197,7 +197,7 @@ def locate(model: str, revision: str | None = None, *, weights: bool = True) -> 
     """Return the folder of a model, fetching it from the hub if it is not a folder.
 
     Args:
-        weights: Also fetch the tensors; otherwise only configuration and tokenizer.
+        weights: Also fetch the tensors; otherwise only configuration, tokenizer and chat template.
 
     Raises:
         CheckpointError: There is no such folder, or the hub does not give it.
@@ -209,7 +209,7 @@ def locate(model: str, revision: str | None = None, *, weights: bool = True) -> 
         raise CheckpointError(f"{model!r} is not a folder; give the one that holds config.json, or a hub id such as 'owner/name'")
     from huggingface_hub import snapshot_download  # slow to import, and needless for local folders
 
-    wanted = ["*.json", "*.safetensors"] if weights else ["*.json"]
+    wanted = ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])]
     try:
         fetched = snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"])
     except Exception as error:  # network, permissions, names, disk: the hub's errors share no base, and all of them mean this

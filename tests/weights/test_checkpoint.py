@@ -210,17 +210,17 @@ def test_hub_id_fetches_only_what_is_needed(monkeypatch: pytest.MonkeyPatch, two
 
     def fake(repo_id: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked.append((repo_id, revision, allow_patterns))
-        files = ["config.json", "model.safetensors", "pytorch_model.bin", "inference/config.json", "inference/model.py"]
+        files = ["config.json", "chat_template.jinja", "model.safetensors", "pytorch_model.bin", "inference/config.json", "a.py"]
         kept = list(
             huggingface_hub.utils.filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
         )
-        assert kept == (["config.json", "model.safetensors"] if "*.safetensors" in allow_patterns else ["config.json"])
+        assert kept == files[: 3 if "*.safetensors" in allow_patterns else 2]
         return str(two_shards)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
     assert Checkpoint.open(locate("owner/name", "v2"), names=v4_names).folder == two_shards
     assert locate("owner/name", weights=False) == two_shards
-    assert asked == [("owner/name", "v2", ["*.json", "*.safetensors"]), ("owner/name", None, ["*.json"])]
+    assert asked == [("owner/name", "v2", ["*.json", "*.jinja", "*.safetensors"]), ("owner/name", None, ["*.json", "*.jinja"])]
 
 
 @pytest.mark.parametrize(
