@@ -86,6 +86,10 @@ def test_foreign_key_is_passed_over(key: str) -> None:
     assert parse_config({**V3, key: 7}) == parse_config(V3)
 
 
+def test_selection_of_every_layer_is_its_own() -> None:
+    assert parse_config({**V32, "index_topk_freq": 1}) == parse_config(V32)
+
+
 def test_missing_keys_are_all_named() -> None:
     with pytest.raises(ConfigError, match=r"lacks kv_lora_rank, v_head_dim$"):
         parse_config(changed(V2_LITE, kv_lora_rank=None, v_head_dim=None))
@@ -111,6 +115,8 @@ def test_missing_keys_are_all_named() -> None:
         (V32, {"index_head_dim": 96}, "index_head_dim=96 must be a power of two"),
         (V32, {"index_head_dim": 32}, "index_head_dim=32.*qk_rope_head_dim=64"),
         (V32, {"indexer_types": ["full", "shared"]}, "indexer_types has 'shared'"),
+        (V32, {"indexer_types": ["full", "shared"], "index_topk_freq": 4}, "indexer_types has 'shared'"),  # GLM-5.2
+        (V32, {"index_topk_freq": 4}, "index_topk_freq=4: layers that reuse"),
     ],
 )
 def test_what_these_models_are_not_is_unsupported(raw: Mapping[str, Any], settings: dict[str, Any], message: str) -> None:

@@ -45,9 +45,9 @@ _KEYS = Keys(
     fixed={"rope_interleave": True},
     fixed_quantization={},
     others=(
-        *("first_k_dense_replace", "moe_layer_freq", "mlp_layer_types", "layer_types", "indexer_types", "indexer_rope_interleave"),
-        *("scoring_func", "topk_method", "norm_topk_prob", "num_key_value_heads", "rope_scaling", "rope_parameters"),
-        *("quantization_config", "architectures", "model_type", "bos_token_id", "eos_token_id"),
+        *("first_k_dense_replace", "moe_layer_freq", "mlp_layer_types", "layer_types", "indexer_types", "index_topk_freq"),
+        *("indexer_rope_interleave", "scoring_func", "topk_method", "norm_topk_prob", "num_key_value_heads"),
+        *("rope_scaling", "rope_parameters", "quantization_config", "architectures", "model_type", "bos_token_id", "eos_token_id"),
     ),
     ignored=("qk_head_dim", "head_dim", "attention_dropout", "pad_token_id", "num_local_experts", "num_experts", "ep_size"),
 )
@@ -237,11 +237,12 @@ def _routed(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
 
 def _interleaved(raw: Mapping[str, Any], kind: str) -> bool:
     """Return which channels the indexer rotates together; raise if some layers take over the selection of others."""
-    shared = {kind for kind in list_of(raw, "indexer_types", str) or () if kind != "full"}
+    kinds = list_of(raw, "indexer_types", str)
+    shared = [f"indexer_types has {shown(kind)}" for kind in kinds or () if kind != "full"]
+    if kinds is None and raw.get("index_topk_freq") not in (None, 1):  # the list takes precedence
+        shared.append(f"index_topk_freq={shown(raw['index_topk_freq'])}")
     if shared:
-        raise UnsupportedError(
-            f"indexer_types has {shown(min(shared))}: layers that reuse another layer's selection are not supported"
-        )
+        raise UnsupportedError(f"{shared[0]}: layers that reuse another layer's selection are not supported")
     given = raw.get("indexer_rope_interleave")
     if given not in (None, True, False):
         raise ConfigError(f"indexer_rope_interleave={shown(given)} must be true or false")
