@@ -112,7 +112,7 @@ class SamplingParams:
         stop: Strings that end the completion; they may span token boundaries.
         stop_token_ids: Token ids that end it, besides end-of-sequence.
         include_stop_str_in_output: Keep the matched stop string in the text.
-        ignore_eos: Generate past end-of-sequence.
+        ignore_eos: Generate past end-of-sequence, and past the ``eos_token_id`` of ``generation_config.json``.
         bad_words_ids: Token sequences that must not be generated.
         logit_bias: Added to logits, by token id.
         allowed_token_ids: Only these may be sampled.
@@ -722,6 +722,7 @@ class Request:
         priority: Smaller runs earlier; equal ones run in order of arrival.
         cache_salt: Requests share cached prefixes only with requests of the same salt.
         eos_token_id: End-of-sequence of the checkpoint, ``None`` if it has none.
+        end_token_ids: Further ids that end a completion as it does: those of ``generation_config.json``.
         think_ids: Ids of ``<think>`` and ``</think>``, if the vocabulary has them.
         score_from: Index of the first prompt token whose log-probability is wanted, at least 1; ``None`` if none is.
         replay: Choices to make again, of a completion that is scored.
@@ -736,6 +737,7 @@ class Request:
     deadline: float | None = None
     cache_salt: str | None = None
     eos_token_id: int | None = None
+    end_token_ids: Sequence[int] = ()
     think_ids: tuple[int, int] | None = None
     score_from: int | None = None
     replay: Replay | None = None

@@ -51,6 +51,7 @@ class FakeInfo:
     max_completions: int = 1024
     num_experts: int = 4
     default_params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.5, max_tokens=7))
+    end_token_ids: tuple[int, ...] = ()
     chat: ChatForm | None = FORMS["deepseek_v4"]
     no_chat: str = ""
 

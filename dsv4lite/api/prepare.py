@@ -349,6 +349,7 @@ def _request(
         deadline=None if options.deadline is None else options.arrival + options.deadline,
         cache_salt=options.cache_salt,
         eos_token_id=info.tokenizer.eos_token_id,
+        end_token_ids=info.end_token_ids,
         think_ids=None if think is None or end_think is None else (think, end_think),
         score_from=score_from,
         generate=generate,

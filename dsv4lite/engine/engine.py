@@ -71,6 +71,7 @@ class EngineInfo:
     model: ModelConfig
     tokenizer: Tokenizer
     default_params: SamplingParams
+    end_token_ids: Sequence[int]
     chat: ChatForm | None
     no_chat: str
 
@@ -376,7 +377,8 @@ class Engine:
             num_experts=report.model.num_experts,
             model=report.model,
             tokenizer=tokenizer,
-            default_params=report.default_params,
+            default_params=report.default_params.replace(stop_token_ids=()),
+            end_token_ids=report.default_params.stop_token_ids,  # of all requests, whatever their settings
             chat=chat,
             no_chat=no_chat,
         )

@@ -210,7 +210,8 @@ def state_of(request: Request, index: int, default_seed: int) -> SequenceState:
     if not request.generate:  # the tokens that are scored count as output
         request = replace(request, prompt_token_ids=request.prompt_token_ids[: request.score_from])
     params, prompt = request.params, request.prompt_token_ids
-    stop_ids = {*params.stop_token_ids, *(() if request.eos_token_id is None else (request.eos_token_id,))}
+    eos = () if request.eos_token_id is None else (request.eos_token_id,)
+    stop_ids = {*params.stop_token_ids, *request.end_token_ids, *eos}
     bad_words = tuple(word for word in params.bad_words_ids if len(word) > 1)
     look_back = max((len(word) - 1 for word in bad_words), default=0)
     return SequenceState(

@@ -159,8 +159,8 @@ def make_sequences(request: Request, *, first_id: int, max_model_len: int) -> li
         raise InvalidRequestError(f"n={params.n}: a prompt that is only scored has one sequence", parameter="n", value=params.n)
     longest = max_model_len if params.max_tokens is None else min(max_model_len, prompt_len + params.max_tokens)
     end_ids = set(params.stop_token_ids)
-    if request.eos_token_id is not None and not params.ignore_eos:
-        end_ids.add(request.eos_token_id)
+    if not params.ignore_eos:
+        end_ids.update(request.end_token_ids, () if request.eos_token_id is None else (request.eos_token_id,))
     score_next = None
     if request.score_from is not None and request.score_from < prompt_len:
         score_next = request.score_from - 1

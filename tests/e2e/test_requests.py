@@ -166,13 +166,21 @@ def test_bad_generation_config_is_found_when_the_engine_starts(checkpoint: Path,
         pytest.fail("entered")
 
 
-def test_integer_end_of_sequence_of_the_generation_config_ends_completions(checkpoint: Path) -> None:
+@pytest.mark.parametrize("listed", [False, True])
+def test_end_of_sequence_of_the_generation_config_ends_completions(checkpoint: Path, listed: bool) -> None:
+    """GLM-5 and Kimi K2 end their turns with tokens that only this file names."""
     settings: dict[str, Any] = {"load_format": "dummy", "kv_cache_memory_bytes": 32 << 20, "max_num_seqs": 2}
     with opened(checkpoint, **settings) as llm:
         greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         first, *_ = ids = llm.generate([30, 31], greedy).token_ids
         assert len(ids) == 8
-    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": first, "do_sample": False}))
+    eos = {"eos_token_id": [1, first] if listed else first}
+    (checkpoint / "generation_config.json").write_text(json.dumps({**eos, "do_sample": False}))
     with opened(checkpoint, **settings) as llm:
-        out = llm.generate([30, 31]).outputs[0]
-        assert (out.token_ids, out.finish_reason, out.stop_reason) == ((first,), "stop", first)
+        for params in (None, greedy.replace(ignore_eos=False)):
+            out = llm.generate([30, 31], params).outputs[0]
+            assert (out.token_ids, out.finish_reason, out.stop_reason) == ((first,), "stop", first)
+        for params in (greedy, llm.default_params.replace(ignore_eos=True, max_tokens=8)):
+            assert llm.generate([30, 31], params).token_ids == ids
+        later = llm.generate([30, 31], greedy.replace(ignore_eos=False, min_tokens=2)).token_ids
+        assert len(later) >= 2 and first not in later[:2]
