@@ -221,14 +221,19 @@ def locate(model: str, revision: str | None = None, *, weights: bool = True) -> 
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return ``config.json``.
+    """Return ``config.json``, with the ``quantization_config`` that older exports of ModelOpt have in a file of its own.
 
     Raises:
         CheckpointError: It is missing or not a JSON object.
     """
     if not os.path.lexists(folder / "config.json"):
         raise CheckpointError(f"{folder} has no config.json; is it the folder of a model?")
-    return read_json(folder / "config.json")
+    raw, other = read_json(folder / "config.json"), folder / "hf_quant_config.json"
+    if raw.get("quantization_config") is None and os.path.lexists(other):
+        found = read_json(other).get("quantization")
+        if isinstance(found, dict) and found.get("quant_algo"):  # without one, only KV rows are quantized
+            raw["quantization_config"] = {"quant_method": "modelopt", **found}
+    return raw
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

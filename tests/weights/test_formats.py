@@ -350,6 +350,21 @@ def test_layouts_that_cut_groups_are_not_advised(tmp_path: Path) -> None:
     assert sizes == {64: {1, 2}, 128: {1}}
 
 
+@pytest.mark.parametrize(("algorithm", "scheme"), [("NVFP4", "four_bit"), (None, "unquantized")])
+def test_settings_of_older_exports_of_modelopt_are_in_a_file_of_their_own(
+    tmp_path: Path, algorithm: str | None, scheme: str
+) -> None:
+    packs = write_packed(tmp_path, PACKINGS["nvfp4 of modelopt"])
+    folder = packs.folder if algorithm else packs.plain
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "quantization_config": None}))
+    settings = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": settings}))
+    model, source = built(folder)
+    assert source.expert_format == scheme
+    assert all(torch.equal(slot.values(), packs.numbers[name].float()) for name, slot in model.slots().items())
+
+
 def test_drafter_that_is_not_packed_leaves_the_others_packed(tmp_path: Path) -> None:
     numbers = write_random_packed(tmp_path, {**BLOCKS, "quantization_config": None}, PACKINGS["awq"])
     settings = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32")
