@@ -94,7 +94,7 @@ def release_of(family: str | None, tokenizer: Tokenizer) -> str | None:
     if tokenizer.token_id(USER) is None:
         return None  # a model of other makers
     if family == "deepseek_v32":
-        return family if template is None else "deepseek_v31"  # V3.2-Exp ships V3.1's
+        return family if template is None or DSML in template else "deepseek_v31"  # V3.2-Exp ships V3.1's
     if tokenizer.token_id("<｜search▁begin｜>") is not None:
         return "deepseek_v31"
     if tokenizer.token_id(THINK) is None:

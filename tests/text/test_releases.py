@@ -362,6 +362,7 @@ FOUND: list[tuple[str | None, Tokenizer, str | None]] = [
     ("deepseek_v3", tokenizer(*THINKING, SEARCH, template="{{ 1 }}"), "deepseek_v31"),
     ("deepseek_v32", tokenizer(*THINKING, SEARCH), "deepseek_v32"),
     ("deepseek_v32", tokenizer(*THINKING, SEARCH, template="{{ 1 }}"), "deepseek_v31"),  # V3.2-Exp
+    ("deepseek_v32", tokenizer(*THINKING, SEARCH, template="{%- set dsml = '｜DSML｜' -%}"), "deepseek_v32"),  # copies of V3.2
     ("deepseek_v4", tokenizer(*THINKING, template="{{ 1 }}"), "deepseek_v4"),
 ]
 
