@@ -45,6 +45,7 @@ _FIXED_QUANTIZATION: Mapping[str, object] = {
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
+    "moe_quant_algo": None,  # ModelOpt's 'NVFP4' for experts, beside FP8 for the rest
 }
 
 

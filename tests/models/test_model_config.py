@@ -116,6 +116,7 @@ def test_missing_keys_are_all_named() -> None:
         ({"n_shared_experts": 2}, "n_shared_experts=2"),
         ({"index_head_dim": 24}, "index_head_dim=24"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method='awq'.*'fp8'"),
+        ({"quantization_config": {"quant_method": "fp8", "moe_quant_algo": "NVFP4"}}, "moe_quant_algo='NVFP4' is not supported"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}}, r"weight_block_size=\[32, 32\]"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "'linear'.*'yarn'"),
         ({"compress_ratios": [0, 4, 128, 4, 128, 4]}, r"MTP.*\(4,\)"),
