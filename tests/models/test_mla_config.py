@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +35,13 @@ def test_releases_are_read() -> None:
     assert (kimi.expert_groups, kimi.num_experts, kimi.num_attention_heads, kimi.routed.index(True)) == (1, 384, 64, 1)
     assert (kimi.drafter, kimi.rope_theta, kimi.swiglu_limit) == (None, 50000.0, math.inf)
     assert parse_config(V31) == v3
+
+
+def test_fp8_settings_that_transformers_writes_are_read() -> None:
+    import transformers
+
+    settings = json.loads(json.dumps(transformers.FineGrainedFP8Config().to_dict()))
+    assert parse_config({**V3, "quantization_config": settings}) == parse_config(V3)
 
 
 def test_softmax_scales_are_those_of_the_specification() -> None:

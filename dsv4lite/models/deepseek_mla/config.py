@@ -25,7 +25,7 @@ MODEL_TYPES: Mapping[str, str] = {
 """By ``model_type``, the architecture that its configs name."""
 _SELECTING = ("deepseek_v32", "glm_moe_dsa")
 
-_SCALE_FORMATS = (None, "ue8m0")
+_SCALE_FORMATS = (None, "float", "ue8m0")  # V3's releases have none, which transformers writes as "float"
 # How experts are scored and chosen; the first of a family stands for a config that does not say it.
 _SOFTMAX = (("softmax", "greedy"), ("softmax", "group_limited_greedy"))
 _SIGMOID = (("sigmoid", "noaux_tc"),)
@@ -169,7 +169,7 @@ def parse_config(raw: Mapping[str, Any]) -> MlaConfig:
     kind = _model_type(raw)
     quantized, scale_format = _KEYS.check(raw), mapping(raw, "quantization_config").get("scale_fmt")
     if scale_format not in _SCALE_FORMATS:
-        raise UnsupportedError(f"quantization_config.scale_fmt={shown(scale_format)}: known is only 'ue8m0'")
+        raise UnsupportedError(f"quantization_config.scale_fmt={shown(scale_format)}: known are 'float' and 'ue8m0'")
     settings = _KEYS.settings(raw)
     settings.update(_rope(raw))
     if kind not in _SELECTING:
