@@ -56,6 +56,7 @@ class Batch:
         self._signal = bridge.signal()
         self._indices = itertools.count()
         self._pulled: tuple[int, BatchRow] | None = None  # a row that was pulled and not submitted yet
+        self._filling = False  # by one of its readers
         self._pulling: anyio.CancelScope | None = None  # of the task that pulls an asynchronous source
         self._open: set[Ticket] = set()
         self._ready: deque[RequestOutput] = deque()
@@ -123,16 +124,21 @@ class Batch:
                 self._pulling = anyio.CancelScope()
                 self._bridge.spawn(partial(self._pull, self._rows, submit, self._pulling))
             return
-        while self._has_room:
+        while self._has_room and not self._filling:
+            self._filling = True
             try:
                 self._pulled = self._pulled or (next(self._indices), next(self._rows))
+                await self._start(submit, *self._pulled)
+                self._pulled = None
             except StopIteration:
                 self._exhaust()
             except Exception as error:
                 self._fail(error)
-            else:
-                await self._start(submit, *self._pulled)
-                self._pulled = None  # a cancelled read leaves it to the next one
+            except BaseException:
+                self._signal()  # a cancelled read leaves the row to another one
+                raise
+            finally:
+                self._filling = False
 
     async def _pull(self, rows: AsyncIterator[BatchRow], submit: Submit, scope: anyio.CancelScope) -> None:
         """Submit the rows of an asynchronous source, which may wait for anything, even for the consumer of an output."""

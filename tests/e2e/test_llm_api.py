@@ -761,6 +761,23 @@ async def test_as_completed_cancelled_read_loses_no_row(lab: Lab) -> None:
         assert [out.index async for out in batch] == [0, 1]
 
 
+async def test_as_completed_with_several_readers_submits_every_row_once(lab: Lab) -> None:
+    """While one reader waits until a long row is encoded, the others must not submit that row, too."""
+    rows, indices = [*(["long " * 10_001] * 4), *(["short"] * 4)], list[int]()
+    async with AsyncLLM("m") as llm:
+        batch = llm.as_completed(rows, SamplingParams(max_tokens=1), max_in_flight=3)
+
+        async def read() -> None:
+            async for out in batch:
+                indices.append(out.index)
+
+        async with anyio.create_task_group() as group:
+            for _ in range(4):
+                group.start_soon(read)
+        assert len(lab.engine.submitted) == len(rows)
+    assert sorted(indices) == list(range(len(rows)))
+
+
 # ---- chat and score ----
 
 THINKING = 'Let me see.</think>It is 4.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="add">\n'
