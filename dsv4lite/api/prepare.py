@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -15,7 +15,7 @@ from dsv4lite.checks import is_number, is_unicode, require
 from dsv4lite.errors import InvalidRequestError, UnsupportedError, near_match, shown
 from dsv4lite.request import Prompt, Replay, Request, Row, SamplingParams, check_request
 from dsv4lite.text.forms import ChatForm
-from dsv4lite.text.messages import END_THINK, THINK, function_of, list_of
+from dsv4lite.text.messages import END_THINK, THINK, function_of, json_content, list_of
 from dsv4lite.text.parse import CallSyntax, ChatParser
 from dsv4lite.text.releases import call_marker
 from dsv4lite.text.tokenizer import Tokenizer
@@ -132,7 +132,7 @@ def chat_job(
     given = [*(tools or ()), *(tool for i, message in enumerate(messages) for tool in list_of(message, "tools", f"messages[{i}]"))]
     for i, tool in enumerate(given):
         function_of(tool, f"tools[{i}]")
-    all_tools = copy.deepcopy(given)
+    all_tools = json.loads(json_content(given, "the tools"))  # a copy
     choice = _tool_choice(tool_choice, [tool["function"]["name"] for tool in all_tools])
     wanted = _params(info, params)
     guarded = choice not in ("auto", "none") or (choice == "auto" and any(tool["function"].get("strict") for tool in all_tools))

@@ -95,7 +95,7 @@ class StructuredOutputs:
             if value is not None:
                 if not (isinstance(value, str) and value):
                     raise _malformed(f"{name} must be a non-empty string", value)
-                check_size(name, value, _num_bytes(name, value), MAX_BYTES, "bytes")
+                check_size(name, value, num_bytes(name, value), MAX_BYTES, "bytes")
         if self.grammar is not None:
             check_size("grammar", self.grammar, sum(map(self.grammar.count, ":([{")), MAX_RULES, "rules and brackets")
         if self.choice is not None:
@@ -105,7 +105,7 @@ class StructuredOutputs:
                 raise _malformed("choice must be a sequence of non-empty strings", self.choice)
             object.__setattr__(self, "choice", tuple(self.choice))
             check_size("choice", self.choice, len(self.choice), MAX_CHOICES, "strings")
-            check_size("choice", self.choice, _num_bytes("choice", "".join(self.choice)), MAX_CHOICE_BYTES, "bytes")
+            check_size("choice", self.choice, num_bytes("choice", "".join(self.choice)), MAX_CHOICE_BYTES, "bytes")
         if self.json is not None:
             object.__setattr__(self, "json", schema_text(self.json))
 
@@ -347,7 +347,7 @@ def check_size(name: str, value: object, size: int, limit: int, unit: str) -> No
         raise _malformed(f"{name} has {size:,} {unit}, more than {limit:,}; make it smaller", value)
 
 
-def _num_bytes(name: str, text: str) -> int:
+def num_bytes(name: str, text: str) -> int:
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:
@@ -370,7 +370,7 @@ def schema_text(given: Mapping[str, Any] | str) -> str:
         raise _malformed(f"json is not a JSON schema: {error}", given) from error
     if not isinstance(schema, dict):
         raise _malformed(f"json must be a schema object, not {type(schema).__name__}", given)
-    check_size("json", given, _num_bytes("json", text), MAX_BYTES, "bytes")
+    check_size("json", given, num_bytes("json", text), MAX_BYTES, "bytes")
     _check_schema(schema, given)
     return text
 

@@ -16,7 +16,7 @@ from dsv4lite.checks import is_integer
 from dsv4lite.errors import InvalidRequestError, UnsupportedError, shown
 from dsv4lite.text.messages import DSML, THINK
 from dsv4lite.text.releases import CallForm, call_marker
-from dsv4lite.text.structured import COMPACT, MAX_BYTES, SYNTAX, StructuredOutputs, check_size, schema_text
+from dsv4lite.text.structured import COMPACT, MAX_BYTES, SYNTAX, StructuredOutputs, check_size, num_bytes, schema_text
 from dsv4lite.text.tokenizer import Tokenizer
 
 _LONGEST = 10_000
@@ -36,7 +36,8 @@ class ToolCallGrammar(StructuredOutputs):
 
     def __post_init__(self) -> None:
         assert self.grammar is not None
-        check_size("grammar of the tools", self.grammar, len(self.grammar.encode()), MAX_BYTES, "bytes")
+        name = "grammar of the tools"
+        check_size(name, self.grammar, num_bytes(name, self.grammar), MAX_BYTES, "bytes")
 
 
 def call_grammar(

@@ -819,6 +819,16 @@ async def test_chat_refuses_tools_that_no_parser_could_read(lab: Lab) -> None:
                 await llm.chat([{"role": "user", "content": "a", "tools": tools}])
 
 
+async def test_chat_takes_deeply_nested_tools(lab: Lab) -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(300):
+        schema = {"type": "object", "properties": {"a": schema}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    lab.model = text_model("Hi!")
+    async with AsyncLLM("m") as llm:
+        assert (await llm.chat([{"role": "user", "content": "a"}], SamplingParams(), tools=[tool])).text == "Hi!"
+
+
 async def test_chat_without_reasoning_has_none(lab: Lab) -> None:
     lab.model = text_model("Hi!")
     async with AsyncLLM("m") as llm:

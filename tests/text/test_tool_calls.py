@@ -238,6 +238,11 @@ def test_vocabulary_without_the_markup_is_unsupported() -> None:
         call_grammar(form_of("deepseek_v31"), [], SHIPPED, must_call=True, several=True, may_think=False)
 
 
+def test_name_with_a_lone_surrogate_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="lone surrogate"):
+        start("deepseek_v4", [tool("\ud800", {})])
+
+
 def test_malformed_schemas_name_their_tool() -> None:
     with pytest.raises(InvalidRequestError, match=r"the parameters of the tool 'f': .* not a JSON schema") as caught:
         start("deepseek_v4", [tool("f", {"properties": {"a": {"const": float("nan")}}})])
