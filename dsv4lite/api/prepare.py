@@ -283,7 +283,7 @@ def pair_job(top_logprobs: int, replays: Sequence[Replay | None] | None) -> RowJ
 def _copied(prompt: object) -> object:
     """Return a copy of a prompt, which may be encoded later in another thread."""
     if isinstance(prompt, Mapping):
-        return {key: _copied(value) for key, value in prompt.items()}
+        return {key: value if isinstance(value, Mapping) else _copied(value) for key, value in prompt.items()}
     if isinstance(prompt, (str, bytes, bytearray)) or not isinstance(prompt, Iterable):
         return prompt
     return list(prompt) if isinstance(prompt, list) else tuple(prompt)
@@ -360,5 +360,5 @@ def _request(
 def _size(prompt: object) -> int:
     """Return the number of characters or tokens; 0 for a value that is no prompt and will be refused."""
     if isinstance(prompt, Mapping):
-        return max(map(_size, prompt.values()), default=0)
+        return max((len(value) for value in prompt.values() if isinstance(value, Sized)), default=0)
     return len(prompt) if isinstance(prompt, Sized) else 0

@@ -155,13 +155,15 @@ async def test_generate_returns_logprobs_of_prompt_and_completion(lab: Lab) -> N
 
 
 async def test_generate_refuses_what_is_no_prompt(lab: Lab) -> None:
+    cycle: dict[str, Any] = {}
+    cycle["prompt_token_ids"] = cycle
     several = "not list with 'a' in it; generate_batch takes several prompts"
     wrong: tuple[tuple[Any, str], ...] = (
         *((empty, "the prompt is empty") for empty in ("", [])),
         *((other, "must be a str, token ids") for other in (7, None, [1.5])),
         *((b"bytes", "decode it to a str"), (["a", "b"], several)),
         *(([4096], r"4096 is outside the vocabulary \[0, 4096\)"), ([-1], "-1 is outside the vocabulary")),
-        *(({"prompt_ids": [1]}, "prompt_token_ids"), ({"prompt_token_ids": None}, "prompt")),
+        *(({"prompt_ids": [1]}, "prompt_token_ids"), ({"prompt_token_ids": None}, "prompt"), (cycle, "not dict")),
     )
     async with AsyncLLM("m") as llm:
         for prompt, message in wrong:
