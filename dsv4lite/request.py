@@ -845,6 +845,7 @@ def check_request(
     max_model_len: int,
     max_logprobs: int,
     max_completions: int,
+    generate: bool = True,
 ) -> None:
     """Check a request against the limits of the model and of the engine.
 
@@ -861,10 +862,11 @@ def check_request(
             if not is_integer(t) or not 0 <= t < vocab_size:
                 message = f"prompt token id {shown(t)} is outside the vocabulary [0, {vocab_size})"
                 raise InvalidRequestError(message, parameter="prompt", value=t)
-    if length >= max_model_len:
-        message = (
-            f"the prompt has {length} tokens; max_model_len={max_model_len} allows at most {max_model_len - 1} and one to generate"
-        )
+    if length >= max_model_len + (not generate):  # the last token of a scored completion is not run
+        message = f"prompt and completion have {length} tokens, more than max_model_len={max_model_len}; score a shorter one"
+        if generate:
+            allowed = f"allows at most {max_model_len - 1} and one to generate"
+            message = f"the prompt has {length} tokens; max_model_len={max_model_len} {allowed}"
         raise ContextLengthError(message, length=length, limit=max_model_len)
     if params.max_tokens is not None and length + params.max_tokens > max_model_len:
         message = (

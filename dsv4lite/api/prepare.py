@@ -336,9 +336,10 @@ def _request(
         ids,
         params,
         vocab_size=info.vocab_size,
-        max_model_len=info.max_model_len + (not generate),  # the last token of a scored completion is not run
+        max_model_len=info.max_model_len,
         max_logprobs=info.max_logprobs,
         max_completions=info.max_completions,
+        generate=generate,
     )
     think, end_think = info.tokenizer.token_id(THINK), info.tokenizer.token_id(END_THINK)
     return Request(

@@ -866,8 +866,9 @@ async def test_score_returns_the_completions_logprobs(lab: Lab) -> None:
             with pytest.raises(InvalidRequestError):
                 await llm.score(*wrong)  # type: ignore[arg-type]
         assert len(await llm.score([5], [6] * 199_999)) == 199_999  # exactly max_model_len together
-        with pytest.raises(ContextLengthError):
+        with pytest.raises(ContextLengthError, match="have 200001 tokens, more than max_model_len=200000") as error:
             await llm.score([5], [6] * 200_000)
+        assert (error.value.length, error.value.limit) == (200_001, 200_000)
 
 
 async def test_score_that_is_aborted_fails(lab: Lab) -> None:
