@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
 
-from dsv4lite.api.prepare import Job, Options, chat_job, completion_job
-from dsv4lite.checks import require
+from dsv4lite.api.prepare import Job, Options, chat_job, check_params, completion_job
+from dsv4lite.checks import is_unicode, require
 from dsv4lite.errors import ConfigError, InvalidRequestError, shown
 from dsv4lite.request import RequestOutput, SamplingParams, openai_settings
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _PROMPTS = ("messages", "prompt", "prompt_token_ids")
 _CHAT_KEYS = ("tools", "tool_choice", "reasoning_effort")
+_BEGINNING = b'{"id": "row-'  # of every line that is written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,17 +91,25 @@ class RowFiles:
         params: For what a row does not set; ``None`` means the checkpoint's ``generation_config.json``.
 
     Raises:
+        InvalidRequestError: ``params`` are of another kind.
         ConfigError: ``target`` holds something else than outputs of these requests.
         OSError: A file cannot be read or written.
     """
 
     def __init__(self, source: str | os.PathLike[str], target: str | os.PathLike[str], params: SamplingParams | None) -> None:
+        check_params(params)
         self._source, self._target, self._params = Path(source), Path(target), params
         if self._target.exists() and self._source.samefile(self._target):
             raise ConfigError(f"source and target are the same file, {self._source}")
+        self._rows, last = 0, -1
         with self._source.open("rb") as lines:
-            self._rows = sum(1 for line in lines if line.strip())
+            for number, line in enumerate(lines):
+                if line.strip():
+                    self._rows, last = self._rows + 1, number
         self._earlier = self._read_target()
+        if other := [number for number in self._earlier if not 0 <= number <= last]:
+            here = f"{self._source} has no row {other[0]}"
+            raise ConfigError(f"{self._target} holds outputs of other requests: {here}")
         self._pulled: dict[int, _Row] = {}  # by the index that the batch gives
         self._tokenizer: Tokenizer | None = None  # once a row has been submitted
         self._done = self._failed = self._prompt_tokens = self._completion_tokens = 0
@@ -130,17 +139,18 @@ class RowFiles:
         whole = 0
         with self._target.open("rb") as lines:
             for line in lines:
-                if not line.endswith(b"\n"):
+                cut = not line.endswith(b"\n")
+                if cut and _BEGINNING.startswith(line[: len(_BEGINNING)]):
                     break
                 whole += len(line)
                 try:
-                    output = json.loads(line)
+                    output = json.loads(b"" if cut else line)  # a line of another origin is not cut off, but refused
                     number, custom_id = int(output["id"].removeprefix("row-")), output["custom_id"]
-                except (ValueError, TypeError, KeyError, AttributeError) as error:
+                    found[number] = _Row(number, custom_id, {}, None).mark
+                except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                     raise ConfigError(
                         f"{self._target} holds something else than outputs of generate_file: {shown(line)}"
                     ) from error
-                found[number] = _Row(number, custom_id, {}, None).mark
         os.truncate(self._target, whole)
         return found
 
@@ -218,14 +228,14 @@ def _read(number: int, line: bytes) -> _Row:
     try:
         try:
             given = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequestError(f"the line is not JSON: {error}", parameter="line", value=line) from error
         row = {"prompt": given} if isinstance(given, str) else given
         require(isinstance(row, dict), "line", given, "must be an object, or a prompt as a string")
         custom_id = row.pop("custom_id", None)
-        if custom_id is not None and not isinstance(custom_id, str):
+        if custom_id is not None and not (isinstance(custom_id, str) and is_unicode(custom_id)):
             custom_id, wrong = None, custom_id
-            require(False, "custom_id", wrong, "must be a string")
+            require(False, "custom_id", wrong, "must be a string without lone surrogates")
         return _Row(number, custom_id, _openai_body(row) if "body" in row else _plain_body(row), None)
     except InvalidRequestError as error:
         return _Row(number, custom_id, {}, error)
@@ -247,5 +257,6 @@ def _plain_body(row: dict[str, Any]) -> Mapping[str, Any]:
     given = [key for key in _PROMPTS if key in row]
     require(len(given) == 1, "line", sorted(row), f"must have one of {', '.join(_PROMPTS)}")
     settings = {key: value for key, value in row.items() if key not in (*_PROMPTS, *_CHAT_KEYS)}
-    SamplingParams.from_dict(settings)
+    # The keys of ``logit_bias`` are text, as all keys in JSON.
+    SamplingParams.from_dict({**settings, "logit_bias": openai_settings(settings).get("logit_bias")})
     return row

@@ -289,9 +289,14 @@ def _copied(prompt: object) -> object:
     return list(prompt) if isinstance(prompt, list) else tuple(prompt)
 
 
-def _params(info: EngineInfo, params: object) -> SamplingParams:
+def check_params(params: object) -> None:
+    """Raise ``InvalidRequestError`` for what is neither parameters nor ``None``."""
     rule = "must be SamplingParams or None; SamplingParams.from_dict reads a mapping"
     require(params is None or isinstance(params, SamplingParams), "params", params, rule)
+
+
+def _params(info: EngineInfo, params: object) -> SamplingParams:
+    check_params(params)
     return params if isinstance(params, SamplingParams) else info.default_params
 
 

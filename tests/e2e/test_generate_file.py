@@ -31,7 +31,9 @@ GOOD: list[Any] = [
     {"custom_id": "b", "messages": HELLO, "max_tokens": 4, "reasoning_effort": "high"},
     {"custom_id": "c", **CHAT, "body": {"model": "m", "messages": HELLO, "max_completion_tokens": 2}},
     {"custom_id": "d", **TEXT, "body": {"model": "m", "prompt": "cab", "max_tokens": 5, "stream": False}},
+    {"prompt": "abc", "logit_bias": {"20": 100}},
 ]
+DEEP = '{"a": ' * 600 + "1" + "}" * 600
 BAD: dict[str, str] = {
     "{": "the line is not JSON",
     "3": "must be an object, or a prompt as a string",
@@ -42,6 +44,9 @@ BAD: dict[str, str] = {
     '{"prompt_token_ids": [1, 99999]}': "99999",
     '{"messages": [{"role": "nobody", "content": ""}]}': "role",
     '{"custom_id": 3, "prompt": "a"}': "custom_id=3 must be a string",
+    '{"custom_id": "\\ud800", "prompt": "a"}': "must be a string without lone surrogates",
+    "[" * 100_000: "the line is not JSON",
+    f'{{"prompt": {DEEP}}}': "the prompt has the unknown key 'a'",
     '{"url": "/v1/embeddings", "body": {}}': "must be '/v1/chat/completions' or '/v1/completions'",
     '{"url": "/v1/completions", "body": {"messages": []}}': "must be an object with 'prompt'",
     '{"method": "GET", "url": "/v1/completions", "body": {}}': "method='GET' must be 'POST'",
@@ -92,7 +97,7 @@ def test_rows_of_every_kind_are_answered_as_calls_answer_them(llm: LLM, tmp_path
     report = llm.generate_file(source, target, DEFAULTS, progress=reports.append)
     found = outputs(target)
     assert sorted(found) == list(range(len(GOOD))) and all(line["error"] is None for line in found.values())
-    assert [found[i]["custom_id"] for i in range(len(GOOD))] == [None, "a", None, "b", "c", "d"]
+    assert [found[i]["custom_id"] for i in range(len(GOOD))] == [None, "a", None, "b", "c", "d", None]
     assert (report.rows, report.earlier, report.done, report.failed) == (len(GOOD), 0, len(GOOD), 0)
     assert [seen.done for seen in reports] == list(range(1, len(GOOD) + 1)) and report.remaining_s == 0
     usage = [line["response"]["body"]["usage"] for line in found.values()]
@@ -109,6 +114,7 @@ def test_rows_of_every_kind_are_answered_as_calls_answer_them(llm: LLM, tmp_path
         llm.chat(HELLO, change(max_tokens=4), reasoning="high"),
         llm.chat(HELLO, change(max_tokens=2)),
         llm.generate("cab", change(max_tokens=5)),
+        llm.generate("abc", change(logit_bias={20: 100})),
     ]
     bodies = [output.to_openai(chat=i in (3, 4)) for i, output in enumerate(wanted)]
     assert [found[i]["response"]["body"]["choices"] for i in range(len(GOOD))] == [body["choices"] for body in bodies]
@@ -158,7 +164,12 @@ def test_files_that_do_not_fit_are_refused_and_stay_as_they_are(llm: LLM, tmp_pa
     source = written(tmp_path / "in", GOOD)
     for name, content, problem in (
         ("text", b"hello\n", "holds something else than outputs of generate_file: b'hello"),
+        ("unfinished", b"hello", "holds something else than outputs of generate_file: b'hello"),
         ("other", b'{"id": 3}\n', "holds something else than outputs"),
+        ("number", b'{"id": "row-1", "custom_id": 3}\n', "holds something else than outputs"),
+        ("surrogate", b'{"id": "row-1", "custom_id": "\\ud800"}\n', "holds something else than outputs"),
+        ("deep", b"[" * 100_000 + b"\n", "holds something else than outputs"),
+        ("more", b'{"id": "row-99", "custom_id": null}\n', "in has no row 99"),
         ("ids", b'{"id": "row-1", "custom_id": "z"}\n', "row 1 of .*in is 'a'"),
     ):
         target = tmp_path / name
@@ -166,6 +177,8 @@ def test_files_that_do_not_fit_are_refused_and_stay_as_they_are(llm: LLM, tmp_pa
         with pytest.raises(ConfigError, match=problem):
             llm.generate_file(source, target, DEFAULTS)
         assert target.read_bytes().startswith(content)
+    with pytest.raises(InvalidRequestError, match="must be SamplingParams or None"):
+        llm.generate_file(source, tmp_path / "new", {"max_tokens": 4})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="source and target are the same file"):
         llm.generate_file(source, source, DEFAULTS)
     with pytest.raises(FileNotFoundError):
