@@ -2,6 +2,7 @@
 
     python -m examples.benchmarks.profile --layers 8 --batch 64
     python -m examples.benchmarks.profile --layers 43 --tp 2 --executor thread --batch 64 256 --prefill 1x8192 --json profile.json
+    python -m examples.benchmarks.profile --layers 43 --tp 2 --executor thread --batch 1 --context 128 --drafts 1
     python -m examples.benchmarks.profile --model shipped --layers 3 --device cpu --batch 2 --context 8 --steps 2 --prefill 1x16
 
 The loss of an op is its time minus its roofline: the longer of its bytes at 4.3 TB/s and its products at 790 TFLOP/s (twice that
@@ -37,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4lite import AsyncLLM
+from dsv4lite import MTP, AsyncLLM
 from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.kernels.attention import AttentionInputs
 from dsv4lite.kernels.compress import CompressInputs
@@ -50,6 +51,7 @@ from dsv4lite.kernels.latent_attention import LatentAttentionInputs
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.weights.source import ModelSource
 from examples.benchmarks.engine import BYTES_PER_SECOND, add_engine_options, configured, device_name, model_name, params, prompts_of
+from examples.benchmarks.speculation import accepting
 from examples.benchmarks.table import FLOPS_PER_SECOND
 
 COLLECTIVES, LIBRARY, LIBRARY_PRODUCTS = "collectives", "library: ", "library products"
@@ -405,8 +407,9 @@ class Profiler:
 
 async def decode(llm: AsyncLLM, profiler: Profiler, args: argparse.Namespace, batch: int) -> dict[str, Any]:
     """Profile steps in which ``batch`` sequences decode."""
-    rng, length = random.Random(0), args.context + STEPS_BEFORE + args.steps
-    sampled = params(args.max_model_len - args.context - 1).replace(temperature=1.0)
+    rng, length = random.Random(0), args.context + (1 + args.drafts) * (STEPS_BEFORE + args.steps)
+    # At the higher temperature the noise alone decides, as ``accepting`` wants it.
+    sampled = params(args.max_model_len - args.context - 1).replace(temperature=1e9 if args.drafts else 1.0)
     prompts = [[rng.randrange(3, 4000) for _ in range(args.context)] for _ in range(batch)]
     running = [asyncio.create_task(llm.generate(prompt, sampled)) for prompt in prompts]
     begun = llm.stats().generated_tokens
@@ -467,10 +470,12 @@ async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     config = configured(args)
     if "num_hash_layers" in config.hf_overrides:  # the same number of experts in every layer
         config = replace(config, hf_overrides={**config.hf_overrides, "num_hash_layers": args.layers})
+    if args.drafts:
+        config = replace(config, speculative=MTP(args.drafts, adaptive=False))
     watch, on_gpu, found = Watch(Costs(ModelSource.open(config).model, args.context)), device_name(args) != "cpu", []
     key = {"device": device_name(args), "model": model_name(args), "layout": str(config.layout), "torch": torch.__version__}
     print(", ".join(key.values()))
-    with watch.watching():
+    with watch.watching(), accepting(args.acceptance):
         async with AsyncLLM(config) as llm:
             profiler = Profiler(llm, watch, on_gpu=on_gpu)
             work: Iterable[Callable[[], Awaitable[dict[str, Any]]]] = [
@@ -491,6 +496,8 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[64], help="sequences that decode together (default 64)")
     parser.add_argument("--context", type=int, default=1024, help="prompt tokens of each (default 1024)")
     parser.add_argument("--steps", type=int, default=16, help="to watch (default 16)")
+    parser.add_argument("--drafts", type=int, default=0, help="draft tokens of the MTP block in each step (default 0)")
+    parser.add_argument("--acceptance", type=float, default=0.8, help="probability that a draft is accepted (default 0.8)")
     sizes: dict[str, Any] = {"type": prompts_of, "nargs": "*", "default": [], "metavar": "COUNTxTOKENS"}
     parser.add_argument("--prefill", **sizes, help="prompts to profile, too")
     parser.add_argument("--most", type=int, default=40, help="rows to print (default 40)")

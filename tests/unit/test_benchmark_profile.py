@@ -122,6 +122,12 @@ def test_a_profile_on_a_cpu_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert "decode, batch 2, context 8:" in printed and "collectives 0.000" in printed and "float_linear 4096x256" in printed
 
 
+def test_a_step_with_drafts_has_a_layer_more_for_each() -> None:
+    decode, _ = asyncio.run(profile.run(profile.arguments([*SMALL, "--drafts", "2"])))
+    ops = {row["op"]: row for row in decode["ops"]}
+    assert ops["paged_attention"]["calls"] == 2 + 2
+
+
 def test_ranks_of_other_processes_are_not_watched(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         profile.arguments([*SMALL, "--tp", "2"])
