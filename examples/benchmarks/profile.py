@@ -2,8 +2,8 @@
 
     python -m examples.benchmarks.profile --layers 8 --batch 64
     python -m examples.benchmarks.profile --layers 43 --tp 2 --executor thread --batch 64 256 --prefill 1x8192 --json profile.json
-    python -m examples.benchmarks.profile --layers 43 --tp 2 --executor thread --batch 1 --context 128 --drafts 1
     python -m examples.benchmarks.profile --model shipped --layers 3 --device cpu --batch 2 --context 8 --steps 2 --prefill 1x16
+    python -m examples.benchmarks.profile --model shipped --layers 2 --device cpu --batch 2 --context 8 --steps 4 --drafts 2
 
 The loss of an op is its time minus its roofline: the longer of its bytes at 4.3 TB/s and its products at 790 TFLOP/s (twice that
 for FP8 operands). Bytes and products follow from the tensors of each call. Of tensors of which a call reads a part, they are:
