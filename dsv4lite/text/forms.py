@@ -13,7 +13,19 @@ from typing import Any
 from dsv4lite.checks import one_of, require
 from dsv4lite.errors import InvalidRequestError
 from dsv4lite.text.chat import PREVIEW, REFRESHED, render_messages
-from dsv4lite.text.messages import ASSISTANT, DSML, THINK, USER, Parts, is_list, json_content, roles_of
+from dsv4lite.text.messages import (
+    ASSISTANT,
+    DSML,
+    THINK,
+    USER,
+    Parts,
+    arguments_of,
+    function_of,
+    is_list,
+    json_content,
+    list_of,
+    roles_of,
+)
 from dsv4lite.text.parse import CallSyntax
 from dsv4lite.text.releases import CALLS, DSML_CALLS, EFFORTS, RELEASES, CallForm, render_release
 from dsv4lite.text.tokenizer import Tokenizer
@@ -130,9 +142,10 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
         # What messages say is cut inside of control tokens, so that they stay text; see ``Tokenizer.encode_parts``. No message can
         # contain the mark of a cut, which is another one each time.
         mark = f"\ue000{secrets.token_hex(8)}\ue001" if escape_results else ""
-        try:
-            text = template.render(
-                messages=_cut(tokenizer, mark, messages),
+
+        def written(conversation: Sequence[Mapping[str, Any]]) -> str:
+            return template.render(
+                messages=_cut(tokenizer, mark, conversation),
                 tools=_cut(tokenizer, mark, tools or ()) or None,
                 add_generation_prompt=True,
                 thinking=thinking,
@@ -140,10 +153,16 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
                 bos_token=tokenizer.bos_token or "",
                 eos_token=tokenizer.eos_token or "",
             )
-        except Exception as error:  # a template is a program, which raises what it likes
-            raise InvalidRequestError(
-                f"the model's chat template does not take this conversation: {error}", parameter="messages", value=messages
-            ) from error
+
+        try:  # a template is a program, which raises what it likes
+            text = written(messages)
+        except Exception as error:
+            try:  # some write the JSON of a call's arguments as it is, others one member after the other
+                text = written(list(map(_with_other_arguments, messages)))
+            except Exception:
+                raise InvalidRequestError(
+                    f"the model's chat template does not take this conversation: {error}", parameter="messages", value=messages
+                ) from error
         return tuple(text.split(mark)) if mark else (text,)
 
     calls = None
@@ -156,6 +175,17 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
 
 def _refuse(problem: str) -> None:
     raise ValueError(problem)
+
+
+def _with_other_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose tool calls have their arguments in the other form: an object, or its JSON."""
+    calls = []
+    for i, call in enumerate(list_of(message, "tool_calls", "the message")):
+        function = function_of(call, f"tool_calls[{i}]")
+        given = arguments_of(function, f"tool_calls[{i}]")
+        other = json.loads(given) if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": other}})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _cut(tokenizer: Tokenizer, mark: str, value: Any) -> Any:

@@ -473,6 +473,18 @@ def test_what_a_template_refuses_is_an_invalid_request(template: str, messages: 
         template_form(TEMPLATE).render([user("a")], reasoning="hihg")
 
 
+@pytest.mark.parametrize("given", ['{"city": "Bé"}', {"city": "Bé"}], ids=["JSON", "object"])
+def test_templates_get_the_arguments_of_calls_as_they_need_them(given: Any) -> None:
+    """GLM-5's goes through the members, V3.1's writes the JSON; OpenAI's messages have JSON, those of transformers objects."""
+    message = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": given}}]}
+    call = "{% set call = messages[0].tool_calls[0].function %}{{ call.name }}"
+    members = template_form(call + "{% for name, value in call.arguments.items() %} {{ name }}={{ value }}{% endfor %}")
+    assert "".join(members.render([message])) == "weather city=Bé"
+    assert "".join(template_form(call + "{{ ' ' + call.arguments }}").render([message])) == 'weather {"city": "Bé"}'
+    with pytest.raises(InvalidRequestError, match="does not take this conversation"):
+        members.render([{"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": "no JSON"}}]}])
+
+
 def test_what_is_missing_for_chat_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_form(None, tokenizer(), shipped=False) == (
         None,
