@@ -155,6 +155,7 @@ class Update:
         serial: Its number in the session.
         staged: Nothing is written before the commit.
         pause: Stops requests while weights are written.
+        loads: Those that have not succeeded: they may have given some of their tensors only.
         ended: It was committed or rolled back, or the engine has been told to commit.
     """
 
@@ -163,6 +164,7 @@ class Update:
     staged: bool
     serial: int = 0
     pause: Pause | None = None
+    loads: set[Future[None]] = field(default_factory=set)
     ended: bool = False
 
 
@@ -495,6 +497,7 @@ class Session:
             engine, future = self._engine_in("load", *STARTED), Future[None]()
             if self._update is not update or update.ended:
                 raise EngineStateError("load: this update is not open; load inside its block", state=self.phase.value)
+            update.loads.add(future)
 
         def run() -> None:
             try:

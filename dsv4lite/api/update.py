@@ -15,7 +15,7 @@ class AsyncWeightUpdate:
 
     Inside the block ``load`` takes tensors. Leaving it without an exception commits: every rank has all it needs, the new weights
     are written in place between two steps, cached prefixes are forgotten, and later tokens carry the new version. Leaving it by an
-    exception, or after a failed ``load``, rolls back.
+    exception, or after a ``load`` that failed, was cancelled or has not ended, rolls back.
     """
 
     def __init__(self, session: Session, bridge: Bridge, version: int, update: Update) -> None:
@@ -52,6 +52,7 @@ class AsyncWeightUpdate:
         loaded = self._session.load(self._update, source)
         try:
             await self._bridge.wait(loaded, seconds)
+            self._update.loads.discard(loaded)
         except DSV4LiteError as error:
             self._failure = error
             raise
@@ -63,15 +64,17 @@ class AsyncWeightUpdate:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         session, update = self._session, self._update
+        complete = not update.loads
         try:
-            if error is None and self._failure is None:
+            if error is None and complete:
                 if update.pause is None:
                     await self._stop_requests()
                 await self._bridge.wait(session.commit_update(update, self._version))
         finally:
             session.roll_back(update)
-        if error is None and self._failure is not None:
-            raise WeightUpdateError("the update was rolled back, because a load has failed") from self._failure
+        if error is None and not complete:
+            reason = "has failed" if self._failure else "was cancelled or has not ended"
+            raise WeightUpdateError(f"the update was rolled back, because a load {reason}") from self._failure
 
     async def _stop_requests(self) -> None:
         """Pause the engine until the update has ended."""

@@ -538,6 +538,48 @@ def test_cancelled_update_rolls_back(models: tuple[Path, Path], fresh: Any, back
     anyio.run(main, backend=backend)
 
 
+@LOOPS
+def test_update_whose_load_was_cancelled_rolls_back(models: tuple[Path, Path], fresh: Any, backend: str) -> None:
+    """Also where the cancellation ends inside the block, and the tensors that did not come may be left out."""
+
+    async def main() -> None:
+        async with AsyncLLM(str(models[0]), **{**MODEST, **EXACT}) as llm:
+            with pytest.raises(WeightUpdateError, match="rolled back, because a load was cancelled or has not ended"):
+                async with llm.update_weights(1, partial=True) as update:
+                    with anyio.CancelScope() as scope:
+                        scope.cancel()
+                        await update.load(DiskSource(str(models[1])))
+            assert scope.cancelled_caught and (llm.state, llm.weight_version) == (Phase.READY, 0)
+            assert same(await llm.generate(PROMPT, GREEDY), fresh[0][0])
+
+    anyio.run(main, backend=backend)
+
+
+def test_update_that_is_left_while_a_load_goes_on_rolls_back(llm: LLM, models: tuple[Path, Path], fresh: Any) -> None:
+    """What that source yields afterwards is refused."""
+    begun, go = threading.Event(), threading.Event()
+    refused: list[WeightUpdateError] = []
+
+    def halting() -> Iterator[tuple[str, Tensor]]:
+        begun.set()
+        go.wait(60)
+        yield from read(models[1]).items()
+
+    def load_all(update: Any) -> None:
+        with pytest.raises(WeightUpdateError) as caught:
+            update.load(NamedTensors(halting()))
+        refused.append(caught.value)
+
+    with pytest.raises(WeightUpdateError, match="has not ended"), llm.update_weights(1, partial=True) as update:
+        other = threading.Thread(target=load_all, args=(update,))
+        other.start()
+        begun.wait(60)
+    go.set()
+    other.join(60)
+    assert "this update has ended" in str(refused) and (llm.state, llm.weight_version) == (Phase.READY, 0)
+    assert same(ask(llm), fresh[0][0])
+
+
 def test_pause_before_or_during_an_update_outlasts_it(llm: LLM, models: tuple[Path, Path], fresh: Any) -> None:
     llm.pause()
     load(llm, 1, DiskSource(str(models[1])))
