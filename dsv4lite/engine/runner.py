@@ -448,7 +448,7 @@ class Runner:
 
             where = done.batch, done.streams_TND, done.first_rows
             drafts_SK = draft(self._drafter, plan, shape, *where, accepted, choose)
-            if shape.decodes and accepted is not None and drafts_SK is not None:
+            if plan.decodes and accepted is not None and drafts_SK is not None:  # then the next step may be planned ahead
                 self._accepted = AcceptedLengths.of(sequences, accepted, drafts_SK)
         return None if drafts_SK is None or samples is None else Arrival(drafts_SK)
 
