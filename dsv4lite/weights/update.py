@@ -8,6 +8,7 @@ aside (staged) until every rank has what it needs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
@@ -127,10 +128,27 @@ class ProcessGroupSource:
         self._source, self._group, self._device = source, group, torch.device(device)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Receive and yield tensors until the sender has no more."""
+        """Receive and yield tensors until the sender has no more, also where fewer are taken: the next update gets others.
+
+        Raises:
+            WeightUpdateError: The sender has failed.
+        """
+        received = self._received()
+        for pair in received:
+            try:
+                yield pair
+            except GeneratorExit:  # one was refused, and the sender does not know
+                with suppress(WeightUpdateError):
+                    for _ in received:
+                        pass
+                raise
+
+    def _received(self) -> Iterator[tuple[str, Tensor]]:
         while True:
             headers: list[Any] = [None]
             dist.broadcast_object_list(headers, self._source, self._group, device=self._device)
+            if isinstance(headers[0], str):
+                raise WeightUpdateError(f"rank {self._source} could not send all weights: {headers[0]}")
             if not headers[0]:
                 return
             for name, dtype, shape in headers[0]:
@@ -142,15 +160,31 @@ class ProcessGroupSource:
 def broadcast_weights(
     tensors: Iterable[tuple[str, Tensor]], *, group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu"
 ) -> None:
-    """Send tensors to every ``ProcessGroupSource`` of a process group; the caller is the rank that these name as ``source``."""
-    source = dist.get_rank()
-    for bucket in buckets(tensors):
+    """Send tensors to every ``ProcessGroupSource`` of a process group; the caller is the rank that these name as ``source``.
+
+    Raises:
+        WeightUpdateError: Something else than a named tensor is among them.
+        Exception: What ``tensors`` raise. In either case those that receive get an error, too.
+    """
+    source, waiting = dist.get_rank(), buckets(tensors)
+
+    def announce(what: list[Any] | str) -> None:
+        dist.broadcast_object_list([what], source, group, device=torch.device(device))
+
+    while True:
+        try:
+            bucket = next(waiting, [])
+            if others := [f"{name}: {shown(given)}, expected a tensor" for name, given in bucket if not isinstance(given, Tensor)]:
+                raise _refused(mismatched=others)
+        except BaseException as error:
+            announce(f"{type(error).__name__}: {error}")  # the others would wait for ever
+            raise
         held = [(name, tensor.to(device).contiguous()) for name, tensor in bucket if isinstance(tensor, Tensor)]
-        headers = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in held]
-        dist.broadcast_object_list([headers], source, group, device=torch.device(device))
+        announce([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in held])
+        if not held:
+            return
         for _, tensor in held:
             dist.broadcast(tensor.flatten().view(torch.uint8), source, group)
-    dist.broadcast_object_list([None], source, group, device=torch.device(device))
 
 
 def buckets(tensors: Iterable[tuple[str, Given]]) -> Iterator[Bucket]:

@@ -20,6 +20,7 @@ from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.request import Phase
+from dsv4lite.weights import update as update_file
 from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors, ProcessGroupSource, broadcast_weights
 from tests.e2e.engines import MODEST, prompts_of, same_outputs, write_model
 from tests.e2e.updates import GREEDY, ask, read
@@ -129,6 +130,47 @@ def trainer_and_rollout(mesh: Mesh, models: tuple[Path, Path], store: str) -> di
 def test_weights_come_over_a_process_group(models: tuple[Path, Path], fresh: list[Any], ranks: Ranks, tmp_path: Path) -> None:
     _, received = ranks.run(trainer_and_rollout, models, str(tmp_path / "store"), layout=Layout(tp=2))
     assert received == fresh[1][1]
+
+
+def failing_and_refused(mesh: Mesh, models: tuple[Path, Path], store: str) -> list[Any]:
+    """Rank 0 fails to send, sends what is no tensor, sends a tensor that does not fit before others, and at last what fits."""
+    old, new = map(read, models)
+
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield "norm.weight", new["norm.weight"]
+        raise ZeroDivisionError
+
+    transfers: list[tuple[Any, Any, str]] = [
+        (broken(), ZeroDivisionError, "rank 0 could not send all weights: ZeroDivisionError"),
+        (DiskSource(str(models[1])).tensors(), WeightUpdateError, "expected a tensor"),
+        ([("norm.weight", torch.zeros(3)), *old.items()], None, r"norm\.weight: shape \[3\]"),
+        (new.items(), None, ""),
+    ]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=mesh.rank, world_size=2)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(update_file, "_BUCKET_BYTES", 1)
+            if mesh.rank == 0:
+                for tensors, error, _ in transfers:
+                    with pytest.raises(error) if error else nullcontext():
+                        broadcast_weights(tensors)
+                return []
+            with LLM(str(models[0]), **SETTINGS) as llm:
+                for _, _, message in transfers:
+                    with pytest.raises(WeightUpdateError, match=message) if message else nullcontext():
+                        with llm.update_weights(1, partial=True) as update:
+                            update.load(ProcessGroupSource(0))
+                return [llm.weight_version, llm.weight_checksums()]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_failed_transfers_over_a_process_group_leave_nothing_behind(
+    models: tuple[Path, Path], fresh: list[Any], ranks: Ranks, tmp_path: Path
+) -> None:
+    """Both ends get an error where the sender fails, and what follows a refused tensor does not come in the next update."""
+    _, received = ranks.run(failing_and_refused, models, str(tmp_path / "store"), layout=Layout(tp=2))
+    assert received == [1, fresh[1][1]]
 
 
 def sharded_policy(mesh: Mesh, models: tuple[Path, Path], store: str) -> tuple[dict[str, str], list[Any]]:
