@@ -571,13 +571,17 @@ class Session:
             raise self._refusal(f"{call}: the weights are not in memory, or not valid", self._state, SERVING)
         return engine
 
+    def sleeps(self, level: int) -> bool:
+        """Return whether ``sleep`` has no effect: the engine sleeps at this level or a higher one."""
+        return self._released == frozenset(MEMORY_TAGS) and (level == 1 or not self._valid)
+
     def sleep(self, level: int) -> Future[None]:
         """Put the engine, which stands still, to sleep; a second time only a higher level has an effect."""
         with self._lock:
             engine, before = self._engine_in("sleep", *NOT_UPDATING), (self._released, self._valid)
-            after = (frozenset(MEMORY_TAGS), self._valid and level == 1)
-            if after == before:
+            if self.sleeps(level):
                 return _done()
+            after = (frozenset(MEMORY_TAGS), self._valid and level == 1)
             answer = engine.sleep(level)
             self._released, self._valid = after
             self._hold_or_go()

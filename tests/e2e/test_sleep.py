@@ -277,6 +277,7 @@ def test_open_requests_meet_a_sleep_as_its_mode_says(plain: Path, backend: str, 
                 while llm.stats().generated_tokens < done + 5:
                     await anyio.sleep(0.001)
                 await llm.sleep(1, mode=mode)
+                await llm.sleep(1)  # has no effect
                 assert llm.state is Phase.ASLEEP and len(outputs) == (mode != "keep")
                 await llm.wake_up()
         (one,), (expected,) = outputs[0].outputs, undisturbed.outputs
