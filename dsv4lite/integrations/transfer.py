@@ -53,8 +53,15 @@ class WeightTransfer:
 
         Raises:
             WeightUpdateError: A tensor does not fit the model, or the source has failed.
+            Exception: No source can be made from it; the update is cancelled.
         """
-        await self._opened("update_weights").load(self._source(bucket))
+        update = self._opened("update_weights")
+        try:
+            source = self._source(bucket)
+        except Exception:
+            await self.cancel_weight_update()
+            raise
+        await update.load(source)
 
     async def finish_weight_update(self) -> int:
         """Publish the new weights, and return their version.

@@ -16,6 +16,7 @@ from dsv4lite.integrations.transfer import WeightTransfer
 from dsv4lite.llm import AsyncLLM
 from dsv4lite.request import Phase
 from dsv4lite.weights.shared import IPCSource, SharedWeights
+from dsv4lite.weights.update import NamedTensors
 from tests.e2e.engines import MODEST, opened, write_model
 from tests.e2e.updates import GREEDY, PROMPT, ask, read, same
 
@@ -80,6 +81,14 @@ async def test_phases_out_of_order_and_failed_buckets(models: tuple[Path, Path])
         await transfer.cancel_weight_update()
         assert (llm.state, llm.weight_version) == (Phase.READY, 0)
         assert same(await llm.generate(PROMPT, GREEDY), before)
+        await transfer.init_weight_transfer_engine(lambda bucket: NamedTensors(bucket["tensors"]))
+        await transfer.start_weight_update(partial=True)
+        await transfer.update_weights({"tensors": {"norm.weight": torch.zeros(32)}})
+        with pytest.raises(KeyError):
+            await transfer.update_weights({})
+        with pytest.raises(EngineStateError, match="no update is open"):
+            await transfer.finish_weight_update()
+        await transfer.init_weight_transfer_engine(NamedTensors)
         await transfer.start_weight_update(partial=True)
         await transfer.update_weights({"norm.weight": torch.zeros(32)})
         assert await transfer.finish_weight_update() == 1
