@@ -198,6 +198,8 @@ def buckets(tensors: Iterable[tuple[str, Given]]) -> Iterator[Bucket]:
     for name, tensor in tensors:
         if not isinstance(name, str) or not isinstance(tensor, Given):
             raise _refused(mismatched=[f"{shown(name)}: {shown(tensor)}, expected a name and a tensor"])
+        if isinstance(tensor, Tensor) and (tensor.is_meta or tensor.layout is not torch.strided):
+            raise _refused(mismatched=[f"{name}: {tensor.layout} on {tensor.device}, expected a dense tensor with memory"])
         bucket.append((name, tensor))
         size += tensor.nbytes
         if size >= _BUCKET_BYTES:

@@ -292,6 +292,8 @@ WRONG: dict[str, tuple[Any, str, str]] = {
     "dtype": ({"norm.weight": torch.zeros(32, dtype=torch.int64)}, "mismatched", "norm.weight: dtype I64, expected BF16"),
     "odd dtype": ({"norm.weight": torch.zeros(32, dtype=torch.complex64)}, "mismatched", "norm.weight: dtype torch.complex64"),
     "no tensor": ({"norm.weight": 3}, "mismatched", "'norm.weight': 3, expected a name and a tensor"),
+    "no memory": ({"norm.weight": torch.zeros(32, device="meta")}, "mismatched", "norm.weight: torch.strided on meta"),
+    "sparse": ({"norm.weight": torch.zeros(32).to_sparse()}, "mismatched", "norm.weight: torch.sparse_coo on cpu"),
     "scale of a float": ({W1: torch.zeros(16, 32), W1_SCALE: NEW[W1_SCALE]}, "mismatched", f"{W1_SCALE}: a scale, but {W1} is F32"),
     "weight without scale": ({W1: NEW[W1]}, "missing", f"{W1_SCALE}: missing; {W1} came"),
     "scale without weight": ({W1_SCALE: NEW[W1_SCALE]}, "missing", f"{W1}: missing; {W1_SCALE} came"),
