@@ -108,12 +108,11 @@ class Generation(VLLMGeneration):
             "max_tokens": self.max_completion_length,
             "logprobs": self.logprobs,
             "logprobs_mode": "processed",
-            "detokenize": False,
             **self.generation_kwargs,
         }
         if self.structured_outputs_regex is not None:
             found["structured_outputs"] = {"regex": self.structured_outputs_regex}
-        return found
+        return {"detokenize": bool(found.get("stop") or found.get("structured_outputs")), **found}
 
 
 def _ranked(logprobs: Logprobs, token_ids: Sequence[int]) -> tuple[Rows, Rows]:

@@ -84,9 +84,12 @@ class Server:
         params = self._params(len(prompt_ids), dict(sampling_params))
         output = await self._llm.generate(list(prompt_ids), params, request_id=request_id, priority=priority)
         (completion,) = output.outputs
-        if output.prompt_logprobs is not None:
-            extra["prompt_ids"] = output.prompt_logprobs.token_ids.tolist()
-            extra["prompt_logprobs"] = output.prompt_logprobs.values.tolist()
+        if (scores := output.prompt_logprobs) is not None:
+            best = params.prompt_logprobs  # 0: the prompt's own tokens
+            ids = scores.token_ids.tolist() if best else [[token] for token in output.prompt_token_ids[1:]]
+            values = scores.values.tolist() if best else scores.sampled[:, None].tolist()
+            extra["prompt_ids"] = [*ids, [0] * max(best or 0, 1)]  # verl wants a row for each token, and the last has none
+            extra["prompt_logprobs"] = [*values, [0.0] * max(best or 0, 1)]
         extra["num_cached_tokens"] = output.usage.cached_tokens
         extra["weight_versions"] = completion.weight_versions
         if output.usage.drafted_tokens:
@@ -114,7 +117,7 @@ class Server:
             "ignore_eos": config.ignore_eos,
             "logprobs_mode": "processed" if config.logprobs_mode == "processed_logprobs" else "raw",
             "return_routed_experts": config.enable_rollout_routing_replay,
-            "detokenize": False,
+            "detokenize": bool(given.get("stop") or given.get("structured_outputs")),
             **({"seed": self._rank + config.seed} if config.full_determinism else {}),
         }
         return SamplingParams.from_dict({**settings, **given})

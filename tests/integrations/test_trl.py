@@ -86,6 +86,16 @@ def test_lists_of_log_probabilities_are_sorted_and_have_the_sampled_token(make: 
             assert token in row and len(row) == len(set(row)) == len(numbers) <= 3 and numbers == sorted(numbers, reverse=True)
 
 
+def test_settings_that_need_text_are_used(make: Any) -> None:
+    generation = make(structured_outputs_regex="abc")
+    generation.sync_weights()
+    _, completion_ids, _, _ = generation.generate(PROMPTS, None, 1)
+    assert {generation.llm.tokenizer.decode(ids) for ids in completion_ids} == {"abc"}
+    generation.structured_outputs_regex, generation.generation_kwargs = None, {"stop": ["c"], "allowed_token_ids": [9]}
+    _, completion_ids, _, _ = generation.generate(PROMPTS, None, 1)
+    assert completion_ids == [[9], [9]] and generation.llm.tokenizer.decode([9]) == "c"
+
+
 def test_what_it_does_not_do_is_said_at_once(make: Any) -> None:
     with pytest.raises(UnsupportedError, match="vllm_mode='server'"):
         make(mode="server")

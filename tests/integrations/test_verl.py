@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from dsv4lite.errors import UnsupportedError
@@ -85,6 +86,15 @@ async def test_server_generates_what_an_engine_does(models: tuple[Path, Path]) -
         assert output.stop_reason == "completed" and output.extra_fields["global_steps"] == 7
         plain = await server.generate(PROMPT, {"max_new_tokens": 500, "ignore_eos": True}, "b")
         assert plain.log_probs is None and len(plain.token_ids) == 128 - len(PROMPT)
+        stopped = await server.generate(PROMPT, {"stop": ["c"], "allowed_token_ids": [9]}, "d")
+        assert stopped.token_ids == [9] and stopped.stop_reason == "completed"
+        for best in (0, 2):  # a teacher's: a row for each token of the prompt, of which the last says nothing
+            taught = (await server.generate(PROMPT, {"max_tokens": 1, "prompt_logprobs": best}, "e")).extra_fields
+            scores = await server._llm.score(PROMPT[:1], PROMPT[1:], top_logprobs=best)
+            own = torch.tensor(PROMPT[1:])[:, None], scores.sampled[:, None]
+            ids, values = (scores.token_ids, scores.values) if best else own
+            assert taught["prompt_ids"] == [*ids.tolist(), [0] * max(best, 1)]
+            assert taught["prompt_logprobs"] == [*values.tolist(), [0.0] * max(best, 1)]
         with pytest.raises(UnsupportedError, match="images"):
             await server.generate(PROMPT, {}, "c", image_data=["picture"])
     finally:
