@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Self
 
 from dsv4lite.api.bridge import Bridge
 from dsv4lite.api.session import Session, Update
+from dsv4lite.checks import is_number, require
 from dsv4lite.errors import DSV4LiteError, WeightUpdateError
 from dsv4lite.request import WeightSource
 
@@ -47,7 +49,10 @@ class AsyncWeightUpdate:
                 then rolls back.
             CheckpointError: A checkpoint cannot be found or read.
             EngineStateError: The update is not open.
+            InvalidRequestError: The deadline is no time to wait.
         """
+        good = deadline is None or (is_number(deadline) and 0 < deadline <= threading.TIMEOUT_MAX)
+        require(good, "deadline", deadline, f"must be a number of seconds above 0, of at most {threading.TIMEOUT_MAX:g}, or None")
         seconds = self._session.config.start_timeout_s if deadline is None else deadline
         loaded = self._session.load(self._update, source)
         try:
