@@ -285,6 +285,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plots", type=Path, help="folder for grpo.png and grpo.json")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, not {args.steps}")
     settings = Settings(steps=args.steps, learning_rate=args.learning_rate, seed=args.seed)
     steps = run(settings, asynchronous=args.asynchronous)
     if args.plots is not None:

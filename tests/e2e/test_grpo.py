@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.grpo import Settings, Step, plot, reward, run
+from examples.grpo import Settings, Step, main, plot, reward, run
 
 SHORT = Settings(steps=3)
 
@@ -52,3 +52,11 @@ def test_plots(steps: list[Step], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot(steps, tmp_path)
     assert (tmp_path / "grpo.png").stat().st_size > 10_000 and (tmp_path / "grpo.json").exists()
+
+
+@pytest.mark.parametrize("steps", ["0", "-1"])
+def test_run_without_steps_is_refused(steps: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["grpo.py", "--steps", steps])
+    with pytest.raises(SystemExit):
+        main()
+    assert f"--steps must be at least 1, not {steps}" in capsys.readouterr().err
