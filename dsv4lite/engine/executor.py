@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4lite.config import EngineConfig, LoadProgress, Progress
 from dsv4lite.device import choose_device, own_thread, sole_device
-from dsv4lite.engine.rank import Probe, ProbeReport, common_plan, device_of, require_devices, sendable, software
+from dsv4lite.engine.rank import Probe, ProbeReport, common_plan, device_of, require_ranks, sendable, software
 from dsv4lite.engine.resident import Ask
 from dsv4lite.engine.runner import Runner, StepResult
 from dsv4lite.engine.wire import PlanWriter
@@ -68,12 +68,15 @@ def make_executor(
     host has ranks.
 
     Raises:
-        ConfigError: There are no groups of the host, or its ranks differ.
+        ConfigError: There are no groups of the host, its ranks differ, or an engine cannot start ranks of its own.
+        CapacityError: They would be too many.
         DSV4LiteError: What is wrong with a rank of the host, on every rank.
     """
     if config.place_of_ranks != "external":
-        several = config.layout.world > 1 or config.place_of_ranks == "process"
-        return config, MultiRankExecutor(config, on_loss) if several else InProcessExecutor(config)
+        if config.layout.world == 1 and config.place_of_ranks == "thread":
+            return config, InProcessExecutor(config)
+        require_ranks(config)
+        return config, MultiRankExecutor(config, on_loss)
     host = Rendezvous.of(config)
     problem, device = host.problem, ""
     try:
@@ -155,7 +158,6 @@ class MultiRankExecutor:
         stack.callback(self.close)
         config = sendable(self._config)
         if self._host is None:
-            require_devices(self._config)
             name = bind = LOOPBACK
             for rank in range(self._layout.world):
                 if rank > 0 or config.executor == "process":

@@ -28,6 +28,7 @@ from dsv4lite.config import (
 from dsv4lite.device import (
     choose_device,
     give_back_unused,
+    host_memory,
     installed_version,
     open_matrix_library,
     require_private,
@@ -38,13 +39,14 @@ from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.resident import Resident
 from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.step_graphs import StepGraphs, graph_widths
-from dsv4lite.errors import CheckpointError, ConfigError, InvalidRequestError, UnsupportedError
+from dsv4lite.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError, UnsupportedError
 from dsv4lite.files import open_regular
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.models.family import Family, Model
+from dsv4lite.models.shard import check_layout
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.rendezvous import differences
-from dsv4lite.planning.memory import MemoryPlan, captured_prompts, choose_drafting, choose_numerics, make_plan, merge_plans
+from dsv4lite.planning.memory import MemoryPlan, captured_prompts, choose_drafting, choose_numerics, in_gib, make_plan, merge_plans
 from dsv4lite.planning.workspace import SMALL_BLOCKS, prompt_pool_bytes
 from dsv4lite.request import SamplingParams, check_token_ids
 from dsv4lite.sampling.sampler import Sampler
@@ -59,6 +61,7 @@ from dsv4lite.weights.source import ModelSource
 # Settings that may differ between ranks.
 _OWN_TO_A_RANK = "family quant_formats model tokenizer device device_mesh process_group executor progress compile_cache_dir".split()
 _SAMPLE_BYTES = 4096
+_PROCESS_BYTES = 128 << 20  # of memory that a rank shares with no other: the interpreter with PyTorch takes more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,14 +231,29 @@ def _default_params(source: ModelSource) -> SamplingParams:
     return params
 
 
-def require_devices(config: EngineConfig) -> None:
-    """Raise ``ConfigError`` unless there is a device for every rank that this process starts. Opens none of them."""
-    count, layout = torch.cuda.device_count(), config.layout
+def require_ranks(config: EngineConfig) -> None:
+    """Check that the ranks which this process would start can exist, from the model's config and without opening a device.
+
+    Raises:
+        ConfigError: They cannot share the model, or there is no device for each.
+        CapacityError: This machine has no memory for so many processes.
+    """
+    layout = config.layout
+    if layout.world > 1:
+        source = ModelSource.open(replace(config, load_format="dummy"))
+        check_layout(source.model, source.family.tensors, layout)
+    count = torch.cuda.device_count()
     on_cpu = config.device == "cpu" or (config.device == "auto" and count == 0)
     if not on_cpu and layout.world > max(1, count):
         raise ConfigError(
             f"{layout} has {layout.world} ranks, one on each GPU, but this machine has {count} CUDA devices; "
             "use fewer ranks, or device='cpu'"
+        )
+    needed, free = layout.world * _PROCESS_BYTES, host_memory()
+    if on_cpu and needed > free:
+        raise CapacityError(
+            f"{layout} has {layout.world} ranks, each a process of its own: without the model they take {in_gib(needed)}, "
+            f"but this machine has {in_gib(free)} free; use fewer ranks"
         )
 
 

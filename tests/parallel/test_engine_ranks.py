@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from dsv4lite.config import EngineConfig
 from dsv4lite.engine import rank as rank_module
 from dsv4lite.engine.executor import MultiRankExecutor
 from dsv4lite.engine.rank import Probe, common_plan
-from dsv4lite.errors import ConfigError, EngineDeadError, UnsupportedError
+from dsv4lite.errors import CapacityError, ConfigError, EngineDeadError, UnsupportedError
 from dsv4lite.llm import LLM
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
@@ -225,9 +226,30 @@ def test_rank_that_cannot_start_raises_what_is_wrong_with_it(model: Path, tmp_pa
     assert held() <= before
 
 
+@pytest.mark.parametrize(
+    ("sizes", "error", "named"),
+    [
+        ({"tensor": 1000}, ConfigError, "cannot be shared equally by tp=1000 ranks"),
+        ({"expert": 1000}, ConfigError, "cannot be shared equally by ep=1000 ranks"),
+        ({"pipeline": 1000}, ConfigError, "pp=1000 stages for"),
+        ({"tensor": 2, "data": 500, "expert": 1000}, ConfigError, "cannot be shared equally by ep=1000 ranks"),
+        ({"data": 2, "expert": 4}, ConfigError, "raise dp to 4"),
+        ({"data": 2**31 - 1}, CapacityError, "use fewer ranks"),
+    ],
+)
+def test_impossible_layout_is_refused_before_a_rank_is_started(
+    model: Path, sizes: dict[str, int], error: type[Exception], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tp=1000 started hundreds of processes before rank 0 said that the model cannot be shared so; dp had no limit at all."""
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(error, match=named):
+        with LLM(str(model), **MODEST, **{f"{axis}_parallel_size": size for axis, size in sizes.items()}) as llm:
+            raise AssertionError(llm)
+
+
 def test_layout_without_devices_is_refused(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tp=2 .* has 2 ranks, one on each GPU, but this machine has \d+ CUDA devices"):
-        with LLM(str(model), tensor_parallel_size=torch.cuda.device_count() + 2, device="cuda") as llm:
+    with pytest.raises(ConfigError, match=r"has \d+ ranks, one on each GPU, but this machine has \d+ CUDA devices"):
+        with LLM(str(model), data_parallel_size=torch.cuda.device_count() + 2, device="cuda") as llm:
             raise AssertionError(llm)
 
 
