@@ -845,23 +845,27 @@ def check_request(
     max_model_len: int,
     max_logprobs: int,
     max_completions: int,
-    generate: bool = True,
+    completion_from: int | None = None,
 ) -> None:
     """Check a request against the limits of the model and of the engine.
+
+    Args:
+        completion_from: Of a request that only scores: where the ids of the given completion begin.
 
     Raises:
         InvalidRequestError: For an empty prompt, an id that the vocabulary does not have, or more than the engine's settings allow.
         ContextLengthError: When the prompt leaves no room for a single token, or ``max_tokens`` does not fit.
     """
-    length = len(prompt_token_ids)
+    length, generate = len(prompt_token_ids), completion_from is None
     if length == 0:
         raise InvalidRequestError("the prompt is empty; give at least one token", parameter="prompt", value=prompt_token_ids)
     # Prompts are long and mostly right: only others are looked at one id after the other.
     if set(map(type, prompt_token_ids)) != {int} or min(prompt_token_ids) < 0 or max(prompt_token_ids) >= vocab_size:
-        for t in prompt_token_ids:
+        for i, t in enumerate(prompt_token_ids):
             if not is_integer(t) or not 0 <= t < vocab_size:
-                message = f"prompt token id {shown(t)} is outside the vocabulary [0, {vocab_size})"
-                raise InvalidRequestError(message, parameter="prompt", value=t)
+                name = "prompt" if completion_from is None or i < completion_from else "completion"
+                message = f"{name} token id {shown(t)} is outside the vocabulary [0, {vocab_size})"
+                raise InvalidRequestError(message, parameter=name, value=t)
     if length >= max_model_len + (not generate):  # the last token of a scored completion is not run
         message = f"prompt and completion have {length} tokens, more than max_model_len={max_model_len}; score a shorter one"
         if generate:

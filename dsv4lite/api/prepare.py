@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from dsv4lite.api.collect import ParserFactory
-from dsv4lite.checks import is_number, is_unicode, require
+from dsv4lite.checks import is_integer, is_number, is_unicode, require
 from dsv4lite.errors import InvalidRequestError, UnsupportedError, near_match, shown
 from dsv4lite.request import Prompt, Replay, Request, Row, SamplingParams, check_request
 from dsv4lite.text.forms import ChatForm
@@ -214,8 +214,10 @@ def score_job(
         UnsupportedError: ``params`` have a setting that a given completion cannot be scored with.
     """
     given = _params(info, params)
-    good = isinstance(top_logprobs, int) and top_logprobs >= 0
-    require(good, "top_logprobs", top_logprobs, "must be an integer of at least 0")
+    limit = min(info.max_logprobs, info.vocab_size)
+    good = is_integer(top_logprobs) and 0 <= top_logprobs <= limit
+    rule = f"must be an integer from 0 to {limit}: the engine's max_logprobs, or the size of the vocabulary"
+    require(good, "top_logprobs", top_logprobs, rule)
     require(replay is None or isinstance(replay, Replay), "replay", replay, "must be a Replay or None")
     kept = replay is not None and replay.kept_ids is not None
     top = max(top_logprobs, given.logprobs or 0)
@@ -344,7 +346,7 @@ def _request(
         max_model_len=info.max_model_len,
         max_logprobs=info.max_logprobs,
         max_completions=info.max_completions,
-        generate=generate,
+        completion_from=None if generate else score_from,
     )
     think, end_think = info.tokenizer.token_id(THINK), info.tokenizer.token_id(END_THINK)
     return Request(

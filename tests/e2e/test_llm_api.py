@@ -862,9 +862,13 @@ async def test_score_returns_the_completions_logprobs(lab: Lab) -> None:
             assert logprobs.token_ids.shape == (len(completion), 2)
         request = lab.engine.submitted[0]
         assert request.generate is False and request.score_from == len(lab.tokenizer.encode("The prompt."))
-        for wrong in (("", "a"), ("a", ""), (5, "a"), ("a", [5000])):
-            with pytest.raises(InvalidRequestError):
+        for wrong, name in ((("", "a"), "prompt"), ((5, "a"), "prompt"), (([5000], "a"), "prompt"), (("a", ""), "completion")):
+            with pytest.raises(InvalidRequestError, match=name) as refused:
                 await llm.score(*wrong)  # type: ignore[arg-type]
+            assert refused.value.parameter == name
+        with pytest.raises(InvalidRequestError, match="completion token id 5000 is outside") as refused:
+            await llm.score("a", [5, 5000])
+        assert refused.value.parameter == "completion"
         assert len(await llm.score([5], [6] * 199_999)) == 199_999  # exactly max_model_len together
         with pytest.raises(ContextLengthError, match="have 200001 tokens, more than max_model_len=200000") as error:
             await llm.score([5], [6] * 200_000)

@@ -150,9 +150,10 @@ def test_unsupported_scores_are_refused(llm: LLM) -> None:
     grammar = SamplingParams(structured_outputs={"regex": "a"}, logprobs_mode="processed")
     with pytest.raises(UnsupportedError, match=r"structured_outputs.*raw"):
         llm.score(PROMPT, OTHER, grammar)
-    for wrong in (-1, 65, 10**400, "3"):
-        with pytest.raises(InvalidRequestError, match="logprobs"):
+    for wrong in (-1, 65, 10**400, "3", True):
+        with pytest.raises(InvalidRequestError, match=r"^top_logprobs=") as caught:
             llm.score(PROMPT, OTHER, top_logprobs=wrong)  # type: ignore[arg-type]
+        assert caught.value.parameter == "top_logprobs"
     with pytest.raises(InvalidRequestError, match=r"params=.* must be SamplingParams"):
         llm.score(PROMPT, OTHER, {"temperature": 1})  # type: ignore[arg-type]
 
