@@ -39,7 +39,7 @@ from dsv4lite.api.streams import AsyncCompletions, AsyncStream
 from dsv4lite.api.update import AsyncWeightUpdate
 from dsv4lite.checks import require
 from dsv4lite.config import EngineSettings
-from dsv4lite.errors import ConfigError, RequestFailedError
+from dsv4lite.errors import ConfigError, RequestFailedError, shown
 from dsv4lite.request import MEMORY_TAGS, Logprobs, MemoryTag, Phase, Prompt, Replay, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -381,7 +381,7 @@ class AsyncLLM(BaseLLM):
         Returns:
             One for each pair, in order.
         """
-        job = pair_job(top_logprobs, replays)
+        job = pair_job(top_logprobs, replays, pairs)
         async with self._completions("score_batch", pairs, params, job) as outputs:
             found = {output.index: _scores(output) async for output in outputs}
         return [found[index] for index in sorted(found)]
@@ -532,9 +532,9 @@ class AsyncLLM(BaseLLM):
             ConfigError: There is no such folder, or it cannot be written to.
         """
         self._check("dump_step")
-        file = Path(path).absolute()
-        if not file.parent.is_dir() or file.is_dir() or not os.access(file.parent, os.W_OK):
-            raise ConfigError(f"path={str(path)!r} must be a file in a folder that exists and can be written to")
+        file = Path(path).absolute() if isinstance(path, (str, os.PathLike)) else None
+        if file is None or not file.parent.is_dir() or file.is_dir() or not os.access(file.parent, os.W_OK):
+            raise ConfigError(f"path={shown(path)} must be a file in a folder that exists and can be written to")
         await self._bridge.wait(self._session.engine("dump_step").dump_step(file))
 
     # ---- inside ----

@@ -104,7 +104,11 @@ class BaseLLM:
 
         Its caller gets the output so far, with ``finish_reason="abort"``. Allowed in every state and from every thread; an id that
         is not open is ignored.
+
+        Raises:
+            InvalidRequestError: ``request_id`` is neither a string nor ``None``.
         """
+        require(request_id is None or isinstance(request_id, str), "request_id", request_id, "must be a string or None")
         self._session.abort(request_id)
 
     # ---- inside ----

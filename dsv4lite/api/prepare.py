@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
@@ -32,6 +32,7 @@ _HINTS = {
     **dict.fromkeys(("prompt", "text"), "give the text itself, not in a mapping"),
     **dict.fromkeys(("messages", "role", "content"), "chat and chat_stream take messages"),
 }
+_BYTES = (bytes, bytearray, memoryview)
 LONG_PROMPT = 50_000
 """Characters or token ids; a longer prompt is encoded and checked in a worker thread."""
 
@@ -63,7 +64,7 @@ class Options:
             require(good, name, value, "must be a non-empty string without lone surrogates, or None")
         good = self.deadline is None or (is_number(self.deadline) and self.deadline > 0)
         require(good, "deadline", self.deadline, "must be a finite number of seconds from now, above 0, or None")
-        good = isinstance(self.priority, int) and -(2**63) <= self.priority < 2**63
+        good = is_integer(self.priority) and -(2**63) <= self.priority < 2**63
         require(good, "priority", self.priority, "must be an integer from -2**63 to 2**63 - 1")
 
 
@@ -266,11 +267,14 @@ def row_job(options: Options) -> RowJob:
     return job
 
 
-def pair_job(top_logprobs: int, replays: Sequence[Replay | None] | None) -> RowJob:
+def pair_job(top_logprobs: int, replays: Sequence[Replay | None] | None, pairs: object) -> RowJob:
     """Score the pairs of a batch, each with its replay."""
     good = replays is None or (isinstance(replays, Sequence) and not isinstance(replays, str))
     require(good, "replays", replays, "must be a sequence with one Replay, or None, for each pair")
     given = None if replays is None else tuple(replays)
+    if given is not None and isinstance(pairs, Sized):
+        good = len(pairs) == len(given)
+        require(good, "replays", given, f"has {len(given)} entries for {len(pairs)} pairs; give one for each, which may be None")
 
     def job(info: EngineInfo, pair: Any, params: SamplingParams | None, index: int) -> Job:
         good = isinstance(pair, Sequence) and not isinstance(pair, (str, bytes)) and len(pair) == 2
@@ -283,12 +287,20 @@ def pair_job(top_logprobs: int, replays: Sequence[Replay | None] | None) -> RowJ
 
 
 def _copied(prompt: object) -> object:
-    """Return a copy of a prompt, which may be encoded later in another thread."""
+    """Return a copy of a prompt, which may be encoded later in another thread; token ids are then in a list or a tuple.
+
+    What has no order or can be read only once is no sequence of token ids, and stays as it is.
+    """
     if isinstance(prompt, Mapping):
         return {key: value if isinstance(value, Mapping) else _copied(value) for key, value in prompt.items()}
-    if isinstance(prompt, (str, bytes, bytearray)) or not isinstance(prompt, Iterable):
+    if isinstance(prompt, list):
+        return list(prompt)
+    if isinstance(prompt, (str, *_BYTES, Set)) or not (isinstance(prompt, Sized) and isinstance(prompt, Iterable)):
         return prompt
-    return list(prompt) if isinstance(prompt, list) else tuple(prompt)
+    try:
+        return tuple(prompt)
+    except TypeError:  # a tensor without dimensions
+        return prompt
 
 
 def check_params(params: object) -> None:
@@ -312,19 +324,21 @@ def _encode(tokenizer: Tokenizer, prompt: object, name: str, *, add_bos: bool) -
                 hint = near_match(key, ["prompt_token_ids"]) if hint is None else f"; {hint}"
                 raise InvalidRequestError(f"the {name} has the unknown key {shown(key)}{hint}", parameter=name, value=key)
         prompt = prompt.get("prompt_token_ids")
-    if isinstance(prompt, (bytes, bytearray)):
+    if isinstance(prompt, _BYTES):
         raise InvalidRequestError(f"the {name} is bytes; decode it to a str first", parameter=name, value=prompt)
-    try:
-        return tuple(map(operator.index, prompt))  # type: ignore[call-overload]  # its type is checked here
-    except TypeError as error:
-        found = type(prompt).__name__
-        if isinstance(prompt, Sequence):
+    found = type(prompt).__name__
+    if isinstance(prompt, (list, tuple)):
+        if bool in set(map(type, prompt)):
+            return tuple(prompt)  # as they are: ``check_request`` refuses them, and 1 is not True
+        try:
+            return tuple(map(operator.index, prompt))
+        except TypeError:
             strange = next((part for part in prompt if not isinstance(part, SupportsIndex)), prompt[0])
             messages = isinstance(strange, Mapping) and "role" in strange
             found += f" with {shown(strange)} in it; "
             found += "chat and chat_stream take messages" if messages else "generate_batch takes several prompts"
-        rule = "must be a str, token ids, or {'prompt_token_ids': [...]}"
-        raise InvalidRequestError(f"the {name} {rule}, not {found}", parameter=name, value=prompt) from error
+    rule = "must be a str, token ids, or {'prompt_token_ids': [...]}"
+    raise InvalidRequestError(f"the {name} {rule}, not {found}", parameter=name, value=prompt)
 
 
 def _request(
@@ -368,5 +382,5 @@ def _request(
 def _size(prompt: object) -> int:
     """Return the number of characters or tokens; 0 for a value that is no prompt and will be refused."""
     if isinstance(prompt, Mapping):
-        return max((len(value) for value in prompt.values() if isinstance(value, Sized)), default=0)
-    return len(prompt) if isinstance(prompt, Sized) else 0
+        return max(map(_size, (value for value in prompt.values() if not isinstance(value, Mapping))), default=0)
+    return len(prompt) if isinstance(prompt, (str, list, tuple)) else 0

@@ -160,8 +160,9 @@ async def test_generate_refuses_what_is_no_prompt(lab: Lab) -> None:
     several = "not list with 'a' in it; generate_batch takes several prompts"
     wrong: tuple[tuple[Any, str], ...] = (
         *((empty, "the prompt is empty") for empty in ("", [])),
-        *((other, "must be a str, token ids") for other in (7, None, [1.5])),
-        *((b"bytes", "decode it to a str"), (["a", "b"], several)),
+        *((other, "must be a str, token ids") for other in (7, None, [1.5], {1, 2}, iter([1]), torch.tensor(1))),
+        *((b"bytes", "decode it to a str"), (memoryview(b"bytes"), "decode it to a str"), (["a", "b"], several)),
+        *(([True], "token id True is outside"), ({"prompt_token_ids": torch.tensor(1)}, "not Tensor")),
         *(([4096], r"4096 is outside the vocabulary \[0, 4096\)"), ([-1], "-1 is outside the vocabulary")),
         *(({"prompt_ids": [1]}, "prompt_token_ids"), ({"prompt_token_ids": None}, "prompt"), (cycle, "not dict")),
     )
@@ -186,6 +187,7 @@ async def test_generate_refuses_wrong_parameters(lab: Lab) -> None:
             {"deadline": -0.5},
             {"deadline": 10**5000},
             {"priority": 1.5},
+            {"priority": True},
             {"cache_salt": 5},
         ):
             with pytest.raises(InvalidRequestError) as error:
@@ -399,6 +401,9 @@ async def test_abort_gives_the_waiting_caller_the_partial_output(lab: Lab) -> No
         lab.engine.step(3)
         await until(lambda: lab.engine.steps == 3)
         llm.abort("unknown")
+        for wrong in (5, []):
+            with pytest.raises(InvalidRequestError, match="request_id"):
+                llm.abort(wrong)  # type: ignore[arg-type]
         llm.abort("a")
         llm.abort("a")
         await until(lambda: len(results) == 1)

@@ -167,6 +167,9 @@ def test_batch_takes_parameters_for_each_pair(llm: LLM) -> None:
     assert llm.score_batch([]) == []
     with pytest.raises(InvalidRequestError, match="2 entries for 3"):
         llm.score_batch(pairs, each[:2])
+    for replays in ([None] * 2, [None] * 4):
+        with pytest.raises(InvalidRequestError, match="entries for 3 pairs"):
+            llm.score_batch(pairs, replays=replays)
     for wrong in ([(PROMPT,)], ["ab"], [PROMPT], [5]):
         with pytest.raises(InvalidRequestError, match=r"row 0 must be|must be a str"):
             llm.score_batch(wrong)  # type: ignore[arg-type]
