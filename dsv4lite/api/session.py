@@ -371,6 +371,15 @@ class Session:
         message = f"the stream of request {ticket.request_id!r} was dropped in its block, and ends; leave the block instead"
         warnings.warn(message, ResourceWarning, stacklevel=2)
 
+    def drop_update(self, update: Update, version: int) -> None:
+        """Roll an open update back that was garbage-collected; for a finalizer, like ``drop``."""
+        if self._update is not update or update.ended or self._phase is not Phase.READY or self.forked:
+            return
+        assert self._bridge is not None
+        self._bridge.post(partial(self.roll_back, update))
+        message = f"the update of the weights to version={version!r} was dropped in its block, and is rolled back; leave the block"
+        warnings.warn(f"{message} instead", ResourceWarning, stacklevel=2)
+
     # ---- requests ----
 
     def submit(self, job: Job, request: Request, wake: Callback | None) -> Ticket:

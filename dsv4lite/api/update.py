@@ -81,6 +81,9 @@ class AsyncWeightUpdate:
             reason = "has failed" if self._failure else "was cancelled or has not ended"
             raise WeightUpdateError(f"the update was rolled back, because a load {reason}") from self._failure
 
+    def __del__(self) -> None:
+        self._session.drop_update(self._update, self._version)
+
     async def _stop_requests(self) -> None:
         """Pause the engine until the update has ended."""
         mode = "keep" if self._update.mode == "recompute" else self._update.mode

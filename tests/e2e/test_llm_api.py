@@ -1445,8 +1445,9 @@ ALWAYS: dict[str, Callable[[AsyncLLM], Any]] = {
 }
 
 
-async def in_phase(lab: Lab, phase: Phase, proceed: threading.Event, group: anyio.abc.TaskGroup) -> AsyncLLM:
-    lab.held = True
+async def in_phase(lab: Lab, phase: Phase, proceed: threading.Event, group: anyio.abc.TaskGroup) -> tuple[AsyncLLM, object]:
+    """Return an engine in a state, and what is to be kept as long as it shall be in it."""
+    lab.held, update = True, None
     if phase is Phase.STARTING:
         lab.prepare = lambda engine: setattr(engine, "starting", lambda: proceed.wait(10))
     llm = AsyncLLM("m")
@@ -1458,7 +1459,7 @@ async def in_phase(lab: Lab, phase: Phase, proceed: threading.Event, group: anyi
     if phase is Phase.PAUSED:
         await llm.pause()
     elif phase is Phase.UPDATING:
-        await llm.update_weights(1).__aenter__()
+        update = await llm.update_weights(1).__aenter__()
     elif phase is Phase.ASLEEP:
         await llm.sleep(1)
     elif phase is Phase.WEIGHTS_INVALID:
@@ -1470,7 +1471,7 @@ async def in_phase(lab: Lab, phase: Phase, proceed: threading.Event, group: anyi
     elif phase is Phase.CLOSED:
         await llm.aclose()
     assert llm.state is phase
-    return llm
+    return llm, update
 
 
 @pytest.mark.parametrize("phase", Phase, ids=str)
@@ -1491,7 +1492,7 @@ def test_state_allows_or_refuses_every_call(backend: str, lab: Lab, phase: Phase
     async def call(methods: list[str], allowed: bool) -> None:
         proceed = threading.Event()
         async with anyio.create_task_group() as group:
-            llm = await in_phase(lab, phase, proceed, group)
+            llm, update = await in_phase(lab, phase, proceed, group)
             for method in methods:
                 outcome = await outcome_of(llm, method)
                 if allowed:
@@ -1505,6 +1506,7 @@ def test_state_allows_or_refuses_every_call(backend: str, lab: Lab, phase: Phase
             assert allowed or llm.state is phase
             proceed.set()
         await llm.aclose()
+        del update
 
     async def main() -> None:
         with anyio.fail_after(30):

@@ -7,6 +7,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -587,6 +588,27 @@ def test_update_that_is_left_while_a_load_goes_on_rolls_back(llm: LLM, models: t
     other.join(60)
     assert "this update has ended" in str(refused) and (llm.state, llm.weight_version) == (Phase.READY, 0)
     assert same(ask(llm), fresh[0][0])
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_update_that_is_dropped_in_its_block_rolls_back_with_a_warning(
+    llm: LLM, models: tuple[Path, Path], fresh: Any, staged: bool
+) -> None:
+    """The engine once stayed in the state ``updating``, which refuses all further updates."""
+    update = llm.update_weights(5, staged=staged)
+    update.__enter__()
+    update.load(NamedTensors(dict(list(read(models[1]).items())[:2])))
+    with pytest.warns(ResourceWarning, match="version=5 was dropped in its block"):
+        del update
+        gc.collect()
+    posted: Future[None] = Future()  # after the end of the update
+    llm._bridge.post(lambda: posted.set_result(None))
+    posted.result(60)
+    assert llm.state is (Phase.READY if staged else Phase.WEIGHTS_INVALID)
+    load(llm, 6, DiskSource(str(models[1])))
+    assert same(ask(llm), fresh[1][0]) and llm.weight_checksums() == fresh[1][1]
+    gone = llm.update_weights(7)  # was never entered
+    del gone
 
 
 def test_pause_before_or_during_an_update_outlasts_it(llm: LLM, models: tuple[Path, Path], fresh: Any) -> None:
