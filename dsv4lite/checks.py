@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -68,6 +69,20 @@ def one_of(*options: str) -> Rule:
 def boolean(value: object) -> str:
     """``True`` or ``False``."""
     return "" if isinstance(value, bool) else "must be True or False"
+
+
+def file_name(value: object) -> str:
+    """A string or a path that a file system can have; what else it must be is not looked at."""
+    name = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(name, str):
+        return "must be a string or a path"
+    if "\0" in name:
+        return "contains a NUL character"
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return "contains a character that no file name can have"
+    return ""
 
 
 def require(ok: bool, parameter: str, value: object, problem: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, Union, runtime_checkable
 
-from dsv4lite.checks import Rule, boolean, integer, number, one_of
+from dsv4lite.checks import Rule, boolean, file_name, integer, number, one_of
 from dsv4lite.errors import ConfigError, UnsupportedError, near_match, shown
 from dsv4lite.layout import Layout
 from dsv4lite.paging import PAGE_TOKENS
@@ -212,7 +212,7 @@ def _text(rule: str, *kinds: type) -> Rule:
     def problem(value: object) -> str:
         if not isinstance(value, kinds):
             return rule
-        return "contains a NUL character" if "\0" in str(value) else ""
+        return "" if value is None else file_name(value)
 
     return problem
 
@@ -386,7 +386,7 @@ class EngineConfig:
         for name, rule in _RULES.items():
             if problem := rule(getattr(self, name)):
                 raise ConfigError(f"{name}={shown(getattr(self, name))} {problem}")
-        object.__setattr__(self, "model", str(self.model))
+        object.__setattr__(self, "model", os.fspath(self.model))
         object.__setattr__(self, "hf_overrides", copy.deepcopy(dict(self.hf_overrides)))
         layout, given = self.layout, [name for name in ("device_mesh", "process_group") if getattr(self, name) is not None]
         if self.redundant_experts is not None and layout.ep == 1:

@@ -37,7 +37,7 @@ from dsv4lite.api.prepare import (
 from dsv4lite.api.session import NOT_UPDATING, STARTED, PauseMode, Update, UpdateMode
 from dsv4lite.api.streams import AsyncCompletions, AsyncStream
 from dsv4lite.api.update import AsyncWeightUpdate
-from dsv4lite.checks import require
+from dsv4lite.checks import file_name, require
 from dsv4lite.config import EngineSettings
 from dsv4lite.errors import ConfigError, RequestFailedError, shown
 from dsv4lite.request import MEMORY_TAGS, Logprobs, MemoryTag, Phase, Prompt, Replay, RequestOutput, SamplingParams
@@ -532,7 +532,7 @@ class AsyncLLM(BaseLLM):
             ConfigError: There is no such folder, or it cannot be written to.
         """
         self._check("dump_step")
-        file = Path(path).absolute() if isinstance(path, (str, os.PathLike)) else None
+        file = None if file_name(path) else Path(path).absolute()
         if file is None or not file.parent.is_dir() or file.is_dir() or not os.access(file.parent, os.W_OK):
             raise ConfigError(f"path={shown(path)} must be a file in a folder that exists and can be written to")
         await self._bridge.wait(self._session.engine("dump_step").dump_step(file))

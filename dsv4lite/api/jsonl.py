@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
 
 from dsv4lite.api.prepare import Job, Options, chat_job, check_params, completion_job
-from dsv4lite.checks import is_unicode, require
+from dsv4lite.checks import file_name, is_unicode, require
 from dsv4lite.errors import ConfigError, InvalidRequestError, shown
 from dsv4lite.request import RequestOutput, SamplingParams, openai_settings
 
@@ -92,12 +92,15 @@ class RowFiles:
 
     Raises:
         InvalidRequestError: ``params`` are of another kind.
-        ConfigError: ``target`` holds something else than outputs of these requests.
+        ConfigError: One of the two is no path, or ``target`` holds something else than outputs of these requests.
         OSError: A file cannot be read or written.
     """
 
     def __init__(self, source: str | os.PathLike[str], target: str | os.PathLike[str], params: SamplingParams | None) -> None:
         check_params(params)
+        for name, path in (("source", source), ("target", target)):
+            if problem := file_name(path):
+                raise ConfigError(f"{name}={shown(path)} {problem}")
         self._source, self._target, self._params = Path(source), Path(target), params
         if self._target.exists() and self._source.samefile(self._target):
             raise ConfigError(f"source and target are the same file, {self._source}")

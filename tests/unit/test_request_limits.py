@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,12 +217,21 @@ def test_sizes_of_the_engine_have_limits(name: str, value: object) -> None:
         {"progress": HUGE},
         {"model": HUGE},
         {"tokenizer": "a\0b"},
+        {"trace_path": SURROGATE},
+        {"dump_dir": SURROGATE},
     ],
     ids=lambda settings: next(iter(settings)),
 )
 def test_settings_that_cannot_be_are_config_errors(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"^{next(iter(settings))}="):
         EngineConfig(**{"model": "m", **settings})
+
+
+def test_folder_may_be_any_kind_of_path(tmp_path: Path) -> None:
+    """The text of an entry of ``os.scandir`` is not its path."""
+    (tmp_path / "model").mkdir()
+    (entry,) = os.scandir(tmp_path)
+    assert EngineConfig(model=entry).model == str(tmp_path / "model")  # type: ignore[arg-type]
 
 
 def test_engine_config_keeps_a_copy_of_what_it_was_given() -> None:
