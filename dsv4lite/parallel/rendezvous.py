@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dsv4lite.config import EngineConfig
-from dsv4lite.errors import ConfigError, DSV4LiteError, EngineDeadError
+from dsv4lite.errors import ConfigError, DSV4LiteError, EngineDeadError, shown
 from dsv4lite.layout import AXES
 from dsv4lite.parallel.channel import Channel, Closed, portable
 from dsv4lite.parallel.mesh import LOOPBACK
@@ -53,9 +53,13 @@ class Rendezvous:
         """Find out which rank this is.
 
         Raises:
-            ConfigError: There are no groups, so that the other ranks cannot get the error.
+            ConfigError: There are no groups, or what is given is none, so that the other ranks cannot get the error.
         """
         if config.device_mesh is not None:
+            from torch.distributed.device_mesh import DeviceMesh  # slow to import
+
+            if not isinstance(config.device_mesh, DeviceMesh):
+                raise ConfigError(f"device_mesh={shown(config.device_mesh)} must be a torch.distributed.device_mesh.DeviceMesh")
             groups = tuple(config.device_mesh.get_all_groups())
             try:
                 config, rank = _read_mesh(config, config.device_mesh)
@@ -68,7 +72,10 @@ class Rendezvous:
                 "or give device_mesh or process_group"
             )
         group = config.process_group or dist.group.WORLD
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        try:
+            rank, size = dist.get_rank(group), dist.get_world_size(group)
+        except ValueError as error:  # none, or one that was destroyed
+            raise ConfigError(f"process_group={shown(config.process_group)} must be a ProcessGroup: {error}") from error
         if rank < 0:
             raise ConfigError("this process is not in process_group; only its members make the engine")
         problem: DSV4LiteError | None = None

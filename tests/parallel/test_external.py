@@ -301,6 +301,18 @@ def test_rank_that_loses_its_leader_raises(ranks: Ranks, model: Path) -> None:
         on_host(ranks, model, leave, {**MODEST, "pipeline_parallel_size": 2}, 2)
 
 
+def name_no_groups(model: Path, settings: Job, rank: int) -> list[tuple[str, str]]:
+    settings.pop("executor")
+    return [refused(model, {**settings, name: 5}, rank) for name in ("device_mesh", "process_group")]
+
+
+def test_what_is_no_group_is_refused(ranks: Ranks, model: Path) -> None:
+    """It was ``EngineDeadError`` with an ``AttributeError`` or a ``ValueError`` of torch."""
+    for mesh, group in on_host(ranks, model, name_no_groups, dict(MODEST), 2):
+        assert mesh == ("ConfigError", "device_mesh=5 must be a torch.distributed.device_mesh.DeviceMesh")
+        assert group[0] == "ConfigError" and group[1].startswith("process_group=5 must be a ProcessGroup")
+
+
 def test_external_ranks_without_a_group_are_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="init_process_group"), LLM(str(model), **MODEST, executor="external"):
         raise AssertionError
