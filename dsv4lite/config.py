@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import pickletools
@@ -244,6 +245,17 @@ def _methods(value: object) -> str:
     return "" if named else "must map names of quant_method to functions of a quantization_config"
 
 
+def _overrides(value: object) -> str:
+    """Rule of ``hf_overrides``: other values could not be copied, nor sent to ranks, and no model's config has them."""
+    if not isinstance(value, Mapping):
+        return "must be a mapping"
+    try:
+        json.dumps(dict(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"must be a mapping of what JSON can say: {error}"
+    return ""
+
+
 _SECONDS = number(lambda value: 0 < value <= threading.TIMEOUT_MAX, f" of seconds above 0, at most {int(threading.TIMEOUT_MAX)}")
 _RULES: Mapping[str, Rule] = {
     "model": lambda value: _text("must be a folder or a hub id", str, os.PathLike)(value or None),
@@ -257,7 +269,7 @@ _RULES: Mapping[str, Rule] = {
     "load_format": one_of("auto", "dummy"),
     "device": _text("must be a string such as 'auto', 'cpu' or 'cuda:0'", str),
     **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_completions"), integer(1)),
-    "max_model_len": integer(1, optional=True),
+    "max_model_len": integer(2, optional=True),  # a token of a prompt, and one to generate
     "max_logprobs": integer(0),
     "gpu_memory_utilization": number(lambda value: 0 < value <= 1, " in (0, 1]"),
     "kv_cache_memory_bytes": integer(1, 2**63 - 1, optional=True),
@@ -268,7 +280,7 @@ _RULES: Mapping[str, Rule] = {
     "progress": lambda value: (
         "" if isinstance(value, bool) or value == "bar" or callable(value) else "must be True, False, 'bar' or a callable"
     ),
-    "hf_overrides": lambda value: "" if isinstance(value, Mapping) else "must be a mapping",
+    "hf_overrides": _overrides,
     **dict.fromkeys((f"{axis}_parallel_size" for axis in ("tensor", "expert", "data", "pipeline")), integer(1)),
     "data_parallel_placement": one_of("prefix", "round_robin"),
     "quant_formats": _methods,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from dsv4lite.request import SamplingParams, check_request
 
 HUGE = 10**5000
 """Has more digits than Python prints."""
+CYCLE: dict[str, Any] = {}
+CYCLE["itself"] = CYCLE
 SURROGATE = "a\ud800b"
 INT32 = 2**31
 
@@ -217,6 +220,10 @@ def test_sizes_of_the_engine_have_limits(name: str, value: object) -> None:
         {"progress": HUGE},
         {"model": HUGE},
         {"tokenizer": "a\0b"},
+        {"max_model_len": 1},
+        {"hf_overrides": {"x": int}},
+        {"hf_overrides": {"x": threading.Lock()}},
+        {"hf_overrides": CYCLE},
         {"trace_path": SURROGATE},
         {"dump_dir": SURROGATE},
     ],
