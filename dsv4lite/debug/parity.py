@@ -17,7 +17,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from dsv4lite.checks import require
+from dsv4lite.checks import integer, require
 from dsv4lite.config import EngineSettings
 from dsv4lite.device import own_thread
 from dsv4lite.kernels.hc import whole
@@ -123,10 +123,11 @@ def compare_sides(model: str, *, tokens: int = 300, **settings: Unpack[EngineSet
         **settings: As of ``training.load_model``.
 
     Raises:
-        InvalidRequestError: There are no two tokens to compare.
+        InvalidRequestError: There are no two tokens to compare, or more than the model has positions.
     """
-    require(tokens >= 2, "tokens", tokens, "must be at least 2")
+    require(not (problem := integer(2)(tokens)), "tokens", tokens, problem)
     built = load_model(model, **settings)
+    require(not (problem := integer(2, built.config.max_positions)(tokens)), "tokens", tokens, problem)
     numerics = built.numerics
     token_ids = Random(0).choices(range(built.config.vocab_size), k=tokens)
     with own_thread(numerics.device, deterministic=numerics.deterministic):

@@ -76,8 +76,9 @@ def test_part_that_differs_is_named(model: Path, monkeypatch: pytest.MonkeyPatch
     (part,) = (part for part in report.parts if part.part in off)
     assert 0.5 < part.equal < 0.7 and 0 < part.relative < 0.02  # three fifths are a prompt in chunks
     assert "attention, csa" in str(report)
-    with pytest.raises(InvalidRequestError, match="at least 2"):
-        compare_sides(str(model), tokens=1)
+    for tokens in (1, 10**8):
+        with pytest.raises(InvalidRequestError, match=f"tokens={tokens} must be an integer"):
+            compare_sides(str(model), device="cpu", tokens=tokens)
 
 
 def test_command_prints_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
