@@ -34,7 +34,7 @@ def _bytes(text: str) -> int:
     factor = _UNITS.get(digits[-1:], 1)
     try:
         return int(float(digits if factor == 1 else digits[:-1]) * factor)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 80GiB") from error
 
 
@@ -203,6 +203,8 @@ def _sizes(args: argparse.Namespace) -> EngineSettings:
 def _generate(args: argparse.Namespace) -> int:
     from dsv4lite import LLM, SamplingParams
 
+    if args.prompt == "-" and sys.stdin is None:
+        raise OSError("standard input is closed")
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed, stop=tuple(args.stop)
@@ -346,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # of standard output, whose reader has left; Python would report it once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: the encoding of standard output lacks a character
         print(f"dsv4lite: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

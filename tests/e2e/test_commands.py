@@ -29,6 +29,22 @@ def test_plan_answers_first_and_shows_equal_devices_once(capsys: pytest.CaptureF
     assert len([line for line in rest if "workspace of a step" in line]) == 1
 
 
+def test_sizes_that_are_no_numbers_of_bytes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("inf", "nan", "1e400", "80GiBB"):
+        with pytest.raises(SystemExit):
+            main(["plan", "--memory", text])
+        assert f"{text!r} is not a size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("prompt", "said"), [("-", "standard input is closed"), ("é", "'ascii' codec can't encode")])
+def test_streams_that_cannot_be_used_are_errors_without_a_traceback(prompt: str, said: str) -> None:
+    program = "import sys; sys.stdin = None; sys.stdout.reconfigure(encoding='ascii'); from dsv4lite.__main__ import main; " + (
+        f"sys.exit(main(['generate', {prompt!r}, '--device', 'cpu']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 2 and ended.stderr.startswith("dsv4lite: ") and said in ended.stderr
+
+
 def test_plan_that_does_not_fit_says_why_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--memory", "4MiB"]) == 1
     first = capsys.readouterr().out.splitlines()[0]
