@@ -15,6 +15,8 @@ from dsv4lite.errors import ConfigError
 
 AXES = {"tp": "tensor_parallel_size", "ep": "expert_parallel_size", "dp": "data_parallel_size", "pp": "pipeline_parallel_size"}
 """The axes, and the setting of ``EngineConfig`` that is the size of each."""
+MOST_RANKS = 1 << 16
+"""Lists of ranks, which plans and messages have, stay short enough to be made and read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,7 @@ class Layout:
         pp: Stages, each with consecutive layers.
 
     Raises:
-        ConfigError: A size is not a positive integer, or they do not divide.
+        ConfigError: A size is not a positive integer, they do not divide, or there are too many ranks.
     """
 
     tp: int = 1
@@ -41,6 +43,8 @@ class Layout:
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ConfigError(f"{name}={size!r} must be an integer of at least 1")
+        if self.world > MOST_RANKS:
+            raise ConfigError(f"{self} has {self.world} ranks; at most {MOST_RANKS} are possible")
         plane = self.tp * self.dp
         if plane % self.ep and self.ep % plane:
             raise ConfigError(
@@ -57,6 +61,11 @@ class Layout:
     def world(self) -> int:
         """All ranks."""
         return self.pp * self.stage
+
+    @property
+    def firsts(self) -> range:
+        """The first rank of each stage."""
+        return range(0, self.world, self.stage)
 
     @property
     def copies(self) -> int:

@@ -178,7 +178,7 @@ def layouts_for(config: ModelConfig, tensors: Tensors, devices: int, block: tupl
         ConfigError: There is none.
     """
     found = []
-    sizes = range(1, devices + 1)
+    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
     for pp, tp in ((pp, tp) for pp, tp in product(sizes, sizes) if devices % (pp * tp) == 0):
         stage = devices // pp
         for ep in dict.fromkeys((1, tp, stage)):

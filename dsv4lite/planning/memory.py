@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from dsv4lite.checks import integer, is_number
 from dsv4lite.config import MTP, Drafting, DSpark, EngineConfig, named_drafters
 from dsv4lite.device import CHIPS, Chip, available_memory, choose_device, find_chip, host_memory
-from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError
-from dsv4lite.layout import AXES, Layout
+from dsv4lite.errors import CapacityError, ConfigError, UnsupportedError, shown
+from dsv4lite.layout import AXES, MOST_RANKS, Layout
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.models.family import Family
 from dsv4lite.models.shard import ModelShard, layouts_for
@@ -486,15 +487,17 @@ def plan_memory(
     plan_rank = partial(make_plan, source=source, numerics=numerics, drafting=drafting, total=total, target=target)
     if devices is not None:
         return _best_plan(config, source, numerics, devices, chip, plan_rank)
-    return merge_plans([plan_rank(config, rank=rank) for rank in range(config.layout.world)])
+    return _merged(config.layout, [plan_rank(config, rank=rank) for rank in config.layout.firsts])
 
 
 def _target(config: EngineConfig, chip: Chip | None, memory_bytes: int | None) -> tuple[torch.device, int | None, str]:
     """Return the device to plan for, its bytes where it is not this machine's, and its name.
 
     Raises:
-        ConfigError: A chip and a CPU are named, the device does not exist, or its memory is not known.
+        ConfigError: A chip and a CPU are named, the device does not exist, or its memory is not known, or is no number.
     """
+    if memory_bytes is not None and not (is_number(memory_bytes) and memory_bytes >= 1):
+        raise ConfigError(f"memory_bytes={shown(memory_bytes)} must be at least 1")
     total = memory_bytes if memory_bytes is not None or chip is None else chip.memory_bytes
     if total is None and config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(
@@ -509,8 +512,6 @@ def _target(config: EngineConfig, chip: Chip | None, memory_bytes: int | None) -
         if device.type == "cpu" and config.device == "auto":
             name += " (it has no GPU; to plan for one, name it: gpu='h200' or --gpu h200)"
         return device, total, name
-    if total < 1:
-        raise ConfigError(f"memory_bytes={total} must be at least 1")
     device = torch.device("cuda")
     if chip is None:
         return device, total, f"a GPU with {in_gib(total)}"
@@ -529,20 +530,18 @@ def _best_plan(
     """Return the plan of the best layout of some devices, with all layouts; one of them is replicas that share nothing.
 
     Raises:
-        ConfigError: There are no devices.
+        ConfigError: There are no devices, or too many.
     """
-    if devices < 1:
-        raise ConfigError(f"devices={devices} must be at least 1")
+    if problem := integer(1, MOST_RANKS)(devices):
+        raise ConfigError(f"devices={shown(devices)} {problem}")
     model, tensors, reads = source.model, source.family.tensors, source.family.row_reads(source.model, numerics)
     rates = chip or CHIPS["h200"]  # orders the layouts; the plan has times only for a named chip
     found: list[tuple[float, LayoutPlan, MemoryPlan]] = []
     for layout in layouts_for(model, tensors, devices, None if source.form is None else source.form.block):
         sizes = {setting: getattr(layout, axis) for axis, setting in AXES.items()}
-        # The ranks of a stage hold equally much, and take equally long.
-        firsts = range(0, layout.world, layout.stage)
-        plans = [plan_rank(replace(config, **sizes), rank=rank) for rank in firsts]
-        plan = merge_plans([plan for plan in plans for _ in range(layout.stage)])
-        shards = [ModelShard.of(model, tensors, Mesh.outline(layout, rank)) for rank in firsts]
+        plans = [plan_rank(replace(config, **sizes), rank=rank) for rank in layout.firsts]
+        plan = _merged(layout, plans)
+        shards = [ModelShard.of(model, tensors, Mesh.outline(layout, rank)) for rank in layout.firsts]
         held = [part.per_device[0].weights for part in plans]
         alone, full = (
             [stage_roofline(model, numerics, *one, count, rates, reads) for one in zip(shards, held, strict=True)]
@@ -554,6 +553,11 @@ def _best_plan(
         found.append((full_s / layout.dp, entry, plan))  # more replicas do more in a step
     found.sort(key=lambda each: (not each[1].fits, each[0], -each[1].kv_tokens))
     return replace(found[0][2], layouts=tuple(layout for _, layout, _ in found))
+
+
+def _merged(layout: Layout, plans: Sequence[MemoryPlan]) -> MemoryPlan:
+    """Return the plan of all ranks, given that of the first one of each stage: the others of the stage hold equally much."""
+    return merge_plans([plan for plan in plans for _ in range(layout.stage)])
 
 
 def merge_plans(plans: Sequence[MemoryPlan]) -> MemoryPlan:

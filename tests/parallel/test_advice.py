@@ -131,8 +131,11 @@ def test_what_does_not_fit_is_said_with_what_would_help(folder: str) -> None:
 
 def test_any_number_of_devices_can_be_replicas(folder: str) -> None:
     assert [layout.layout for layout in plan_memory(folder, devices=7, **SETTINGS).layouts] == [Layout(dp=7)]
-    with pytest.raises(ConfigError, match="devices=0 must be at least 1"):
-        plan_memory(folder, devices=0, **SETTINGS)
+    for devices in (0, 1.5, "2", 10**9):
+        with pytest.raises(ConfigError, match=r"^devices=.* must be an integer (of|from)"):
+            plan_memory(folder, devices=devices, **SETTINGS)
+    with pytest.raises(ConfigError, match="dp=1000000 pp=1 has 1000000 ranks; at most 65536 are possible"):
+        plan_memory(folder, **SETTINGS, data_parallel_size=10**6)
 
 
 def test_floor_counts_what_is_read_and_what_travels() -> None:

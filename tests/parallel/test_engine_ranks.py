@@ -234,7 +234,8 @@ def test_rank_that_cannot_start_raises_what_is_wrong_with_it(model: Path, tmp_pa
         ({"pipeline": 1000}, ConfigError, "pp=1000 stages for"),
         ({"tensor": 2, "data": 500, "expert": 1000}, ConfigError, "cannot be shared equally by ep=1000 ranks"),
         ({"data": 2, "expert": 4}, ConfigError, "raise dp to 4"),
-        ({"data": 2**31 - 1}, CapacityError, "use fewer ranks"),
+        ({"data": 60_000}, CapacityError, "use fewer ranks"),
+        ({"data": 2**31 - 1}, ConfigError, "at most 65536 are possible"),
     ],
 )
 def test_impossible_layout_is_refused_before_a_rank_is_started(

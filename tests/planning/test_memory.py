@@ -93,8 +93,10 @@ def test_devices_that_cannot_be_planned_for_are_refused(small: str) -> None:
         plan_memory(small, gpu="h200", device="cpu")
     with pytest.raises(ConfigError, match=r"device='cuda': this machine has no GPU .*gpu='h200'.*memory_bytes"):
         plan_memory(small, device="cuda")
-    with pytest.raises(ConfigError, match="memory_bytes=0 must be at least 1"):
-        plan_memory(small, memory_bytes=0)
+    for wrong in (0, "1", float("nan"), float("inf")):
+        for device in ("auto", "cpu"):
+            with pytest.raises(ConfigError, match=r"memory_bytes=.* must be at least 1"):
+                plan_memory(small, memory_bytes=wrong, device=device)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("no_gpu")
