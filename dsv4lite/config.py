@@ -256,7 +256,7 @@ def _overrides(value: object) -> str:
     return ""
 
 
-_SECONDS = number(lambda value: 0 < value <= threading.TIMEOUT_MAX, f" of seconds above 0, at most {int(threading.TIMEOUT_MAX)}")
+SECONDS = number(lambda value: 0 < value <= threading.TIMEOUT_MAX, f" of seconds above 0, at most {int(threading.TIMEOUT_MAX)}")
 _RULES: Mapping[str, Rule] = {
     "model": lambda value: _text("must be a folder or a hub id", str, os.PathLike)(value or None),
     **dict.fromkeys(
@@ -288,7 +288,7 @@ _RULES: Mapping[str, Rule] = {
     "rebalance_steps": integer(1),
     "dispatcher": _dispatcher,
     "executor": one_of("auto", "thread", "process", "external"),
-    **dict.fromkeys(("start_timeout_s", "step_timeout_s", "rank_timeout_s"), _SECONDS),
+    **dict.fromkeys(("start_timeout_s", "step_timeout_s", "rank_timeout_s"), SECONDS),
 }
 
 

@@ -41,7 +41,7 @@ def load_model(model: str | os.PathLike[str], **settings: Unpack[EngineSettings]
         ConfigError, CheckpointError: The settings are wrong, or the checkpoint.
     """
     given: EngineSettings = {"deterministic": True, **settings}
-    config = EngineConfig(model=os.fspath(model), **given)
+    config = EngineConfig.from_dict({"model": model, **given})
     source = ModelSource.open(config)
     numerics = choose_numerics(config, source, choose_device(config))
     built = source.build(numerics, with_mtp=False, seed=config.seed)

@@ -14,7 +14,7 @@ import anyio
 
 from dsv4lite.api.bridge import Bridge, LoopBridge
 from dsv4lite.api.session import Session, Ticket
-from dsv4lite.checks import require
+from dsv4lite.checks import is_integer, require
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, shown
 from dsv4lite.request import Prompt, RequestOutput, Row
 
@@ -47,7 +47,7 @@ class Batch:
         """
         require(on_error in ("raise", "return"), "on_error", on_error, "must be 'raise' or 'return'")
         limit = 2 * session.config.max_num_seqs if max_in_flight is None else max_in_flight
-        require(isinstance(limit, int) and limit >= 1, "max_in_flight", limit, "must be an integer of at least 1, or None")
+        require(is_integer(limit) and limit >= 1, "max_in_flight", limit, "must be an integer of at least 1, or None")
         self._session = session
         self._bridge = bridge
         self._rows = aiter(rows) if isinstance(rows, AsyncIterable) else iter(rows)

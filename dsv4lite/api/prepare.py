@@ -66,6 +66,7 @@ class Options:
         require(good, "deadline", self.deadline, "must be a finite number of seconds from now, above 0, or None")
         good = is_integer(self.priority) and -(2**63) <= self.priority < 2**63
         require(good, "priority", self.priority, "must be an integer from -2**63 to 2**63 - 1")
+        require(isinstance(self.wait, bool), "wait", self.wait, "must be True or False")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Self
 
 from dsv4lite.api.bridge import Bridge
 from dsv4lite.api.session import Session, Update
-from dsv4lite.checks import is_number, require
+from dsv4lite.checks import require
+from dsv4lite.config import SECONDS
 from dsv4lite.errors import DSV4LiteError, WeightUpdateError
 from dsv4lite.request import WeightSource
 
@@ -45,15 +45,15 @@ class AsyncWeightUpdate:
             deadline: Seconds that it may take; default is the setting ``start_timeout_s``.
 
         Raises:
+            InvalidRequestError: ``deadline`` is no number of seconds above 0. The update stays as it is.
             WeightUpdateError: A tensor does not fit the model, the source raised, or the deadline has passed. Leaving the block
                 then rolls back.
             CheckpointError: A checkpoint cannot be found or read.
             EngineStateError: The update is not open.
-            InvalidRequestError: The deadline is no time to wait.
         """
-        good = deadline is None or (is_number(deadline) and 0 < deadline <= threading.TIMEOUT_MAX)
-        require(good, "deadline", deadline, f"must be a number of seconds above 0, of at most {threading.TIMEOUT_MAX:g}, or None")
         seconds = self._session.config.start_timeout_s if deadline is None else deadline
+        problem = SECONDS(seconds)
+        require(not problem, "deadline", deadline, f"{problem}, or None")
         loaded = self._session.load(self._update, source)
         try:
             await self._bridge.wait(loaded, seconds)

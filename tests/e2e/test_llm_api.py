@@ -188,6 +188,7 @@ async def test_generate_refuses_wrong_parameters(lab: Lab) -> None:
             {"deadline": 10**5000},
             {"priority": 1.5},
             {"priority": True},
+            {"wait": "no"},
             {"cache_salt": 5},
         ):
             with pytest.raises(InvalidRequestError) as error:
@@ -743,7 +744,7 @@ async def test_as_completed_refuses_wrong_arguments(lab: Lab) -> None:
                 llm.as_completed(prompts)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequestError, match="on_error"):
             llm.as_completed([], on_error="ignore")  # type: ignore[arg-type]
-        for limit in (0, -1, 2.5):
+        for limit in (0, -1, 2.5, True):
             with pytest.raises(InvalidRequestError, match="max_in_flight"):
                 llm.as_completed([], max_in_flight=limit)  # type: ignore[arg-type]
 

@@ -14,7 +14,7 @@ from dsv4lite.__main__ import main
 from dsv4lite.config import NGram, tiny_model
 from dsv4lite.debug.parity import compare_sides
 from dsv4lite.engine.contract import ExecutionContract
-from dsv4lite.errors import InvalidRequestError
+from dsv4lite.errors import ConfigError, InvalidRequestError
 from dsv4lite.llm import LLM
 from dsv4lite.models.deepseek_v4 import model as v4
 from dsv4lite.request import SamplingParams
@@ -79,6 +79,8 @@ def test_part_that_differs_is_named(model: Path, monkeypatch: pytest.MonkeyPatch
     for tokens in (1, 10**8):
         with pytest.raises(InvalidRequestError, match=f"tokens={tokens} must be an integer"):
             compare_sides(str(model), device="cpu", tokens=tokens)
+    with pytest.raises(ConfigError, match="model=5 must be a folder or a hub id"):
+        compare_sides(5)  # type: ignore[arg-type]
 
 
 def test_command_prints_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -367,6 +367,9 @@ def test_source_that_hangs_is_given_up_at_the_deadline(llm: LLM, models: tuple[P
             update.load(NamedTensors(hanging()), deadline=0.05)
     assert llm.state is Phase.READY and same(ask(llm), fresh[0][0])
     with llm.update_weights(2) as update:
+        for deadline in (0, -1, float("nan"), float("inf"), 1e30, "soon", True):
+            with pytest.raises(InvalidRequestError, match="deadline="):
+                update.load(NamedTensors({}), deadline=deadline)  # type: ignore[arg-type]
         go.set()
         gone.wait(60)
         update.load(DiskSource(str(models[1])))
