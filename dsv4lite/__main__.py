@@ -42,7 +42,7 @@ class _Version(argparse.Action):
     """Asks for the version when it is wanted: a copied folder, which is not installed, has none and runs all the same."""
 
     def __call__(self, parser: argparse.ArgumentParser, *ignored: object) -> None:
-        print(f"dsv4lite {version('dsv4lite')}")
+        print(f"dsv4lite {version('dsv4lite')}", flush=True)
         parser.exit()
 
 
@@ -336,10 +336,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         op, unequal bits or rows that failed; 2 for an error; 128 and the signal's number after Ctrl-C, or where the reader of the
         output has left.
     """
-    args = _parser().parse_args(argv)
-    if args.verbose:
-        logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8.0f ms  %(name)s: %(message)s", stream=sys.stderr)
     try:
+        args = _parser().parse_args(argv)
+        if args.verbose:
+            logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8.0f ms  %(name)s: %(message)s", stream=sys.stderr)
         _import_torch()
         status: int = args.run(args)
     except DSV4LiteError as error:
