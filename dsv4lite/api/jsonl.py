@@ -92,7 +92,7 @@ class RowFiles:
 
     Raises:
         InvalidRequestError: ``params`` are of another kind.
-        ConfigError: One of the two is no path, or ``target`` holds something else than outputs of these requests.
+        ConfigError: One of the two is no path or no file, or ``target`` holds something else than outputs of these requests.
         OSError: A file cannot be read or written.
     """
 
@@ -101,6 +101,8 @@ class RowFiles:
         for name, path in (("source", source), ("target", target)):
             if problem := file_name(path):
                 raise ConfigError(f"{name}={shown(path)} {problem}")
+            if Path(path).is_fifo():
+                raise ConfigError(f"{name}={shown(path)} is a pipe, and is read more than once; give a file")
         self._source, self._target, self._params = Path(source), Path(target), params
         if self._target.exists() and self._source.samefile(self._target):
             raise ConfigError(f"source and target are the same file, {self._source}")

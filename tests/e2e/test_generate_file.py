@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -184,6 +185,10 @@ def test_files_that_do_not_fit_are_refused_and_stay_as_they_are(llm: LLM, tmp_pa
     for paths, named in ((("a\0b", source), "^source="), ((source, "a\0b"), "^target="), ((None, source), "^source=")):
         with pytest.raises(ConfigError, match=named):
             llm.generate_file(*paths, DEFAULTS)  # type: ignore[arg-type]
+    os.mkfifo(tmp_path / "fifo")
+    for paths in ((tmp_path / "fifo", tmp_path / "new"), (source, tmp_path / "fifo")):
+        with pytest.raises(ConfigError, match="is a pipe"):
+            llm.generate_file(*paths, DEFAULTS)
     with pytest.raises(FileNotFoundError):
         llm.generate_file(tmp_path / "none", tmp_path / "new", DEFAULTS)
     with pytest.raises(OSError, match="Is a directory"):
@@ -237,8 +242,9 @@ def test_command_says_what_is_wrong_with_files(tmp_path: Path, capsys: pytest.Ca
     assert "ConfigError: source and target are the same file" in capsys.readouterr().err
 
 
-def test_commands_whose_reader_leaves_end_quietly() -> None:
-    command = [sys.executable, "-m", "dsv4lite", "plan", tiny_model(), "--json", "--device", "cpu"]
+@pytest.mark.parametrize("arguments", [["plan", tiny_model(), "--json", "--device", "cpu"], ["--version"]], ids=str)
+def test_commands_whose_reader_leaves_end_quietly(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "dsv4lite", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
