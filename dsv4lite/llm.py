@@ -499,7 +499,7 @@ class AsyncLLM(BaseLLM):
         require(level in (1, 2) and not isinstance(level, bool), "level", level, "must be 1 or 2")
         require(mode in ("keep", "wait", "abort"), "mode", mode, "must be 'keep', 'wait' or 'abort'")
         if self._session.sleeps(level):  # a pause would end the requests that an earlier call keeps
-            return
+            return await self._bridge.wait(self._session.sleep(level))
         pause = self._session.pause(mode, block=True)
         try:
             await self._bridge.wait(pause.done)

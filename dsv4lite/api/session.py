@@ -192,6 +192,7 @@ class Session:
         self._stopped = False  # the engine was told to pause
         self._answer = _done()  # the engine's answer to the last order to pause or resume
         self._released: frozenset[MemoryTag] = frozenset()  # what sleeps, or will once the engine has done what it was told
+        self._memory = _done()  # the last sleep or wake-up
         self._valid = True  # the weights that are resident, or kept in host memory
         self._hold: Pause | None = None  # while the engine cannot serve
         self._update: Update | None = None
@@ -589,7 +590,7 @@ class Session:
         with self._lock:
             engine, before = self._engine_in("sleep", *NOT_UPDATING), (self._released, self._valid)
             if self.sleeps(level):
-                return _done()
+                return self._pending()
             after = (frozenset(MEMORY_TAGS), self._valid and level == 1)
             answer = engine.sleep(level)
             self._released, self._valid = after
@@ -601,14 +602,15 @@ class Session:
                     self._released, self._valid = before
                     self._hold_or_go()
 
-        return _after(answer, end)
+        self._memory = _after(answer, end)
+        return self._memory
 
     def wake_up(self, tags: Iterable[MemoryTag]) -> Future[None]:
         """Wake up what sleeps of the tags; the engine serves once all is awake and it has weights."""
         with self._lock:
             engine, wanted = self._engine_in("wake_up", *NOT_UPDATING), self._released.intersection(tags)
             if not wanted:
-                return _done()
+                return self._pending()
             answer = engine.wake_up(tuple(wanted))
             self._released -= wanted
 
@@ -618,7 +620,12 @@ class Session:
                     self._released |= wanted
                 self._hold_or_go()
 
-        return _after(answer, end)
+        self._memory = _after(answer, end)
+        return self._memory
+
+    def _pending(self) -> Future[None]:
+        """Return what a sleep or wake-up without effect waits for: the one that is under way."""
+        return _done() if self._memory.done() else self._memory
 
     def _hold_or_go(self) -> None:
         """Hold all requests while the engine sleeps or has no weights."""

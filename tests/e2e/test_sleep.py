@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -255,6 +256,42 @@ def test_failed_wake_up_leaves_the_engine_asleep(llm: LLM, monkeypatch: pytest.M
             assert (llm.state, held(llm)) == (Phase.ASLEEP, awake)
     llm.wake_up()
     assert same(ask(llm), before)
+
+
+@LOOPS
+@pytest.mark.parametrize("call", ["sleep", "wake_up"])
+def test_calls_without_effect_wait_for_the_one_that_is_under_way(
+    plain: Path, backend: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their callers count on the memory that it gives back or takes."""
+    begun, go, ended = threading.Event(), threading.Event(), list[str]()
+    name = "free_storage" if call == "sleep" else "fill_storage"
+    work = getattr(store, name)
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        assert go.wait(60)
+        return work(*args)
+
+    async def run(llm: AsyncLLM, who: str) -> None:
+        await getattr(llm, call)()
+        ended.append(who)
+
+    async def main() -> None:
+        async with AsyncLLM(str(plain), **MODEST) as llm:
+            if call == "wake_up":
+                await llm.sleep()
+            monkeypatch.setattr(store, name, slow)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run, llm, "first")
+                assert await anyio.to_thread.run_sync(begun.wait, 60)
+                tasks.start_soon(run, llm, "second")
+                await anyio.wait_all_tasks_blocked()
+                assert ended == []
+                go.set()
+            assert llm.state is (Phase.ASLEEP if call == "sleep" else Phase.READY)
+
+    anyio.run(main, backend=backend)
 
 
 @LOOPS
