@@ -97,8 +97,8 @@ def test_code_of_the_pages_runs(
         importlib.import_module("dsv4lite.integrations.inspect_ai")  # what its entry point does where the package is installed
     if "integrations.lm_eval" in text:
         pytest.importorskip("lm_eval")
+    monkeypatch.setattr(dsv4lite, "tiny_model", lambda: model)  # first, for it keeps what it finds in ``config``
     monkeypatch.setattr(config, "tiny_model", lambda: model)
-    monkeypatch.delitem(vars(dsv4lite), "tiny_model", raising=False)  # where it was looked up before
     names: dict[str, Any] = {name: getattr(dsv4lite, name) for name in dsv4lite.__all__}
     names |= {"anyio": anyio, "model": model, "prompt": prompts_of((9,), SMALL["vocab_size"])[0]}
     result = eval(code, names)

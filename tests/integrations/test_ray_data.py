@@ -25,8 +25,8 @@ def test_rows_come_back_with_their_texts(tmp_path: Path, monkeypatch: pytest.Mon
     page = (ROOT / "docs/integrations.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(import ray\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
     model = str(write_model(tmp_path))
+    monkeypatch.setattr(dsv4lite, "tiny_model", lambda: model)  # first, for it keeps what it finds in ``config``
     monkeypatch.setattr(config, "tiny_model", lambda: model)
-    monkeypatch.delitem(vars(dsv4lite), "tiny_model", raising=False)  # where it was looked up before
     code = code.replace("SamplingParams(max_tokens=4)", "SamplingParams(max_tokens=4, seed=1)")
     ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join([str(ROOT)])}})
     try:
