@@ -274,8 +274,10 @@ def test_records_that_do_not_fit_are_refused(kind: Kind, small: Path, llm: LLM) 
     ):
         with pytest.raises(InvalidRequestError, match="replay"):
             llm.score(LONG, completion.token_ids, ROLLOUT, replay=wrong)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="pair 1"):
-        llm.score_batch([(LONG, completion.token_ids)] * 2, replays=[good])
+    pairs = [(LONG, completion.token_ids)] * 2
+    for given, problem in ((pairs, "has 1 entries for 2 pairs"), (iter(pairs), "has no entry for pair 1")):
+        with pytest.raises(InvalidRequestError, match=problem):
+            llm.score_batch(given, replays=[good])
     model = load_model(str(small), device="cpu")
     with pytest.raises(UnsupportedError, match=r"top_p=0\.9"):
         completion_logprobs(model, LONG, completion.token_ids, ROLLOUT)
