@@ -187,7 +187,8 @@ class StepGraphs:
         if self.drafter is not None:
             num_drafts = -(-self.drafter.most // self.drafter.per_pass) * self.drafter.per_pass
             like_ND = torch.empty(streams, dtype=dtype, device=device)
-            self._draft_state = DraftState.empty(max_num_seqs, self._most_pages, like_ND)
+            grow = 0 if config.window else self._tables.tensor.shape[1]
+            self._draft_state = DraftState.empty(max_num_seqs, self._most_pages, like_ND, grow=grow)
             self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
             self._places = torch.arange(self.drafter.per_pass, device=device)  # rows of ``_drafts`` that the next pass writes
         self._next = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)

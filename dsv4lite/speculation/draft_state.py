@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import send
 from dsv4lite.models.family import Batch
+from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.scheduling.step_plan import NO_PAGE, UNKNOWN, SequencePlan, StepPlan
 
 Choose = Callable[[Tensor, Tensor], Tensor]
@@ -93,8 +94,8 @@ class DraftState:
     most: int | None = None
 
     @classmethod
-    def empty(cls, sequences: int, pages: int, like_ND: Tensor) -> DraftState:
-        """Allocate for a number of sequences, all padding, and a number of window pages of each."""
+    def empty(cls, sequences: int, pages: int, like_ND: Tensor, *, grow: int = 0) -> DraftState:
+        """Allocate for a number of sequences, all padding, and of each window pages or, without sliding window, ``grow`` pages."""
         device = like_ND.device
         return cls(
             streams_SND=like_ND.new_zeros(sequences, *like_ND.shape),
@@ -103,6 +104,7 @@ class DraftState:
             slots_S=torch.full((sequences,), -1, dtype=torch.int32, device=device),
             window_SP=torch.full((sequences, pages), NO_PAGE, dtype=torch.int32, device=device),
             window_first_S=torch.zeros(sequences, dtype=torch.int32, device=device),
+            grow_SP=torch.full((sequences, grow), NO_PAGE, dtype=torch.int32, device=device) if grow else None,
         )
 
     @classmethod
@@ -148,6 +150,7 @@ class DraftState:
             slots_S=self.slots_S[:count],
             window_SP=self.window_SP[:count],
             window_first_S=self.window_first_S[:count],
+            grow_SP=None if self.grow_SP is None else self.grow_SP[:count],
             most=count,  # other ranks replay the same pass
         )
 
@@ -171,6 +174,10 @@ class DraftState:
         self.slots_S.copy_(paging.slots_S)
         self.window_SP.copy_(paging.window_SP)
         self.window_first_S.copy_(paging.window_first_S)
+        if self.grow_SP is not None:  # past its end a sequence's row of the tables has pages of others
+            last_S = (paging.first_S + paging.lens_S - 1) // PAGE_TOKENS
+            held_SP = torch.arange(self.grow_SP.shape[1], device=last_S.device) <= last_S[:, None]
+            self.grow_SP.copy_(torch.where(held_SP, paging.grow_SP, NO_PAGE))
 
     def advance(self, streams_SND: Tensor, tokens_S: Tensor) -> None:
         """Continue one position later."""

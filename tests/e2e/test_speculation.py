@@ -223,7 +223,9 @@ def drafts_after(model: DeepseekV4, tokens: Sequence[int], k: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("model", "captured"), [("v4", False), ("v4", True), ("v3", False), ("v32", False)], indirect=["model"])
+@pytest.mark.parametrize(
+    ("model", "captured"), [("v4", False), ("v4", True), ("v3", False), ("v3", True), ("v32", True)], indirect=["model"]
+)
 def test_mtp_drafts_depend_on_the_text_alone(model: Path, captured: bool, drafted: list[list[int]]) -> None:
     """Chunks, rejected drafts, pages that slid away and what drafting writes into the window make no difference."""
     (prompt,) = prompts_of((50,), VOCAB, seed=3)
