@@ -250,7 +250,7 @@ class MultiRankExecutor:
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Announce a sequence before its first step."""
-        if request.params.records_choices:
+        if request.params.records_choices or request.replay is not None:  # its replica runs eagerly, and the others as it does
             self._recording.add(seq_id)
         if request.replay is not None and request.replay.routed_experts is not None:
             self._replaying.add(seq_id)

@@ -306,3 +306,25 @@ def test_given_experts_of_one_replica_are_chosen_though_others_route_its_tokens(
     assert not torch.equal(moved.sampled, found[0].sampled)
     same_logprobs(second, found[1])
     same_logprobs(alone, moved)
+
+
+def replay_without_experts(model: Path, settings: Job, rank: int) -> list[Logprobs]:
+    """Return log-probabilities of a rollout, and scores with a record of what could be sampled, beside scores without."""
+    found: list[Logprobs] = []
+    with as_on_a_device(Log()), overlapping(True), LLM(str(model), **settings) as llm:
+        if rank == 0:
+            params = SamplingParams.for_rollout(max_tokens=4, seed=1, top_k=5, ignore_eos=True, return_replay=True)
+            out = llm.generate({"prompt_token_ids": PROMPTS[1]}, params)
+            pair, kept = (PROMPTS[1], out.token_ids), replace(out.outputs[0].replay, routed_experts=None)
+            found.append(out.outputs[0].logprobs)
+            for _ in range(3):  # the second step of a shape is captured
+                found += llm.score_batch([pair, pair], params, replays=[kept, None])
+    return found
+
+
+def test_replay_without_experts_runs_the_same_steps_on_every_rank(ranks: Ranks, model: Path) -> None:
+    """The replica with the replay runs eagerly: so does the other one, though it could replay a captured step."""
+    settings = {**MODEST, **sizes_of(TWO), "deterministic": True}
+    first, *scores = on_host(ranks, model, replay_without_experts, settings, 2)[0]
+    for score in scores:
+        same_logprobs(score, first)
