@@ -58,7 +58,7 @@ def _step(size: int, k: int, pages: int, vocab_size: int) -> StepPlan:
             token_ids=tuple((7919 * (i + 1) + 31 * place) % vocab_size for place in range(1 + k)),
             pages=(0,),
             window_first=0,
-            window_pages=(i % pages,),
+            window_pages=(i % pages,) if pages else (),
             sample=True,
             drafts=k,
         )

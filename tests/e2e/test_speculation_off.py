@@ -21,6 +21,7 @@ from dsv4lite.speculation.controller import DraftController
 from dsv4lite.speculation.speculator import DraftProposer
 from tests.e2e.engines import REFRESHED, SMALL, engine_of, opened, prompts_of, write_model
 from tests.e2e.test_speculation import EagerGraphs, record
+from tests.mla import write_random_model
 from tests.recorded import without_device
 
 VOCAB = SMALL["vocab_size"]
@@ -33,6 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "mtp": write_model(folder / "classic", seed=2),
         "dspark": write_model(folder / "refreshed", REFRESHED, seed=2),
+        "mla": write_random_model(folder / "mla", "v3", num_nextn_predict_layers=1),
     }
 
 
@@ -146,12 +148,13 @@ def test_rows_that_the_drafter_missed_are_blank(
     assert found[0] == found[1] and found[0][0] == expected[drafter]
 
 
-def test_timed_steps_leave_no_trace(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", ["mtp", "mla"])
+def test_timed_steps_leave_no_trace(models: dict[str, Path], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are timed on free slots and pages; requests that get them later give the same outputs as without."""
     without_device(monkeypatch)
     prompts, found = prompts_of((5, 70), VOCAB, seed=3), []
     for timed in (False, True):
-        with opened(models["mtp"], speculative=MTP(2, adaptive=False)) as llm:
+        with opened(models[model], speculative=MTP(2, adaptive=False)) as llm:
             graphs = engine_of(llm).call(record_all).result()
             if timed:
                 cache = engine_of(llm)._runner.cache
