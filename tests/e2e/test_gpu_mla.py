@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4lite.config import MTP, NGram
 from dsv4lite.llm import LLM
 from dsv4lite.request import SamplingParams
 from tests.e2e.engines import engine_of, opened, prompts_of
@@ -34,6 +35,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **dict.fromkeys(PACKED, ("v3", {"q_lora_rank": 128}, {})),
 }
 """By name: variant, settings of its config, settings of the engine."""
+DRAFTING = {f"{name}_mtp": MODELS[name] for name in ("v31_block_fp8", "v32")}
+"""With the MTP block."""
 PROMPTS = prompts_of([1 + (i * 83) % 400 for i in range(16)], 96, seed=8)
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
@@ -41,17 +44,17 @@ GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 class OnGpu(Reference):
     def open(self, **settings: Any) -> Any:
         given = {"device": DEVICE, "deterministic": self.deterministic, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 2048}
-        return opened(self.folder, **{**given, **MODELS[self.folder.name[:-1]][2], **settings})
+        return opened(self.folder, **{**given, **{**MODELS, **DRAFTING}[self.folder.name[:-1]][2], **settings})
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    variant, config, _ = MODELS[request.param]
+    variant, config, _ = {**MODELS, **DRAFTING}[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     if request.param in PACKED:
         write_random_packed(folder, raw_config(variant, **RELEASED_HEADS, **config), PACKED[request.param])
     else:
-        write_random_model(folder, variant, **RELEASED_HEADS, **config)
+        write_random_model(folder, variant, **RELEASED_HEADS, **config, num_nextn_predict_layers=int(request.param in DRAFTING))
     return folder
 
 
@@ -72,6 +75,15 @@ def test_a_batch_gives_the_same_bits(alone: OnGpu) -> None:
 def test_chunks_give_the_same_bits(alone: OnGpu) -> None:
     with alone.open(max_num_batched_tokens=131, enable_prefix_caching=False) as llm:
         alone.check(ask_all(llm, [*STRANGERS, *asks()]))
+
+
+@pytest.mark.parametrize("folder", DRAFTING, indirect=True)
+@pytest.mark.parametrize("drafter", [MTP(2, adaptive=False), MTP(1), NGram(2)], ids=str)
+def test_drafts_change_no_bit(alone: OnGpu, drafter: Any) -> None:
+    """Captured, some of them planned ahead of what the host knows; adaptive drafters time their steps at the start."""
+    with alone.open(max_num_seqs=16, speculative=drafter) as llm:
+        alone.check(ask_all(llm, [*STRANGERS, *asks()]))
+        assert llm.stats().speculation.drafted > 0 or drafter.adaptive
 
 
 def scores(llm: LLM, completions: list[list[int]]) -> Tensor:
