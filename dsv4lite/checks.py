@@ -72,7 +72,7 @@ def boolean(value: object) -> str:
 
 
 def file_name(value: object) -> str:
-    """A string or a path that a file system can have; what else it must be is not looked at."""
+    """A string or a path that can be the name of a file. Whether there is such a file is not checked."""
     name = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(name, str):
         return "must be a string or a path"

@@ -252,7 +252,7 @@ def _overrides(value: object) -> str:
     try:
         json.dumps(dict(value))
     except (TypeError, ValueError, RecursionError) as error:
-        return f"must be a mapping of what JSON can say: {error}"
+        return f"must be a mapping of values that JSON can hold: {error}"
     return ""
 
 

@@ -34,7 +34,7 @@ from dsv4lite.api.prepare import (
     row_job,
     score_job,
 )
-from dsv4lite.api.session import NOT_UPDATING, STARTED, PauseMode, Update, UpdateMode
+from dsv4lite.api.session import NOT_UPDATING, STARTED, PauseMode, Update, UpdateMode, require_pause_mode
 from dsv4lite.api.streams import AsyncCompletions, AsyncStream
 from dsv4lite.api.update import AsyncWeightUpdate
 from dsv4lite.checks import file_name, require
@@ -497,7 +497,7 @@ class AsyncLLM(BaseLLM):
         """
         self._check("sleep", *NOT_UPDATING)
         require(level in (1, 2) and not isinstance(level, bool), "level", level, "must be 1 or 2")
-        require(mode in ("keep", "wait", "abort"), "mode", mode, "must be 'keep', 'wait' or 'abort'")
+        require_pause_mode(mode)
         if self._session.sleeps(level):  # a pause would end the requests that an earlier call keeps
             return await self._bridge.wait(self._session.sleep(level))
         pause = self._session.pause(mode, block=True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _PROMPTS = ("messages", "prompt", "prompt_token_ids")
 _CHAT_KEYS = ("tools", "tool_choice", "reasoning_effort")
-_BEGINNING = b'{"id": "row-'  # of every line that is written
+_BEGINNING = b'{"id": "row-'  # of every output line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,9 @@ class RowFiles:
                     break
                 whole += len(line)
                 try:
-                    output = json.loads(b"" if cut else line)  # a line of another origin is not cut off, but refused
+                    if cut:
+                        raise ValueError("the last line has no end, and is no output that was cut off")
+                    output = json.loads(line)
                     number, custom_id = int(output["id"].removeprefix("row-")), output["custom_id"]
                     found[number] = _Row(number, custom_id, {}, None).mark
                 except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

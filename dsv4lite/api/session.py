@@ -446,7 +446,7 @@ class Session:
             mode: What becomes of open requests.
             block: The pause ends with ``leave`` only; otherwise also with the next ``resume``.
         """
-        require(mode in ("keep", "wait", "abort"), "mode", mode, "must be 'keep', 'wait' or 'abort'")
+        require_pause_mode(mode)
         with self._lock:
             self._engine_in("pause", *STARTED)
             if mode == "abort":
@@ -857,6 +857,11 @@ def _unreadable(ticket: Ticket, flaw: Exception) -> RequestOutput:
     error.__cause__ = flaw
     ids = ticket.request.prompt_token_ids
     return RequestOutput(request_id=ticket.request_id, prompt_token_ids=ids, outputs=(), error=error)
+
+
+def require_pause_mode(mode: object) -> None:
+    """Raise ``InvalidRequestError`` unless a mode is one of ``PauseMode``."""
+    require(mode in ("keep", "wait", "abort"), "mode", mode, "must be 'keep', 'wait' or 'abort'")
 
 
 def _done() -> Future[None]:

@@ -400,7 +400,7 @@ class Engine:
         self._overlaps = not on_cpu if self._overlap is None else self._overlap
         # A proposer on the host needs the tokens that it continues, and a pipeline does not have them in time.
         self._plans_ahead = self._overlaps and (config.layout.pp == 1 or not drafting.max_drafts)
-        # What the model's own drafter drafts, and how much of it was right, is on the device of every rank that runs the next step.
+        # Draft tokens and accepted lengths of the model's own drafter are on the device of every rank that runs the next step.
         self._drafts_ahead = self._plans_ahead and drafting.own is not None and not drafting.speculators
         if drafting.max_drafts:
             # On a CPU this thread does the work, and other processes do not count.

@@ -128,7 +128,9 @@ class ProcessGroupSource:
         self._source, self._group, self._device = source, group, torch.device(device)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Receive and yield tensors until the sender has no more, also where fewer are taken: the next update gets others.
+        """Receive and yield tensors until the sender has no more.
+
+        A caller that stops early does not stop the transfer: the rest is received and dropped, so that the next one begins clean.
 
         Raises:
             WeightUpdateError: The sender has failed.
@@ -137,7 +139,7 @@ class ProcessGroupSource:
         for pair in received:
             try:
                 yield pair
-            except GeneratorExit:  # one was refused, and the sender does not know
+            except GeneratorExit:  # a tensor was refused, and the sender does not know
                 with suppress(WeightUpdateError):
                     for _ in received:
                         pass

@@ -73,8 +73,8 @@ class Recorded:
 def accepting(chance: float) -> Iterator[None]:
     """Let the model's own drafter be right with a given probability, in engines opened meanwhile, on ranks of this process.
 
-    At the temperature of ``text_of`` a draft is right, for the noise alone decides and is that of the draw which checks it. Some
-    are replaced, by place, so that a captured pass replaces others each time.
+    At the temperature of ``text_of`` every draft is right: the noise alone decides, and the draw that checks a draft has the same
+    noise. A table, read by position and slot, says which drafts are replaced, so that a captured pass replaces others each time.
     """
     draft, right = Sampler.draft, torch.rand(4096, generator=torch.Generator().manual_seed(0), device="cpu") < chance
 
