@@ -369,6 +369,8 @@ class MultiRankExecutor:
         self._end(kill=self._lost is not None or self._phase != "step")
         if self._local is not None:
             self._local.close()
+        if self._mesh is not None and self._lost is None:
+            self._mesh.close()
         self._local = self._probe = self._mesh = self._store = None
 
     def _lose(self, loss: Loss) -> None:

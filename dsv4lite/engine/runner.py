@@ -40,7 +40,8 @@ from dsv4lite.text.structured import StructuredOutputs
 
 log = logging.getLogger("dsv4lite.engine")
 
-_WARM_UP_TOKENS = (1, 2, 9, 16, 17, 33, 65, 129, 257, 513, 1025)  # one for each range of tokens that launches kernels of its own
+# One for each range of tokens that launches kernels of its own.
+_WARM_UP_TOKENS = (1, 2, 3, 5, 9, 16, 17, 33, 65, 129, 257, 513, 1025)
 # Experts have kernels of their own up to these numbers of pairs of token and expert, and of pairs per expert.
 _WARM_UP_PAIRS, _WARM_UP_PAIRS_EACH = (8, 16, 24, 96), (16, 32)
 

@@ -193,6 +193,8 @@ class Worker:
         """Free the model and its graphs, then the groups."""
         if self._runner is not None:
             self._runner.close()
+        if self.mesh is not None:
+            self.mesh.close()
         self._runner = self.mesh = None
 
     def _report(self) -> None:

@@ -24,6 +24,7 @@ import pytest
 pytest.importorskip("triton")
 
 from dsv4lite.kernels.attention import triton as attention_triton
+from dsv4lite.kernels.experts import decode_small_triton
 from dsv4lite.kernels.experts import triton as experts_triton
 from dsv4lite.kernels.gemm import triton as gemm_triton
 from dsv4lite.kernels.hc import LEAST_RESIDENT
@@ -212,6 +213,8 @@ def test_launches_take_every_tile(chip: int, work: Work) -> None:
     blocks = {(block.rows, block.tiles, block.num_warps) for _, block in (*experts_triton.DECODE_BLOCKS, *experts_triton.BLOCKS)}
     for kernel in ("_gate_up_kernel", "_down_kernel"):
         assert blocks <= tiles("experts.triton", kernel, "ROWS", "TILES", "num_warps")
+    few = {(block.tiles, block.num_stages) for _, block in decode_small_triton.GATE_UP}
+    assert few <= tiles("experts.decode_small_triton", "_experts_kernel", "TILES", "STAGES")
     heads = (8, 16, 32, 64, 128)
     attention = {attention_triton.tile_for(chip)}
     shapes = itertools.product(heads, (1024, 2048), (1, attention_triton.SMALL_BLOCK_SPLITS), (chip,))

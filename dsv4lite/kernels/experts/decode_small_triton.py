@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.counters import counters_of
-from dsv4lite.kernels.dispatch import capability_of, ceil_div, power_of_2
-from dsv4lite.kernels.experts import ExpertSum
+from dsv4lite.kernels.dispatch import by_most, capability_of, ceil_div, multiprocessors_of, power_of_2
+from dsv4lite.kernels.experts import HALF_ROWS, TILE_ROWS, ExpertSum
 from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, MoeInputs
-from dsv4lite.kernels.experts.grouping_triton import Block
+from dsv4lite.kernels.experts.grouping_triton import Block, Blocks
 from dsv4lite.kernels.experts.triton import Work, down_tile, gate_up_tile
 from dsv4lite.kernels.gemm import scale_rows
 from dsv4lite.kernels.gemm.triton import GROUPED_ROWS, product_tile, splits_of
@@ -29,9 +29,16 @@ from dsv4lite.kernels.routing.triton import _router_constants, route_rows
 from dsv4lite.kernels.swiglu.triton import swiglu_groups
 
 _OUTS = 64  # of one program of the shared expert, as of any product of few rows
-# How both products are multiplied in one launch.
-_ONE_TOKEN = Block(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=4)
-_MORE_TOKENS = Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)
+# How the first product is multiplied, by the most tiles that there are for each multiprocessor: where they are few, each has a
+# program, which copies more of it ahead.
+GATE_UP: Blocks = (
+    (2, Block(rows=16, tiles=1, num_warps=4, num_stages=4, unroll=4)),
+    (5, Block(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=4)),
+    (12, Block(rows=16, tiles=2, num_warps=4, num_stages=4, unroll=2)),
+    (None, Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)),
+)
+# How the second one is.
+_DOWN = Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)
 # Programs of a token's activation, and warps of every program, by the tile of tokens.
 _SHARERS = {1: (16, 1), 4: (16, 4), 8: (8, 4), DECODE_SMALL_TOKENS: (4, 4)}
 
@@ -130,6 +137,7 @@ def _experts_kernel(
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
     NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr,
+    DOWN_TILES: tl.constexpr, DOWN_STAGES: tl.constexpr, DOWN_UNROLL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     program = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
@@ -146,8 +154,16 @@ def _experts_kernel(
     else:
         down_tile(
             program - gate_up_programs - shared_programs, u_numbers, u_words, w2_codes, w2_scales, order, owner, blocks, y, pairs,
-            HIDDEN, WIDTH, ROWS, TILES, FP4, NATIVE, STAGES, UNROLL, done,
+            HIDDEN, WIDTH, ROWS, DOWN_TILES, FP4, NATIVE, DOWN_STAGES, DOWN_UNROLL, done,
         )  # fmt: skip
+
+
+def _gate_up_block(given: MoeInputs) -> Block:
+    """Return how to multiply with w13, from sizes alone: tokens have as many experts here as the layer has on average."""
+    held, _, width = given.w2.shape
+    tokens, experts = given.logits_TE.shape
+    tiles = tokens * given.router.top_k * min(1, held / experts) * (width // HALF_ROWS)
+    return by_most(GATE_UP, tiles / multiprocessors_of(given.x_codes.device))
 
 
 def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
@@ -156,7 +172,8 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
     (tokens, hidden), (experts, _, width) = x_codes.shape, w2.shape
     assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden and w13.fp4 == w2.fp4, (w13.shape, w2.shape)
     assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
-    work = Work.allocate(tokens, router.top_k, w2, _ONE_TOKEN if tokens == 1 else _MORE_TOKENS, by_token=True)
+    work = Work.allocate(tokens, router.top_k, w2, _gate_up_block(given), by_token=True)
+    down_programs = work.groups.most * (hidden // TILE_ROWS // _DOWN.tiles)
     done, ticket = (torch.empty(n, dtype=torch.int32, device=x_codes.device) for n in (work.groups.most, 1))
     shared = h_TI is not None
     if h_TI is None:  # of no channel
@@ -172,7 +189,7 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
     assert shared_codes.is_contiguous() and shared_scales.is_contiguous()
     codes = capability_of(x_codes.device) < 89
     s, w = (s_codes, shared_codes.view(torch.uint8)) if codes else (s_codes.view(torch.float8_e4m3fn), shared_codes)
-    _experts_kernel[(work.gate_up_programs + shared_programs + work.down_programs,)](
+    _experts_kernel[(work.gate_up_programs + shared_programs + down_programs,)](
         *work.gate_up_arguments(x_codes, weight_TK, w13, limit, u_codes),
         s,
         s_scales,
@@ -199,6 +216,9 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
         EVEN_K=inputs % FP8_GROUP == 0,
         CODES=codes,
         GROUPED=GROUPED_ROWS // DECODE_SMALL_TOKENS,
+        DOWN_TILES=_DOWN.tiles,
+        DOWN_STAGES=_DOWN.num_stages,
+        DOWN_UNROLL=_DOWN.unroll_of(w2.fp4, work.native),
         **work.constants(w13),
         launch_pdl=dependent_launch(x_codes.device),
     )

@@ -1,12 +1,15 @@
 """Time the experts of few tokens at V4-Flash's shapes, on a CUDA device.
 
-    python -m examples.benchmarks.kernels.experts_decode_small
+    python -m examples.benchmarks.kernels.experts_decode_small [--width 1024]
 
 Everything between the first products and the next sub-layer's streams, in seven launches and in three, after checking that both
-give the same bits. Replays a graph that walks through layers of weights, each far larger than the L2 cache.
+give the same bits. ``--width`` is that of a rank's part of each expert. Replays a graph that walks through layers of weights, each
+far larger than the L2 cache.
 """
 
 from __future__ import annotations
+
+import argparse
 
 import torch
 from torch import Tensor
@@ -31,11 +34,14 @@ TOKENS = (1, 2, 4, 8, 16)
 
 def main() -> None:
     """Print a table: microseconds of all launches, and of parts of them."""
-    layers = [(tiles(2 * WIDTH, HIDDEN), tiles(HIDDEN, WIDTH)) for _ in range(COPIES)]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=WIDTH)
+    width = parser.parse_args().width
+    layers = [(tiles(2 * width, HIDDEN), tiles(HIDDEN, width)) for _ in range(COPIES)]
     shared = [
         (
-            torch.randn(HIDDEN, WIDTH, device="cuda").to(torch.float8_e4m3fn),
-            torch.randint(117, 124, (HIDDEN // 128, WIDTH // 128), dtype=torch.uint8, device="cuda"),
+            torch.randn(HIDDEN, width, device="cuda").to(torch.float8_e4m3fn),
+            torch.randint(117, 124, (HIDDEN // 128, width // 128), dtype=torch.uint8, device="cuda"),
         )
         for _ in range(COPIES)
     ]
@@ -44,7 +50,7 @@ def main() -> None:
     print(f"{'tokens':>7}{'alone':>9}{'decode_small':>9}{'+enter':>9}{'+enter':>9}{'routed':>9}")
     for tokens in TOKENS:
         x = quantize_fp8(torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), 128)
-        logits, h = torch.randn(tokens, EXPERTS, device="cuda"), torch.randn(tokens, 2 * WIDTH, device="cuda").bfloat16()
+        logits, h = torch.randn(tokens, EXPERTS, device="cuda"), torch.randn(tokens, 2 * width, device="cuda").bfloat16()
         streams = torch.randn(tokens, 4, HIDDEN, device="cuda").bfloat16()
         mix = HcMix(torch.rand(tokens, 4, device="cuda"), torch.rand(tokens, 4, 4, device="cuda").softmax(-1))
         ids = torch.arange(tokens, dtype=torch.int32, device="cuda")
