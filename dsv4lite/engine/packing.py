@@ -182,7 +182,7 @@ def step_batch(inputs: Tensor, placed: PlacedSpans, tables: Tensor, model: Model
         grow_SP=tables.index_select(0, placed.places_S),
         window_SP=inputs[_pages_row(width) :].view(size, -1),
         window_first_S=inputs[4],
-        singles=width == 1,
+        width=width,
     )
     batch = model.batch(placed.tokens_T, paging, max_tokens=max_model_len)
     batch.most_tokens = size * width  # other ranks replay the same shape

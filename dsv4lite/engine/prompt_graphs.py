@@ -158,7 +158,7 @@ class PromptGraphs:
     def _forward(self, inputs: Tensor, shape: PromptShape) -> Batch | None:
         """Run the layers on a block of integers and write their residual to ``hidden``; return what a drafter reads besides."""
         model, cache = self._model, self._cache
-        token_ids_T, paging = read_paging(inputs, self._room(shape), singles=False)
+        token_ids_T, paging = read_paging(inputs, self._room(shape), width=0)
         batch = model.batch(known_tokens(token_ids_T, paging, cache.last_token), paging, max_tokens=shape.longest)
         batch.most_tokens = shape.tokens
         self.hidden[: shape.tokens].copy_(model(batch, cache.layers if shape.drafts else cache.layers[: len(model.shard.layers)]))

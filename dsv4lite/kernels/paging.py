@@ -52,7 +52,7 @@ class Paging:
         grow_SP: Pages of 256 positions each, from position 0; past the end any valid page.
         window_SP: Pages of 64 positions each; -1 where neither read nor written.
         window_first_S: Which 64 positions ``window_SP[:, 0]`` holds.
-        singles: Every sequence has one token: S = T and rows_S = 0, 1, 2, …
+        width: Rows of every sequence, which may be fewer tokens: T = S * width and rows_S = 0, width, …; 0: sequences differ.
         host_spans: What ``spans`` returns, of a step whose places the host knows.
         splits: Programs that share a token's rows in attention; part of what the bits of its result depend on.
         derived: What references have derived from the tensors, which must not change afterwards (``once``).
@@ -69,7 +69,7 @@ class Paging:
     grow_SP: Tensor
     window_SP: Tensor
     window_first_S: Tensor
-    singles: bool
+    width: int
     splits: int = 1
     host_spans: tuple[tuple[int, int, int], ...] | None = None
     derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -80,6 +80,11 @@ class Paging:
             self.derived[key] = make()
         found: Derived = self.derived[key]
         return found
+
+    @property
+    def singles(self) -> bool:
+        """Every sequence has one token: S = T and rows_S = 0, 1, 2, …"""
+        return self.width == 1
 
     @property
     def padding_T(self) -> Tensor | None:

@@ -216,7 +216,7 @@ class MoE(nn.Module):
         self.held = Held(
             partial=self.experts.partial,
             shared_partial=shard.partial_dtype(numerics.dtype) != numerics.dtype,
-            first=None if dispatch is None else ep.rank * self.placement.slots_per_rank,
+            first=None if ep.size == 1 else ep.rank * self.placement.slots_per_rank,
             copies=None if self.map is None else self.map.copies(counted=not self.gathers or ep.rank == 0),
         )
 

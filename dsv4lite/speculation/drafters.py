@@ -168,7 +168,7 @@ class MtpDrafter:
             grow_SP=nothing[:, None] if state.grow_SP is None else state.grow_SP.clamp_min(0),
             window_SP=state.window_SP,
             window_first_S=state.window_first_S,
-            singles=True,
+            width=1,
         )
         model = self._model
         batch = model.batch(state.tokens_S, paging, max_tokens=model.config.max_positions)

@@ -93,7 +93,7 @@ def write_paging(sequences: Sequence[SequencePlan], room: Room) -> Tensor:
 
 
 def read_paging(
-    block: Tensor, room: Room, *, singles: bool, spans: tuple[tuple[int, int, int], ...] | None = None
+    block: Tensor, room: Room, *, width: int, spans: tuple[tuple[int, int, int], ...] | None = None
 ) -> tuple[Tensor, Paging]:
     """Return token ids int32 [T], and where they stand, as parts of what ``write_paging`` returned; ``spans`` if the host knows."""
     parts = block.split([size + -size % _ALIGNED for size in room.columns])
@@ -112,7 +112,7 @@ def read_paging(
         grow_SP=grow.view(room.sequences, -1),
         window_SP=window.view(room.sequences, -1),
         window_first_S=window_first,
-        singles=singles,
+        width=width,
         host_spans=spans,
     )
     return token_ids, paging
@@ -125,7 +125,7 @@ def make_paging(sequences: Sequence[SequencePlan], device: torch.device) -> tupl
     """
     room, lens = Room.of(sequences), [len(s.token_ids) for s in sequences]
     spans = tuple(zip(first_rows(sequences), lens, [s.start for s in sequences], strict=True))
-    token_ids_T, paging = read_paging(send(write_paging(sequences, room), device), room, singles=max(lens) == 1, spans=spans)
+    token_ids_T, paging = read_paging(send(write_paging(sequences, room), device), room, width=int(max(lens) == 1), spans=spans)
     return token_ids_T.long(), paging, max(s.end for s in sequences)
 
 

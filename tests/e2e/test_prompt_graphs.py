@@ -175,7 +175,7 @@ def test_paging_with_padding_holds_what_it_holds_without(spans: list[tuple[int, 
     exact = Room.of(plans)
     room = Room(*(size + data.draw(st.integers(0, 5)) for size in exact))
     ids_T, paging, _ = make_paging(plans, torch.device("cpu"))
-    padded_T, padded = read_paging(write_paging(plans, room), room, singles=False)
+    padded_T, padded = read_paging(write_paging(plans, room), room, width=0)
     tokens, sequences, grow, window = exact
     assert padded_T[:tokens].equal(ids_T.int()) and not padded_T[tokens:].any()
     assert (padded.positions_T[tokens:] == -1).all()

@@ -52,7 +52,7 @@ def make_paging(steps: Sequence[tuple[int, int]], device: torch.device, *, paddi
         grow_SP=ints(grow),
         window_SP=ints(window),
         window_first_S=ints(firsts),
-        singles=not padding and all(length == 1 for length in lens),
+        width=int(not padding and all(length == 1 for length in lens)),
     )
 
 

@@ -312,7 +312,7 @@ def only(given: AttentionInputs, t: int, *, singles: bool) -> AttentionInputs:
     p, part = given.paging, slice(t, t + 1)
     names = ("first_S", "grow_SP", "window_SP", "window_first_S", "positions_T")
     of_sequence = {name: getattr(p, name)[part] for name in names}
-    paging = replace(p, sequence_T=p.sequence_T[:1], rows_S=p.rows_S[:1], singles=singles, **of_sequence)
+    paging = replace(p, sequence_T=p.sequence_T[:1], rows_S=p.rows_S[:1], width=int(singles), **of_sequence)
     selected = None if given.selected_TK is None else given.selected_TK[part]
     tensors = {name: getattr(given, name)[part] for name in ("q_THC", "fresh_TB", "cos", "sin")}
     return given._replace(paging=paging, selected_TK=selected, **tensors)

@@ -209,7 +209,7 @@ def test_compress_step_stores_what_the_model_composes(ratio: int, fmt: RowFormat
     freq = rope_frequencies(64, 10000.0)
     starts = [0, 0, 0]
     for turn, counts in enumerate([lens, [1, 1, 1], [ratio - 1, 2, ratio + 1]]):
-        paging = step_of(starts, counts, slots=slots, padding=2, singles=turn == 1)
+        paging = step_of(starts, counts, slots=slots, padding=2, width=int(turn == 1))
         parts = [w[start : start + count] for w, start, count in zip(whole, starts, counts, strict=True)]
         projected = torch.cat([*parts, torch.full((2, parts[0].shape[1]), float("nan"))])
         group = paging.positions_T // ratio * ratio

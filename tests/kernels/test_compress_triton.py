@@ -18,7 +18,7 @@ from dsv4lite.kernels.compress.triton import SEQUENCE_TOKENS, compress_step_trit
 
 pytestmark = pytest.mark.kernel
 
-Turn = tuple[list[int], int, bool]  # lengths, padding, singles
+Turn = tuple[list[int], int, int]  # lengths, padding, width
 CASES: list[tuple[int, RowFormat, bool]] = [
     (4, Fp8Kv(64, 64), False),
     (4, Fp4Key(128), True),
@@ -51,14 +51,15 @@ class Run:
         self.store.memory.fill_(0xA5)
         self.starts = [0] * count
 
-    def step(self, lens: list[int], padding: int, singles: bool, reference: bool = False, drafts: list[int] | None = None) -> None:
+    def step(self, lens: list[int], padding: int, width: int, reference: bool = False, drafts: list[int] | None = None) -> None:
         slots = [*range(1, len(lens)), 0]
         paging = step_of(
-            self.starts, lens, slots=slots, drafts=drafts, copies=self.copies, padding=padding, singles=singles, device=DEVICE
+            self.starts, lens, slots=slots, drafts=drafts, copies=self.copies, padding=padding, width=width, device=DEVICE
         )
-        parts = [rows[start : start + count] for rows, start, count in zip(self.projected, self.starts, lens, strict=True)]
-        blank = torch.full((padding, self.projected.shape[2]), float("nan"), device=DEVICE)
-        projected = torch.cat([*parts, blank])[:, 16:]
+        projected = torch.full((len(paging.positions_T), self.projected.shape[2]), float("nan"), device=DEVICE)
+        for rows, start, count, row in zip(self.projected, self.starts, lens, paging.rows_S.tolist(), strict=False):
+            projected[row : row + count] = rows[start : start + count]
+        projected = projected[:, 16:]
         angles = rope_angles(paging.positions_T // self.ratio * self.ratio, rope_frequencies(self.rope, 10000.0).to(DEVICE))
         op, state = compress_step.reference if reference else compress_step_triton, (self.state, self.store, paging)
         op(CompressInputs(projected, self.ape, self.norm, *state, self.ratio, *angles, 1e-6, self.transformed))
@@ -74,10 +75,10 @@ class Run:
 def turns_of(ratio: int) -> list[Turn]:
     """Chunks that begin and end at boundaries and off them, singles across a boundary, and one of each kind together."""
     return [
-        ([2 * ratio + 3, ratio, 1], 2, False),
-        *[([1, 1, 1], 2, True)] * 3,
-        ([ratio - 1, 2, 2 * ratio + 1], 0, False),
-        ([3, 2 * ratio, 1], 1, False),
+        ([2 * ratio + 3, ratio, 1], 2, 0),
+        *[([1, 1, 1], 2, 1)] * 3,
+        ([ratio - 1, 2, 2 * ratio + 1], 0, 0),
+        ([3, 2 * ratio, 1], 1, 0),
     ]
 
 
@@ -92,7 +93,7 @@ def assert_same_rows(ours: RowStore, theirs: RowStore) -> None:
 @pytest.mark.parametrize("more", [0, SEQUENCE_TOKENS], ids=["few", "many"])
 @pytest.mark.parametrize(("ratio", "fmt", "transformed"), CASES)
 def test_compress_step_agrees(ratio: int, fmt: RowFormat, transformed: bool, more: int) -> None:
-    turns = [(lens, padding if singles else padding + more, singles) for lens, padding, singles in turns_of(ratio)]
+    turns = [(lens, padding if width else padding + more, width) for lens, padding, width in turns_of(ratio)]
     tokens = max(sum(turn[0][i] for turn in turns) for i in range(3))
     ours, theirs = (Run(ratio, fmt, transformed, 3, tokens) for _ in range(2))
     for turn in turns:
@@ -109,20 +110,24 @@ def test_compress_step_agrees(ratio: int, fmt: RowFormat, transformed: bool, mor
 def test_no_cut_changes_a_bit(ratio: int, fmt: RowFormat, transformed: bool) -> None:
     total = 3 * ratio + 2
     whole, parts, singles = (Run(ratio, fmt, transformed, 1, total) for _ in range(3))
-    whole.step([total], SEQUENCE_TOKENS, False)
+    whole.step([total], SEQUENCE_TOKENS, 0)
     for length in (ratio - 1, 2, ratio, 1):
-        parts.step([length], 1, False)
-    parts.step([total - parts.starts[0]], 0, False)
+        parts.step([length], 1, 0)
+    parts.step([total - parts.starts[0]], 0, 0)
     for _ in range(total):
-        singles.step([1], 1, True)
+        singles.step([1], 1, 1)
     for other in (parts, singles):
         assert torch.equal(other.state, whole.state)
         assert torch.equal(other.store.memory, whole.store.memory)
 
 
-@pytest.mark.parametrize("paddings", [(1, 1, 1), (1, SEQUENCE_TOKENS, 1)], ids=["few", "both"])
+@pytest.mark.parametrize(
+    ("paddings", "width"), [((1, 1, 1), 0), ((1, SEQUENCE_TOKENS, 1), 0), ((1, SEQUENCE_TOKENS, 1), 3)], ids=["few", "both", "wide"]
+)
 @pytest.mark.parametrize(("ratio", "fmt", "transformed"), CASES[:2] + CASES[4:5])
-def test_rejected_drafts_leave_no_trace(ratio: int, fmt: RowFormat, transformed: bool, paddings: tuple[int, ...]) -> None:
+def test_rejected_drafts_leave_no_trace(
+    ratio: int, fmt: RowFormat, transformed: bool, paddings: tuple[int, ...], width: int
+) -> None:
     """After any drafts and rejections, in steps of few tokens or many, all state has the bits of single tokens."""
     ours, singles, theirs = (Run(ratio, fmt, transformed, 3, 3 * ratio) for _ in range(3))
     for run in (ours, singles, theirs):
@@ -131,17 +136,17 @@ def test_rejected_drafts_leave_no_trace(ratio: int, fmt: RowFormat, transformed:
     for (drafts, rejected), padding in zip(drafted, paddings, strict=True):
         lens = [count + 1 for count in drafts]
         for run in (ours, theirs):
-            run.step(lens, padding, False, reference=run is theirs, drafts=drafts)
+            run.step(lens, padding, width, reference=run is theirs, drafts=drafts)
         torch.testing.assert_close(ours.state, theirs.state, rtol=4e-6, atol=2e-6 * float(ours.projected.abs().max()))
         for run in (ours, theirs):
             run.reject(rejected)
     while singles.starts != ours.starts:
         lens = [int(start < end) for start, end in zip(singles.starts, ours.starts, strict=True)]
-        singles.step(lens, 0, False)
+        singles.step(lens, 0, 0)
     for slot, copy in zip((1, 2, 0), ours.copies, strict=True):
         assert torch.equal(ours.state[slot, copy], singles.state[slot, 0])
     for run in (ours, singles):
-        run.step([3 * ratio - start for start in run.starts], 1, False)
+        run.step([3 * ratio - start for start in run.starts], 1, 0)
     assert torch.equal(ours.store.memory, singles.store.memory)
 
 
@@ -149,8 +154,8 @@ def test_rejected_drafts_leave_no_trace(ratio: int, fmt: RowFormat, transformed:
 def test_entries_of_many_sequences_close_side_by_side(ratio: int, fmt: RowFormat, transformed: bool) -> None:
     ours, theirs = (Run(ratio, fmt, transformed, 5, ratio) for _ in range(2))
     for run, reference in ((ours, False), (theirs, True)):
-        run.step([ratio - 1] * 5, SEQUENCE_TOKENS, False, reference=reference)
-        run.step([1] * 5, SEQUENCE_TOKENS, False, reference=reference)
+        run.step([ratio - 1] * 5, SEQUENCE_TOKENS, 0, reference=reference)
+        run.step([1] * 5, SEQUENCE_TOKENS, 0, reference=reference)
     assert (ours.store.memory != theirs.store.memory).float().mean() <= 2e-3
     assert (ours.store.memory != 0xA5).any(-1).sum() == 5  # a page each
 
@@ -158,6 +163,6 @@ def test_entries_of_many_sequences_close_side_by_side(ratio: int, fmt: RowFormat
 def test_step_without_tokens_changes_nothing() -> None:
     run = Run(4, Fp8Kv(64, 64), False, 1, 4)
     before = run.state.clone()
-    run.step([0], 0, False)
-    run.step([0], 2, False)
+    run.step([0], 0, 0)
+    run.step([0], 2, 0)
     assert torch.equal(run.state, before) and (run.store.memory == 0xA5).all()

@@ -18,8 +18,8 @@ from tests.kernels.tensors import CPU, DEVICE, ON_GPU, launch
 
 RANK, FORMAT, EPS = 256, Fp8Kv(64, 64), 1e-6
 STEPS = {
-    "singles": step_of([0, 63, 64, 300], [1, 1, 1, 1], singles=True),
-    "padded singles": step_of([5, 200], [1, 1], singles=True, padding=2),
+    "singles": step_of([0, 63, 64, 300], [1, 1, 1, 1], width=1),
+    "padded singles": step_of([5, 200], [1, 1], width=1, padding=2),
     "chunks": step_of([0, 70, 3], [300, 2, 130], padding=3),
     "nothing": step_of([], []),
 }
@@ -101,7 +101,7 @@ def run(rank: int, fmt: RowFormat, rope: int, paging: Paging, *, reference: bool
 def test_latent_norms_agree(
     rank: int, fmt: RowFormat, rope: int, starts: list[int], lens: list[int], singles: bool, padding: int
 ) -> None:
-    paging = step_of(starts, lens, singles=singles, padding=padding, device=DEVICE)
+    paging = step_of(starts, lens, width=int(singles), padding=padding, device=DEVICE)
     got, wanted = run(rank, fmt, rope, paging), run(rank, fmt, rope, paging, reference=True)
     for ours, theirs in zip(got, wanted, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype

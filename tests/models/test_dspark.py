@@ -489,7 +489,7 @@ def test_places_of_blocks_are_laid_out_as_kernels_read_them(count: int) -> None:
     firsts = torch.arange(count) * 70
     where = DraftBlock.of(firsts, torch.zeros(count, 3, dtype=torch.int32), firsts.int() // 64, 5, torch.ones(4))
     for paging in (where.own, where.whole):
-        tensors = [getattr(paging, name) for name in paging.__slots__ if name not in ("singles", "splits", "derived", "host_spans")]
+        tensors = [getattr(paging, name) for name in paging.__slots__ if name not in ("width", "splits", "derived", "host_spans")]
         assert all(t.is_contiguous() and t.dtype == torch.int32 for t in tensors)
     assert where.own.positions_T.tolist() == [70 * i + k for i in range(count) for k in range(5)]
     assert where.whole.positions_T.tolist() == [70 * i + 4 for i in range(count) for _ in range(5)]

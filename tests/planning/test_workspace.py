@@ -127,7 +127,7 @@ def pass_of(model: DeepseekV4, cache: StateCache, tokens: int, longest: int) -> 
         grow_SP=ints(1, -(-longest // 256)),
         window_SP=ints(1, 4),
         window_first_S=ints(1),
-        singles=tokens == 1,
+        width=int(tokens == 1),
     )
     token_ids = torch.empty(tokens, dtype=torch.int64, device=META)
     batch = model.batch(token_ids, paging, max_tokens=longest)

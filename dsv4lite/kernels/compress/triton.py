@@ -1,6 +1,6 @@
 """Kernels of ``compress_step``: a vector of C channels lies in rows of 64.
 
-With one token a sequence, or few tokens in all, one program does everything for a sequence. Otherwise an entry that closes is made
+With few tokens of each sequence, or few in all, one program does everything for a sequence. Otherwise an entry that closes is made
 from its group's tokens of this step and the compressor state before it; then programs of their own write the state after it.
 All accumulate tokens in the same order with the same operations, so how a prompt is cut changes no bit.
 """
@@ -28,7 +28,7 @@ from dsv4lite.kernels.rows.triton import (
 )
 
 STAGES = 12  # how many tokens of a long group are read ahead, and one
-SEQUENCE_TOKENS = 16  # of a step, at most, in which one program takes all of a sequence's
+SEQUENCE_TOKENS, SEQUENCE_WIDTH = 16, 4  # of a step, or of each sequence, at most, where one program takes all of a sequence's
 STATE_ROWS = 2  # of 64 channels, in one program that writes compressor state
 
 
@@ -369,7 +369,7 @@ def compress_step_triton(given: CompressInputs) -> None:
     strides = (state.shape[1], projected.stride(0), memory.stride(0), grow.stride(0), eps)
     inputs = (projected, ape, norm_weight, state, memory, cos_T, sin_T)
     spans = (slots, copies, paging.first_S, paging.rows_S, paging.lens_S, paging.drafts_S)
-    if paging.singles or tokens <= SEQUENCE_TOKENS:
+    if 0 < paging.width <= SEQUENCE_WIDTH or tokens <= SEQUENCE_TOKENS:
         entry |= {"enable_fp_fusion": False, "launch_pdl": dependent_launch(projected.device)}
         _sequence_kernel[(len(slots),)](*inputs, *spans, grow, *strides, **entry)
         return

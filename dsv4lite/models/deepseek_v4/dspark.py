@@ -93,7 +93,7 @@ class DraftBlock(NamedTuple):
             grow_SP=nothing_S[:, None],
             window_SP=torch.full((count, 2), -1, dtype=torch.int32, device=device),
             window_first_S=first_S // WINDOW_PAGE_TOKENS,
-            singles=False,
+            width=rows,
         )
         last_T = position_SG[:, -1].repeat_interleave(rows)
         whole = replace(own, positions_T=last_T, window_SP=window_SP, window_first_S=window_first_S)

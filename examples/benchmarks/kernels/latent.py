@@ -47,7 +47,7 @@ def step(tokens: int, singles: bool) -> Paging:
         grow_SP=pages,
         window_SP=windows,
         window_first_S=ints([0] * count),
-        singles=singles,
+        width=int(singles),
     )
 
 
