@@ -1,9 +1,10 @@
 """Time the matrix products at V4-Flash's and V3's shapes, and the best token of a row, on a CUDA device.
 
-    python -m examples.benchmarks.kernels.gemm [--only wo_a,wq_b] [--rows 1,16,64] [--sweep]
+    python -m examples.benchmarks.kernels.gemm [--only wo_a,wq_b] [--rows 1,16,64] [--tp 2] [--sweep]
 
-Checks each product first. Replays a graph that walks through copies of the weights larger than the L2 cache. ``--sweep`` also tries
-other tiles, and then the best of them with other numbers of parts.
+Checks each product first. ``--tp`` takes V4-Flash's matrices as a rank of so many has them. Replays a graph that walks through
+copies of the weights larger than the L2 cache. ``--sweep`` also tries other tiles, and then the best of them with other numbers of
+parts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,18 @@ V3 = {
 PLAIN = {"csa compress_in": (2624, 4096), "hca compress_in": (1024, 4096), "gate": (256, 4096), "head": (129280, 4096)}
 GROUPED = {"wo_a": (8, 1024, 4096)}
 
+CUT = {"wq_b": 0, "wq_b+index": 0, "wo_b": 1, "head": 0, "wo_a": 0}  # the axis of which ranks of tp have parts
+INDEX_ROWS = 8192  # of wq_b+index, which all ranks have
+
 Product = Callable[[int], Tensor]
+
+
+def of_rank(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
+    """Return the shape of what a rank of ``tp`` has of a matrix."""
+    if name not in CUT:
+        return shape
+    whole = INDEX_ROWS if name == "wq_b+index" else 0
+    return tuple((size - whole) // tp + whole if axis == CUT[name] else size for axis, size in enumerate(shape))
 
 
 def codes_of(*shape: int, floats: bool = False) -> tuple[Tensor, Tensor]:
@@ -83,13 +95,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="names of matrices, or argmax, with commas between")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
     only = [name for name in options.only.split(",") if name]
     counts = [int(rows) for rows in options.rows.split(",")]
     print(f"{'matrix':<18}{'rows':>6}{'us':>9}{'TB/s':>7}{'roofline':>10}{'TFLOP/s':>9}{'error':>10}")
     for kind, shapes in (("fp8", FP8), ("v3", V3), ("grouped", GROUPED), ("plain", PLAIN)):
-        for (name, shape), rows in itertools.product(shapes.items(), counts):
+        for (name, whole), rows in itertools.product(shapes.items(), counts):
+            shape = of_rank(name, whole, options.tp)
             if (only and name not in only) or (name == "head" and rows > 128):
                 continue
             for row_tile in (ROW_TILE, None) if rows > LIBRARY_ROWS and kind not in ("fp8", "v3") else (ROW_TILE,):
