@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dsv4lite.config import MTP, Drafting, DSpark, NGram, Speculator, named_drafters
@@ -122,15 +123,16 @@ class DraftProposer:
         if seq.seq_id in self._disabled:
             return ()
         for speculator in self._speculators:
-            wanted = min(most, speculator.k)
             try:
-                drafts = tuple(speculator.propose(seq.seq_id, _ReadOnly(seq.tokens), wanted))
+                wanted = min(most, speculator.k)
+                proposed = speculator.propose(seq.seq_id, _ReadOnly(seq.tokens), wanted)
+                drafts = tuple(islice(proposed, wanted + 1))  # it may have no end
             except Exception as error:
                 self._disable(seq, speculator, f"raised {type(error).__name__}: {error}")
                 return ()
             wrong = next((t for t in drafts if type(t) is not int or not 0 <= t < self._vocab_size), None)
             if wrong is not None or len(drafts) > wanted:
-                what = f"{len(drafts)} draft tokens, {wanted} were asked for" if wrong is None else f"{wrong!r}, which is no token"
+                what = f"more than {wanted} draft tokens, as were asked for" if wrong is None else f"{wrong!r}, which is no token"
                 self._disable(seq, speculator, f"returned {what}")
                 return ()
             if drafts:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,7 @@ def broke(count: int) -> list[int]:
         lambda n: [1.0],
         lambda n: [True],
         lambda n: [1] * (n + 1),
+        lambda n: repeat(1),
     ],
 )
 def test_invalid_drafts_end_speculation_of_the_request_with_one_warning(
