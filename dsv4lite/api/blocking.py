@@ -7,6 +7,7 @@ that one ``send`` runs it to its end: there is no event loop, hidden or other, a
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -66,7 +67,11 @@ class Block:
 
 
 class _Iterator(Block, Iterator[T]):
-    """An iterator of ``AsyncLLM`` whose bridge is a ``ThreadBridge``."""
+    """An iterator of ``AsyncLLM`` whose bridge is a ``ThreadBridge``; threads that share it read one after the other."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source)
+        self._reading = threading.Lock()
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -77,7 +82,8 @@ class _Iterator(Block, Iterator[T]):
 
     def __next__(self) -> T:
         try:
-            item: T = finish(self._source.__anext__())
+            with self._reading:
+                item: T = finish(self._source.__anext__())
             return item
         except StopAsyncIteration:
             raise StopIteration from None

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import inspect
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -77,6 +78,23 @@ def test_stream_yields_deltas_and_ends_with_its_block(lab: Lab) -> None:
             assert list(stream)[-1].finish_reason == "abort"
         with pytest.raises(RuntimeError, match="with"):
             next(llm.stream("x"))
+
+
+def test_threads_that_share_an_iterator_get_everything_once(lab: Lab, pool: ThreadPoolExecutor) -> None:
+    """A thread that looked just before another one was woken once waited for ever."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with LLM("m") as llm:
+            for _ in range(100):
+                outputs = llm.as_completed("abcdefgh".__iter__(), SamplingParams())
+                readers = [pool.submit(lambda one=outputs: [output.index for output in one]) for _ in range(4)]
+                assert sorted(index for reader in readers for index in reader.result(30)) == [*range(8)]
+                with llm.stream("a text", SamplingParams()) as stream:
+                    parts = [pool.submit(lambda one=stream: [len(delta.token_ids) for delta in one]) for _ in range(4)]
+                    assert sum(sum(part.result(30)) for part in parts) == len(stream.final().token_ids)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_generate_from_many_threads(lab: Lab, pool: ThreadPoolExecutor) -> None:
