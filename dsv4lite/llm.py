@@ -540,10 +540,11 @@ class AsyncLLM(BaseLLM):
     # ---- inside ----
 
     async def _start(self) -> None:
-        self._session.require("start", Phase.NEW)
-        self._bridge = current_loop()
+        bridge = current_loop()
+        self._session.begin_start(bridge)
+        self._bridge = bridge
         try:
-            await anyio.to_thread.run_sync(self._session.start, self._bridge, limiter=anyio.CapacityLimiter(1))
+            await anyio.to_thread.run_sync(self._session.start, limiter=anyio.CapacityLimiter(1))
         except BaseException:
             # A task of asyncio can be cancelled while the thread goes on; it then finds the session closed and cleans up.
             if self._session.phase is not Phase.FAILED:
@@ -606,10 +607,11 @@ class LLM(BaseLLM):
     # ---- inside ----
 
     def _start(self) -> None:
-        self._session.require("start", Phase.NEW)
-        self._bridge = ThreadBridge("dsv4lite-delivery")
+        bridge = ThreadBridge("dsv4lite-delivery")
         try:
-            self._session.start(self._bridge)
+            self._session.begin_start(bridge)
+            self._bridge = bridge
+            self._session.start()
         except BaseException:
-            self._bridge.close()
+            bridge.close()
             raise

@@ -60,7 +60,7 @@ class Batch:
         self._pulling: anyio.CancelScope | None = None  # of the task that pulls an asynchronous source
         self._open: set[Ticket] = set()
         self._ready: deque[RequestOutput] = deque()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._exhausted = False
         self._closed = False
 
@@ -72,6 +72,7 @@ class Batch:
             Exception: Of a row or of the whole batch; see the class.
         """
         while True:
+            self._session.require_here("as_completed")
             await self._fill(submit)
             if self._failure is not None and (self._on_error == "raise" or not (self._open or self._ready)):
                 failure = self._failure
@@ -81,8 +82,6 @@ class Batch:
                 break
             if self._finished:
                 raise StopAsyncIteration
-            if self._open:
-                self._session.require_process("as_completed")
             await self._signal.wait()
         output = self._ready.popleft()
         if output.error is not None and self._on_error == "raise":
@@ -150,7 +149,10 @@ class Batch:
                     await self._start(submit, index, await anext(rows))
             except StopAsyncIteration:
                 self._exhaust()
-            except Exception as error:
+            except anyio.get_cancelled_exc_class() as error:  # of this task, or of what the source waited for
+                self._fail(error)
+                raise
+            except BaseException as error:
                 self._fail(error)
         if isinstance(rows, AsyncGenerator):
             with anyio.CancelScope(shield=True):
@@ -183,7 +185,7 @@ class Batch:
         self._exhausted = True
         self._signal()
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Pull no more rows, and raise ``error`` from ``take``."""
         if not self._closed:
             self._failure = error

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 from dsv4lite.api.batch import Batch, OnError
 from dsv4lite.api.bridge import Bridge, Callback
 from dsv4lite.api.prepare import Job, RowJob
-from dsv4lite.api.session import SERVING, STARTED, Session, Ticket
+from dsv4lite.api.session import STARTED, Session, Ticket
 from dsv4lite.api.streams import AsyncCompletions
 from dsv4lite.checks import require
 from dsv4lite.config import EngineConfig, EngineSettings
-from dsv4lite.errors import EngineStateError
 from dsv4lite.progress import new_bar
 from dsv4lite.request import Phase, RequestOutput, SamplingParams
 from dsv4lite.text.tokenizer import Tokenizer
@@ -116,9 +115,7 @@ class BaseLLM:
     def _check(self, call: str, *allowed: Phase) -> EngineInfo:
         """Return what the engine knows of its model; raise unless the state allows the call and the caller may wait here."""
         info = self._session.engine(call, *allowed).info
-        if not self._bridge.is_current():
-            message = f"{call}: this AsyncLLM was started in another event loop; use it there, or start one per loop"
-            raise EngineStateError(message, state=self.state.value, allowed=[phase.value for phase in allowed or SERVING])
+        self._session.require_here(call)
         return info
 
     async def _submit(self, job: Job, wake: Callback | None = None) -> Ticket:

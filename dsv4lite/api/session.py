@@ -241,6 +241,17 @@ class Session:
             message = f"{call}: process {self._process} started the engine, and this is a fork of it; start an engine here"
             raise EngineStateError(message, state=Phase.CLOSED.value)
 
+    def require_here(self, call: str) -> None:
+        """Raise unless the caller may wait here.
+
+        Raises:
+            EngineStateError: An ``AsyncLLM`` is used in another event loop, or in a fork of its process.
+        """
+        self.require_process(call)
+        if self._bridge is not None and not self._bridge.is_current():
+            message = f"{call}: this AsyncLLM was started in another event loop; use it there, or start one per loop"
+            raise EngineStateError(message, state=self.phase.value)
+
     def require(self, call: str, *allowed: Phase) -> None:
         """Raise unless the state is one of ``allowed``; where this has ``UPDATING``, the state without regard to an open update.
 
@@ -280,18 +291,26 @@ class Session:
 
     # ---- start and close; these block ----
 
-    def start(self, bridge: Bridge) -> None:
-        """Load the engine; blocks until it is ready.
+    def begin_start(self, bridge: Bridge) -> None:
+        """Have the caller be the one that starts the engine. Does not block.
 
         Raises:
-            DSV4LiteError: The engine could not start; the state is then FAILED.
-            EngineStateError: It was started before, or closed during the start.
+            EngineStateError: It was started before.
         """
         with self._lock:
             self.require("start", Phase.NEW)
             self._phase = Phase.STARTING
             self._bridge, self._process = bridge, os.getpid()
+
+    def start(self) -> None:
+        """Load the engine; blocks until it is ready.
+
+        Raises:
+            DSV4LiteError: The engine could not start; the state is then FAILED.
+            EngineStateError: It was closed during the start.
+        """
         with self._lifecycle:
+            self.require("start", Phase.STARTING)
             engine: Engine | None = None
             try:
                 engine = open_engine(self.config)
@@ -482,6 +501,7 @@ class Session:
         Raises:
             EngineStateError: The engine's weights cannot be updated now.
         """
+        self.require_here("update_weights")
         with self._lock:
             call, possible = "update_weights", (Phase.READY, Phase.PAUSED, Phase.WEIGHTS_INVALID)
             self._engine_in(call, *NOT_UPDATING)
@@ -502,7 +522,7 @@ class Session:
 
     def load(self, update: Update, source: WeightSource) -> Future[None]:
         """Give a source's tensors to the engine, in a thread of its own: the source may take long, or hang."""
-        self.require_process("load")
+        self.require_here("load")
         with self._lock:
             engine, future = self._engine_in("load", *STARTED), Future[None]()
             if self._update is not update or update.ended:

@@ -47,7 +47,7 @@ class AsyncStream:
             if done:
                 ticket.result()
                 raise StopAsyncIteration
-            self._session.require_process("stream")
+            self._session.require_here("stream")
             await self._signal.wait()
 
     async def final(self) -> RequestOutput:
@@ -58,7 +58,7 @@ class AsyncStream:
         """
         ticket = self._opened()
         if not ticket.done:
-            self._session.require_process("final")
+            self._session.require_here("final")
         await self._bridge.wait(ticket.future)
         return ticket.result()
 

@@ -22,6 +22,7 @@ import anyio.lowlevel
 import pytest
 import torch
 
+from dsv4lite.api.streams import AsyncStream
 from dsv4lite.config import EngineConfig, EngineSettings, LoadProgress
 from dsv4lite.errors import (
     CheckpointError,
@@ -737,6 +738,20 @@ async def test_as_completed_raises_what_its_source_raises(lab: Lab) -> None:
         await until(lambda: not lab.engine.sequences)
 
 
+async def test_as_completed_ends_with_a_source_that_was_cancelled(lab: Lab) -> None:
+    """What the source waits for may be cancelled; the reader of the outputs once waited for ever."""
+
+    async def rows() -> AsyncIterator[str]:
+        yield "a"
+        raise asyncio.CancelledError
+
+    async with AsyncLLM("m") as llm:
+        outputs = llm.as_completed(rows(), SamplingParams(), on_error="return")
+        assert (await anext(outputs)).text == "a"
+        with pytest.raises(asyncio.CancelledError):
+            await anext(outputs)
+
+
 async def test_as_completed_refuses_wrong_arguments(lab: Lab) -> None:
     async with AsyncLLM("m") as llm:
         for prompts in ("one prompt", {"prompt_token_ids": [1]}, 5, None):
@@ -1270,6 +1285,16 @@ async def test_failed_start_raises_and_leaves_nothing(lab: Lab) -> None:
     await llm.aclose()
 
 
+async def test_second_start_is_refused_and_leaves_the_first_alone(lab: Lab) -> None:
+    llm, results = AsyncLLM("m"), list[Any]()
+    async with anyio.create_task_group() as group:
+        for _ in range(2):
+            await spawn(group, llm.__aenter__, results)
+    assert llm in results and any(isinstance(result, EngineStateError) for result in results)
+    assert (await llm.generate("still", SamplingParams())).text == "still"
+    await llm.aclose()
+
+
 async def test_cancelled_start_leaves_nothing(lab: Lab) -> None:
     begun, proceed = threading.Event(), threading.Event()
 
@@ -1317,10 +1342,18 @@ def test_start_cancelled_by_asyncio_itself_leaves_nothing(lab: Lab) -> None:
 
 
 async def test_another_event_loop_is_refused(lab: Lab) -> None:
-    async with AsyncLLM("m") as llm:
+    lab.model = endless
+    async with AsyncLLM("m") as llm, llm.stream("x", MANY) as stream, llm.update_weights(1) as update:
+        outputs = llm.as_completed(["x"])
+
+        async def read_all(stream: AsyncStream) -> None:
+            async for _ in stream:
+                pass
 
         async def elsewhere() -> None:
-            for call in (llm.generate("x"), llm.pause(), llm.score("a", "b"), llm.chat([])):
+            calls = (llm.generate("x"), llm.pause(), llm.score("a", "b"), llm.chat([]))
+            opened = (stream.final(), outputs.__anext__(), update.load(NamedTensors({})), read_all(stream))
+            for call in (*calls, *opened):
                 with pytest.raises(EngineStateError, match="another event loop"):
                     await call
             for use in (lambda: llm.stream("x"), lambda: llm.as_completed(["x"])):
