@@ -13,7 +13,7 @@ from typing import Literal
 import anyio
 
 from dsv4lite.api.bridge import Bridge, LoopBridge
-from dsv4lite.api.session import Session, Ticket
+from dsv4lite.api.session import STARTED, Session, Ticket
 from dsv4lite.checks import is_integer, require
 from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, shown
 from dsv4lite.request import Prompt, RequestOutput, Row
@@ -82,7 +82,12 @@ class Batch:
                 break
             if self._finished:
                 raise StopAsyncIteration
-            await self._signal.wait()
+            try:
+                if not self._open:  # it waits for the source, which does not know of the engine's end
+                    self._session.require("as_completed", *STARTED)
+                await self._signal.wait()
+            except (EngineStateError, EngineDeadError) as error:
+                self._fail(error)
         output = self._ready.popleft()
         if output.error is not None and self._on_error == "raise":
             self.close()
@@ -121,6 +126,7 @@ class Batch:
             if self._pulling is None and not self._closed:
                 assert isinstance(self._bridge, LoopBridge)
                 self._pulling = anyio.CancelScope()
+                self._session.wake_at_end(self._signal)
                 self._bridge.spawn(partial(self._pull, self._rows, submit, self._pulling))
             return
         while self._has_room and not self._filling:
@@ -188,7 +194,8 @@ class Batch:
     def _fail(self, error: BaseException) -> None:
         """Pull no more rows, and raise ``error`` from ``take``."""
         if not self._closed:
-            self._failure = error
+            # ``take`` raises it, where this one would be the end.
+            self._failure = RuntimeError(f"the source raised {error!r}") if isinstance(error, StopAsyncIteration) else error
         self._exhaust()
 
     def _complete(self, ticket: Ticket, index: int, prompt: BatchRow, future: Future[RequestOutput]) -> None:

@@ -27,8 +27,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
+from weakref import WeakSet
 
-from dsv4lite.api.bridge import Bridge, Callback
+from dsv4lite.api.bridge import Bridge, Callback, Signal
 from dsv4lite.api.collect import REFUSALS, Collector
 from dsv4lite.api.prepare import Job
 from dsv4lite.bare import import_torch
@@ -205,6 +206,7 @@ class Session:
         self._updates: list[SequenceUpdate] = []
         self._posted = False
         self._orphaned = False
+        self._readers: WeakSet[Signal] = WeakSet()  # woken when the engine ends
 
     # ---- state ----
 
@@ -341,6 +343,7 @@ class Session:
             self._phase = Phase.CLOSED
             self._end_all(self._queue.values(), "abort")
             self._give_up_pauses("closed")
+            self._wake_readers()
         self._end_rest()
 
     def close(self) -> None:
@@ -381,6 +384,11 @@ class Session:
         if phase is not Phase.FAILED:
             message = f"an engine of model={self.config.model!r} was dropped without closing: use a `with` block, or `close`"
             warnings.warn(message, ResourceWarning, stacklevel=2)
+
+    def wake_at_end(self, reader: Signal) -> None:
+        """Wake a reader that waits for something else than a request when the engine is closed or dies."""
+        with self._lock:
+            self._readers.add(reader)
 
     def drop_ticket(self, ticket: Ticket) -> None:
         """End the request of a stream that was garbage-collected; for a finalizer, like ``drop``."""
@@ -743,8 +751,13 @@ class Session:
         self._in_engine.clear()
         self._end_all(self._visible.values(), "error", self._death())
         self._give_up_pauses("failed")
+        self._wake_readers()
 
     # ---- called with the lock held ----
+
+    def _wake_readers(self) -> None:
+        for reader in self._readers:
+            reader()
 
     @property
     def _places(self) -> int:

@@ -738,6 +738,41 @@ async def test_as_completed_raises_what_its_source_raises(lab: Lab) -> None:
         await until(lambda: not lab.engine.sequences)
 
 
+async def test_as_completed_does_not_take_an_error_of_its_source_for_the_end(lab: Lab) -> None:
+    def rows() -> Iterator[str]:
+        yield "a"
+        raise StopAsyncIteration  # as of a source that runs an asynchronous one
+
+    async with AsyncLLM("m") as llm:
+        with pytest.raises(RuntimeError, match="source raised StopAsyncIteration"):
+            await llm.generate_batch(rows(), SamplingParams())
+
+
+@LOOPS
+@pytest.mark.parametrize("dies", [False, True])
+def test_as_completed_that_waits_for_its_source_ends_with_the_engine(backend: str, dies: bool, lab: Lab) -> None:
+    async def rows() -> AsyncIterator[str]:
+        yield "a"
+        await anyio.sleep_forever()
+
+    async def read() -> None:
+        async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
+            outputs = llm.as_completed(rows(), SamplingParams(), on_error="return")
+            assert (await anext(outputs)).text == "a"
+            results: list[Any] = []
+            await spawn(group, outputs.__anext__, results)
+            await anyio.wait_all_tasks_blocked()
+            if dies:
+                lab.engine.die(EngineDeadError("it broke", phase="step"))
+            else:
+                await llm.aclose()
+            with anyio.fail_after(10):
+                await until(lambda: bool(results))
+            assert isinstance(results[0], EngineDeadError if dies else EngineStateError)
+
+    anyio.run(read, backend=backend)
+
+
 async def test_as_completed_ends_with_a_source_that_was_cancelled(lab: Lab) -> None:
     """What the source waits for may be cancelled; the reader of the outputs once waited for ever."""
 
