@@ -332,9 +332,12 @@ class Engine:
                 self._open(stack)
             except BaseException as error:
                 self._closing = True
-                explained = start_error(error, plan=self._plan)
-                forget_frames(error)  # the caller's error does not hold what was loaded
-                ready.set_exception(explained)
+                explained = error
+                try:
+                    explained = start_error(error, plan=self._plan)
+                finally:  # one of the host's may have no text
+                    forget_frames(error)  # the caller's error does not hold what was loaded
+                    ready.set_exception(explained)
                 return
             ready.set_result(None)
             try:

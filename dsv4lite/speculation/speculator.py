@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dsv4lite.config import MTP, Drafting, DSpark, NGram, Speculator, named_drafters
+from dsv4lite.errors import shown
 from dsv4lite.speculation.controller import ControllerStats, DraftController, StepCosts
 from dsv4lite.speculation.ngram import NGramSpeculator
 
@@ -128,11 +129,11 @@ class DraftProposer:
                 proposed = speculator.propose(seq.seq_id, _ReadOnly(seq.tokens), wanted)
                 drafts = tuple(islice(proposed, wanted + 1))  # it may have no end
             except Exception as error:
-                self._disable(seq, speculator, f"raised {type(error).__name__}: {error}")
+                self._disable(seq, speculator, f"raised {shown(error)}")
                 return ()
             wrong = next((t for t in drafts if type(t) is not int or not 0 <= t < self._vocab_size), None)
             if wrong is not None or len(drafts) > wanted:
-                what = f"more than {wanted} draft tokens, as were asked for" if wrong is None else f"{wrong!r}, which is no token"
+                what = f"more than {wanted} draft tokens" if wrong is None else f"{shown(wrong)}, which is no token"
                 self._disable(seq, speculator, f"returned {what}")
                 return ()
             if drafts:

@@ -329,6 +329,19 @@ def test_engine_that_could_not_start_leaves_nothing(model: Path) -> None:
     assert set(threading.enumerate()) == threads
 
 
+def test_start_ends_with_an_exception_of_the_host_that_has_no_text(model: Path) -> None:
+    """The start once waited for ever for the engine's thread, which had failed to make an error's message."""
+
+    class NoText(Exception):
+        def __str__(self) -> str:
+            raise AttributeError
+
+    llm = unopened(model, progress=raising(NoText()))
+    with pytest.raises(EngineDeadError, match="could not start"), llm:
+        pass
+    assert llm.state == "failed"
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("where", ["launch", "results"])
 def test_exception_in_a_step_reaches_every_caller_with_its_cause(model: Path, overlap: bool, where: str) -> None:

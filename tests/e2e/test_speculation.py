@@ -264,8 +264,13 @@ class Broken:
         raise KeyError(sequence_id)
 
 
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise AttributeError
+
+
 def broke(count: int) -> list[int]:
-    raise ZeroDivisionError("drafter broke")
+    raise NoText
 
 
 @pytest.mark.parametrize(
