@@ -198,7 +198,7 @@ class Session:
         self._hold: Pause | None = None  # while the engine cannot serve
         self._update: Update | None = None
         self.weight_version = 0
-        self._next_sweep = _FOREVER  # when the deadlines of queued requests are checked next
+        self._sweeps = [_FOREVER]  # when the deadlines of queued requests are checked, the next time last
         self._serial = itertools.count()
         self._update_serial = itertools.count()
         self._mean_seconds = 1.0  # of recent requests
@@ -825,14 +825,14 @@ class Session:
 
     def _sweep_at(self, deadline: float) -> None:
         """Check deadlines of queued requests at the monotonic second ``deadline``; the engine checks those of its own requests."""
-        if deadline < self._next_sweep:
-            self._next_sweep = deadline
+        if deadline < self._sweeps[-1]:
+            self._sweeps.append(deadline)
             assert self._bridge is not None
             self._bridge.post_later(max(0.0, deadline - time.monotonic()), self._sweep)
 
     def _sweep(self) -> None:
         with self._lock:
-            self._next_sweep = _FOREVER
+            self._sweeps.pop()  # later ones stay: a timer is not taken back, and there is one for each
             now = time.monotonic()
             waiting = [(ticket.request.deadline, ticket) for ticket in self._queue.values() if ticket.request.deadline is not None]
             self._end_all([ticket for deadline, ticket in waiting if deadline <= now], "deadline")

@@ -495,6 +495,21 @@ async def test_deadline_ends_a_request_that_waits_in_line(lab: Lab) -> None:
 # ---- the queue ----
 
 
+def test_deadlines_in_line_leave_no_timers(lab: Lab) -> None:
+    """Each check of the deadlines once left a task that waited for the last one of them."""
+
+    async def overload() -> None:
+        async with AsyncLLM("m") as llm, llm.paused():
+            patient = asyncio.create_task(llm.generate("x", SamplingParams(), deadline=3600))
+            for seconds in (0.003, 0.002, 0.004, 0.001) * 5:
+                assert (await llm.generate("x", SamplingParams(), deadline=seconds)).outputs[0].finish_reason == "deadline"
+            assert len(asyncio.all_tasks()) <= 3  # with this one, and the one timer
+            llm.abort()
+            await patient
+
+    asyncio.run(overload())
+
+
 async def test_full_queue_refuses_or_waits_in_order(lab: Lab) -> None:
     lab.held = True
     async with AsyncLLM("m", max_num_seqs=1, max_queued_requests=2) as llm, anyio.create_task_group() as group:
