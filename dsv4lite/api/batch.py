@@ -82,12 +82,9 @@ class Batch:
                 break
             if self._finished:
                 raise StopAsyncIteration
-            try:
-                if not self._open:  # it waits for the source, which does not know of the engine's end
-                    self._session.require("as_completed", *STARTED)
-                await self._signal.wait()
-            except (EngineStateError, EngineDeadError) as error:
-                self._fail(error)
+            if not self._open:  # it waits for the source, which does not know of the engine's end
+                self._session.require("as_completed", *STARTED)
+            await self._signal.wait()
         output = self._ready.popleft()
         if output.error is not None and self._on_error == "raise":
             self.close()
