@@ -152,7 +152,7 @@ class Batch:
                     await self._start(submit, index, await anext(rows))
             except StopAsyncIteration:
                 self._exhaust()
-            except anyio.get_cancelled_exc_class() as error:  # of this task, or of what the source waited for
+            except (anyio.get_cancelled_exc_class(), GeneratorExit) as error:  # of this task, or of what the source waited for
                 self._fail(error)
                 raise
             except BaseException as error:

@@ -7,8 +7,10 @@ rows that have one are passed over.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import sys
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -20,6 +22,9 @@ from dsv4lite.api.prepare import Job, Options, chat_job, check_params, completio
 from dsv4lite.checks import file_name, is_unicode, require
 from dsv4lite.errors import ConfigError, InvalidRequestError, shown
 from dsv4lite.request import RequestOutput, SamplingParams, openai_settings
+
+if sys.platform != "win32":
+    import fcntl
 
 if TYPE_CHECKING:
     from dsv4lite.engine.engine import EngineInfo
@@ -92,7 +97,8 @@ class RowFiles:
 
     Raises:
         InvalidRequestError: ``params`` are of another kind.
-        ConfigError: One of the two is no path or no file, or ``target`` holds something else than outputs of these requests.
+        ConfigError: One of the two is no path or no file, or ``target`` holds something else than outputs of these requests, or is
+            being written by another run.
         OSError: A file cannot be read or written.
     """
 
@@ -111,15 +117,20 @@ class RowFiles:
             for number, line in enumerate(lines):
                 if line.strip():
                     self._rows, last = self._rows + 1, number
-        self._earlier = self._read_target()
-        if other := [number for number in self._earlier if not 0 <= number <= last]:
-            here = f"{self._source} has no row {other[0]}"
-            raise ConfigError(f"{self._target} holds outputs of other requests: {here}")
+        self._out: BinaryIO = self._target.open("ab", buffering=0)
+        try:
+            _lock(self._out)
+            self._earlier = self._read_target()
+            if other := [number for number in self._earlier if not 0 <= number <= last]:
+                here = f"{self._source} has no row {other[0]}"
+                raise ConfigError(f"{self._target} holds outputs of other requests: {here}")
+        except BaseException:
+            self._out.close()
+            raise
         self._pulled: dict[int, _Row] = {}  # by the index that the batch gives
         self._tokenizer: Tokenizer | None = None  # once a row has been submitted
         self._done = self._failed = self._prompt_tokens = self._completion_tokens = 0
         self._begun = time.monotonic()
-        self._out: BinaryIO = self._target.open("ab", buffering=0)
         self._unread = self._read_rows()
 
     def __enter__(self) -> Self:
@@ -228,6 +239,19 @@ class RowFiles:
             completion_tokens=self._completion_tokens,
             seconds=time.monotonic() - self._begun,
         )
+
+
+def _lock(file: BinaryIO) -> None:
+    """Keep a target for one run at a time, as long as it is open."""
+    if sys.platform == "win32":
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"{file.name} is being written by another run; wait for its end, or give another target") from error
+    except OSError as error:  # file systems without locks
+        if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
+            raise
 
 
 def _read(number: int, line: bytes) -> _Row:

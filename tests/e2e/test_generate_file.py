@@ -161,6 +161,21 @@ def test_a_run_that_its_caller_left_goes_on(llm: LLM, tmp_path: Path) -> None:
     assert (report.earlier, report.done) == (3, 27) and len(set(map(str, texts(target).values()))) == 1
 
 
+def test_a_second_run_on_the_same_target_is_refused(llm: LLM, tmp_path: Path) -> None:
+    """It would answer each row again."""
+    source, target = written(tmp_path / "in", GOOD), tmp_path / "out"
+    refused: list[str] = []
+
+    def again(report: FileReport) -> None:
+        with pytest.raises(ConfigError, match="is being written by another run") as caught:
+            llm.generate_file(source, target, DEFAULTS)
+        refused.append(str(caught.value))
+
+    llm.generate_file(source, target, DEFAULTS, progress=again)
+    assert len(refused) == len(outputs(target)) == len(GOOD)
+    assert llm.generate_file(source, target, DEFAULTS).done == 0
+
+
 def test_files_that_do_not_fit_are_refused_and_stay_as_they_are(llm: LLM, tmp_path: Path) -> None:
     source = written(tmp_path / "in", GOOD)
     for name, content, problem in (
