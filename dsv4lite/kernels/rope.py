@@ -30,7 +30,7 @@ def rope_frequencies(
     low = max(math.floor(correction(beta_fast)), 0)
     high = min(math.ceil(correction(beta_slow)), rope_dim - 1)
     index = torch.arange(rope_dim // 2, dtype=torch.float32, device="cpu")
-    ramp = ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
+    ramp = ((index - low) / (high - low or 1e-3)).clamp(0, 1)  # falls where the corrections are in the other order
     return freq / factor * ramp + freq * (1 - ramp)
 
 
