@@ -51,10 +51,10 @@ def ops() -> Iterator[tuple[str, Tensor]]:
                 assert torch.equal(op(*part), whole[begin:end]), (name, begin, end)
 
     # Widths at which libraries have one thread or several, and whole vectors or rests.
-    for inputs, outputs in ((20, 33), (48, 96), (96, 64), (128, 48), (512, 33), (1024, 32), (4096, 16)):
+    for inputs, outputs in ((17, 8), (20, 33), (48, 96), (96, 64), (128, 48), (512, 33), (1024, 32), (4096, 16)):
         weight = random(outputs, inputs)
         yield from on_parts(f"product {inputs}", lambda x, w=weight: matmul_rows(x, w, ROW_TILE), random(TOKENS, inputs))
-    for heads, channels, rows in ((1, 8, 8), (2, 16, 12), (4, 32, 136), (16, 128, 64), (64, 24, 64)):
+    for heads, channels, rows in ((1, 8, 8), (3, 9, 70), (2, 16, 12), (4, 32, 136), (16, 128, 64), (64, 24, 64)):
         valid = torch.rand(TOKENS, rows, generator=generator) < 0.6
         valid[:, 0] = True
         given = (random(TOKENS, heads, channels), random(TOKENS, rows, channels), valid)

@@ -30,7 +30,7 @@ def test_product_equals_float64(rows: int, row_tile: int | None) -> None:
     torch.testing.assert_close(got.double(), x.double() @ w.double().T, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(("inner", "outer"), [(7, 3), (19, 40), (48, 20), (57, 33), (512, 24), (1024, 128), (2048, 61)])
+@pytest.mark.parametrize(("inner", "outer"), [(7, 3), (57, 8), (19, 40), (48, 20), (57, 33), (512, 24), (1024, 128), (2048, 61)])
 def test_row_does_not_depend_on_the_others(inner: int, outer: int) -> None:
     """Whatever number of rows, whatever place in a tile, whatever address in memory."""
     x, w = random(90, inner), random(outer, inner, seed=1)
@@ -53,6 +53,8 @@ def test_rows_of_a_wider_matrix_are_taken_as_they_are() -> None:
     wide, w = random(40, 96), random(24, 48, seed=1)
     for row_tile in (None, ROW_TILE):
         assert torch.equal(matmul_rows(wide[:, 48:], w, row_tile), matmul_rows(wide[:, 48:].contiguous(), w, row_tile))
+    tile = wide[:ROW_TILE, 48:]
+    assert torch.equal(matmul_rows(tile, w[:7], ROW_TILE), matmul_rows(wide[:, 48:], w[:7], ROW_TILE)[:ROW_TILE])
 
 
 # FP8 weights ------------------------------------------------------------------------------------------

@@ -57,8 +57,11 @@ def sparse_attention(
     Returns:
         [T, H, C] in the dtype of q, or [T, H, width].
     """
-    query = q_THC.float()
-    count = rows.shape[-2]
+    query, count = q_THC.float(), rows.shape[-2]
+    width = channels = width or rows.shape[-1]
+    if block is not None and (rows.shape[-1] % 4 or width % 4):  # as in ``gemm.matmul_rows``
+        query, rows = pad(query, (0, -query.shape[-1] % 4)), pad(rows, (0, -rows.shape[-1] % 4))
+        width += -width % 4
     peak = total = out = None
     for start in range(0, count, block or count):
         part = slice(start, start + (block or count))
@@ -86,7 +89,7 @@ def sparse_attention(
     assert peak is not None and total is not None and out is not None
     if sink_H is not None:
         total = total + torch.exp(sink_H[:, None] - peak)
-    return (out / total).to(q_THC.dtype)
+    return (out / total)[..., :channels].to(q_THC.dtype)
 
 
 class AttentionInputs(NamedTuple):
