@@ -27,9 +27,10 @@ def crossing() -> list[Ask]:
     return [Ask(f"{len(p)}", p, SamplingParams(**SOME, seed=len(p), temperature=i % 3 / 2)) for i, p in enumerate(prompts)]
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=[*MODELS, "window of fewer tokens than a step"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp(request.param), MODELS[request.param], seed=2)
+    config = MODELS.get(request.param, {**SMALL, "sliding_window": 2})
+    return write_model(tmp_path_factory.mktemp(request.param), config, seed=2)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ STEPS = {
     "singles": step_of([0, 63, 64, 300], [1, 1, 1, 1], width=1),
     "padded singles": step_of([5, 200], [1, 1], width=1, padding=2),
     "chunks": step_of([0, 70, 3], [300, 2, 130], padding=3),
+    "drafts": step_of([200, 70], [140, 3], drafts=[12, 2]),
     "nothing": step_of([], []),
 }
 
@@ -50,7 +51,7 @@ def test_latents_are_those_of_the_model(name: str) -> None:
     written = 0
     for row in real.nonzero()[:, 0].tolist():
         s, p = int(paging.sequence_T[row]), int(paging.positions_T[row])
-        if p < int(paging.first_S[s] + paging.lens_S[s]) - 128:
+        if p < int(paging.first_S[s] + paging.lens_S[s] - paging.drafts_S[s]) - 128:
             continue
         address = int(paging.window_SP[s, p // 64 - int(paging.window_first_S[s])]) * 64 + p % 64
         assert torch.equal(store.read(torch.tensor([address]), torch.bfloat16)[0], kv[row])
@@ -101,7 +102,8 @@ def run(rank: int, fmt: RowFormat, rope: int, paging: Paging, *, reference: bool
 def test_latent_norms_agree(
     rank: int, fmt: RowFormat, rope: int, starts: list[int], lens: list[int], singles: bool, padding: int
 ) -> None:
-    paging = step_of(starts, lens, width=int(singles), padding=padding, device=DEVICE)
+    drafts = [length // 3 for length in lens]
+    paging = step_of(starts, lens, width=int(singles), padding=padding, drafts=drafts, device=DEVICE)
     got, wanted = run(rank, fmt, rope, paging), run(rank, fmt, rope, paging, reference=True)
     for ours, theirs in zip(got, wanted, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype

@@ -35,7 +35,8 @@ class LatentInputs(NamedTuple):
         q_norm, kv_norm: float32 [R] and [C].
         cos, sin: float32 [T, rope / 2].
         eps: Of both norms.
-        window: Receives the rows of each sequence's last ``window_tokens`` tokens, where ``paging`` names a page for them.
+        window: Receives the rows of each sequence's last ``window_tokens`` tokens before its drafts, and of these, where ``paging``
+            names a page for them.
         paging: Positions and pages of the tokens. Padding gives zeros.
         window_tokens: How far back later tokens look.
     """
@@ -76,7 +77,7 @@ def latent_norms(given: LatentInputs) -> tuple[Tensor, Tensor | None, Tensor]:
 def _written(paging: Paging, window_tokens: int, rows_per_page: int) -> tuple[Tensor | None, Tensor]:
     """Return which rows of a step the window keeps, int64 [N], ``None`` for all of them, and their addresses."""
     position_T, sequence_T = paging.positions_T.long(), paging.sequence_T.long()
-    first_kept_S = paging.first_S + paging.lens_S - window_tokens
+    first_kept_S = paging.first_S + paging.lens_S - paging.drafts_S - window_tokens
     page_T = position_T // rows_per_page - paging.window_first_S[sequence_T]
     kept_T = (position_T >= 0) & (position_T >= first_kept_S[sequence_T])
     page_T = paging.window_SP[sequence_T, torch.where(kept_T, page_T, 0)].long()

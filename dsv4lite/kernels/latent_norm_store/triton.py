@@ -28,7 +28,7 @@ from dsv4lite.kernels.rows.triton import (
 @triton.jit(do_not_specialize=["pages"])
 def _latent_kernel(
     latent, q_norm, kv_norm, cos, sin, q, q_scales, fresh, memory,
-    positions, sequences, first, lens, window_pages, window_first, row_stride, page_stride, pages, window_tokens, eps,
+    positions, sequences, first, lens, drafts, window_pages, window_first, row_stride, page_stride, pages, window_tokens, eps,
     RANK: tl.constexpr, QUERY_GROUPS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
     PLACES: tl.constexpr, FRESH_ROW: tl.constexpr, KIND: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
@@ -63,9 +63,10 @@ def _latent_kernel(
         x = tl.where(real, tl.load(latent + RANK + at, mask=inside, other=0.0).to(tl.float32), 0.0)
         weight = tl.load(kv_norm + at, mask=inside, other=0.0)
         c, s, turned = row_angles(cos + t * (ROPE // 2), sin + t * (ROPE // 2), WIDTH, ROWS, ROPE)
-        # Where the row goes.  first_kept_S = paging.first_S + paging.lens_S - window_tokens
+        # Where the row goes.  first_kept_S = paging.first_S + paging.lens_S - paging.drafts_S - window_tokens
         sequence = tl.load(sequences + t).to(tl.int64)
-        kept = real & (position >= tl.load(first + sequence) + tl.load(lens + sequence) - window_tokens)
+        end = tl.load(first + sequence) + tl.load(lens + sequence) - tl.load(drafts + sequence)
+        kept = real & (position >= end - window_tokens)
         index = position // PLACES - tl.load(window_first + sequence)
         page = tl.load(window_pages + sequence * pages + index, mask=kept, other=-1).to(tl.int64)
         # kv_TC = rope(rms_norm(latent_TK[:, rank:], kv_norm, eps), cos, sin)
@@ -111,6 +112,7 @@ def latent_norms_triton(given: LatentInputs) -> tuple[Tensor, Tensor | None, Ten
             paging.sequence_T,
             paging.first_S,
             paging.lens_S,
+            paging.drafts_S,
             paging.window_SP,
             paging.window_first_S,
             latent_TK.stride(0),
