@@ -44,9 +44,12 @@ def matmul_rows(x_MK: Tensor, w_NK: Tensor, row_tile: int | None = None) -> Tens
         return _linear(x_MK, w_NK)
     if rows == 0:
         return x_MK.new_empty(0, w_NK.shape[0])
-    # MKL sums few outputs of a row in an order that depends on strides, and on the row's place unless inputs come in fours.
+    # MKL sums few outputs of a row in an order that depends on strides, and on the row's place unless inputs come in fours, or
+    # outputs of transposed weights.
     if odd := -x_MK.shape[1] % 4:
         x_MK, w_NK = pad(x_MK, (0, odd)), pad(w_NK, (0, odd))
+    elif len(w_NK) % 4:
+        w_NK = w_NK.contiguous()
     padded = pad(x_MK, (0, 0, 0, -rows % row_tile)) if rows % row_tile else x_MK.contiguous()
     if len(padded) == row_tile:
         return _linear(padded, w_NK)[:rows]
