@@ -38,6 +38,8 @@ class Balancer:
             return
         started = time.monotonic()
         waiting, loads = self._model.rebalance()
+        if not loads:  # a stage without experts
+            return
         if waiting:
             self._refill(waiting)
         before, after = (mean(of_layers) for of_layers in zip(*loads, strict=True))

@@ -100,6 +100,14 @@ def test_mla_models_on_two_ranks_give_what_one_gives(
         engine_of(llm).call(lambda engine: engine._scheduler.check()).result(ENOUGH_S)
 
 
+def test_ranks_whose_layers_are_all_dense_have_no_experts_to_move(tmp_path: Path, zygote: Zygote) -> None:
+    model = write_random_model(tmp_path, "v3", first_k_dense_replace=3)
+    settings = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "redundant_experts": 0, "rebalance_steps": 2}
+    with forked(zygote), LLM(str(model), **MODEST, **settings) as llm:
+        output = llm.generate({"prompt_token_ids": [9, 10]}, SamplingParams(max_tokens=6, ignore_eos=True))
+        assert len(output.token_ids) == 6
+
+
 @pytest.mark.parametrize(
     ("settings", "overlap"),
     [
