@@ -81,8 +81,8 @@ class Keys:
         most: Limits of integers in other places.
         may_be_zero: Integers from 0 on; others are from 1 on.
         above_one: Real numbers above 1; others are above 0.
-        fixed, fixed_quantization: Keys of the config and of its ``quantization_config`` that always have one value; a config may
-            leave them out.
+        fixed, fixed_quantization, fixed_yarn: Keys of the config, of its ``quantization_config`` and of its rope scaling that
+            always have one value; a config may leave them out.
         others: Further keys that are read.
         ignored: Keys that change nothing, listed because they could be taken for misspellings of those that are read.
     """
@@ -94,6 +94,7 @@ class Keys:
     above_one: tuple[str, ...]
     fixed: Mapping[str, object]
     fixed_quantization: Mapping[str, object]
+    fixed_yarn: Mapping[str, object]
     others: tuple[str, ...]
     ignored: tuple[str, ...]
 
@@ -111,11 +112,14 @@ class Keys:
         """
         self._check_spelling(raw)
         quantization = mapping(raw, "quantization_config")
-        for prefix, given, fixed in (("", raw, self.fixed), ("quantization_config.", quantization, self.fixed_quantization)):
-            for key, value in fixed.items():
-                if given.get(key) is not None and given[key] != value:
-                    raise UnsupportedError(f"{prefix}{key}={shown(given[key])} is not supported; {self.family} has {value!r}")
+        self._check_fixed("", raw, self.fixed)
+        self._check_fixed("quantization_config.", quantization, self.fixed_quantization)
         return bool(quantization)
+
+    def _check_fixed(self, prefix: str, given: Mapping[str, Any], fixed: Mapping[str, object]) -> None:
+        for key, value in fixed.items():
+            if given.get(key) is not None and given[key] != value:
+                raise UnsupportedError(f"{prefix}{key}={shown(given[key])} is not supported; {self.family} has {value!r}")
 
     def _check_spelling(self, raw: Mapping[str, Any]) -> None:
         if len(raw) > _MOST_KEYS:
@@ -180,6 +184,7 @@ class Keys:
         for key in ("factor", "original_max_position_embeddings"):
             if scaling.get(key) is None:
                 raise ConfigError(f"rope scaling 'yarn' lacks {key}")
+        self._check_fixed("rope scaling 'yarn' with ", scaling, self.fixed_yarn)
         names = [name for name in ("factor", "beta_fast", "beta_slow") if scaling.get(name) is not None]
         names += [name for name in ("mscale", "mscale_all_dim") if scaling.get(name)]  # 0 is no magnitude
         given = {name: self.real(scaling, name) for name in names}

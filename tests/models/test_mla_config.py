@@ -117,6 +117,8 @@ def test_missing_keys_are_all_named() -> None:
         (V3, {"rope_interleave": False}, "rope_interleave=False"),
         (V3, {"num_key_value_heads": 8}, "num_key_value_heads=8.*num_attention_heads=128"),
         (V3, {"rope_scaling": {"type": "linear", "factor": 2}}, "'linear'.*'yarn'"),
+        (V3, {"rope_scaling": {**V3["rope_scaling"], "truncate": False}}, "truncate=False"),
+        (V3, {"rope_scaling": {**V3["rope_scaling"], "attention_factor": 1.2}}, "attention_factor=1.2"),
         (V3, {"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method='awq'"),
         (V3, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, r"weight_block_size=\[64, 64\]"),
         (V3, {"quantization_config": {"quant_method": "fp8", "scale_fmt": "int8"}}, "scale_fmt='int8'"),

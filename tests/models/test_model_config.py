@@ -119,6 +119,8 @@ def test_missing_keys_are_all_named() -> None:
         ({"quantization_config": {"quant_method": "fp8", "moe_quant_algo": "NVFP4"}}, "moe_quant_algo='NVFP4' is not supported"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}}, r"weight_block_size=\[32, 32\]"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "'linear'.*'yarn'"),
+        ({"rope_scaling": {**TINY["rope_scaling"], "attention_factor": 1.2}}, "attention_factor=1.2"),
+        ({"rope_parameters": {"main": TINY["rope_scaling"]}}, "rope_parameters.main has rope_type='yarn'"),
         ({"compress_ratios": [0, 4, 128, 4, 128, 4]}, r"MTP.*\(4,\)"),
         ({"compress_ratios": None, "layer_types": ["sliding_attention"] * 4 + ["full_attention"]}, "'full_attention'"),
         ({"num_hash_layers": None, "mlp_layer_types": ["moe", "hash_moe", "moe", "moe", "moe"]}, "mlp_layer_types"),

@@ -44,6 +44,7 @@ _KEYS = Keys(
     above_one=("rope_theta",),
     fixed={"rope_interleave": True},
     fixed_quantization={},
+    fixed_yarn={"truncate": True, "attention_factor": None},
     others=(
         *("first_k_dense_replace", "moe_layer_freq", "mlp_layer_types", "layer_types", "indexer_types", "index_topk_freq"),
         *("indexer_rope_interleave", "scoring_func", "topk_method", "norm_topk_prob", "num_key_value_heads"),

@@ -52,6 +52,7 @@ _KEYS = Keys(
     above_one=("rope_theta", "compress_rope_theta"),  # YaRN divides by their logarithm
     fixed={"scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "norm_topk_prob": True, "num_key_value_heads": 1},
     fixed_quantization={"scale_fmt": "ue8m0"},
+    fixed_yarn={"truncate": True, "attention_factor": 1.0},  # which transformers writes
     others=(*_STRUCTURED, *_DSPARK, _DSPARK_STAGES),
     ignored=_IGNORED,
 )
@@ -304,5 +305,7 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     for key, part in (("rope_theta", main), ("compress_rope_theta", compress)):
         if raw.get(key) is None and part.get("rope_theta") is not None:
             out[key] = _KEYS.real(part, "rope_theta")
+    if _KEYS.yarn(main) is not None:
+        raise UnsupportedError("rope_parameters.main has rope_type='yarn'; V4 has it in layers with compressed entries only")
     yarn = _KEYS.yarn(mapping(raw, "rope_scaling") or compress)
     return {**out, "yarn": yarn or replace(_YARN, factor=1.0)}
