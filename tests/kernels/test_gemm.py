@@ -30,7 +30,9 @@ def test_product_equals_float64(rows: int, row_tile: int | None) -> None:
     torch.testing.assert_close(got.double(), x.double() @ w.double().T, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(("inner", "outer"), [(7, 3), (57, 8), (24, 5), (48, 20), (57, 33), (512, 24), (1024, 128), (2048, 61)])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(7, 3), (57, 8), (24, 5), (19, 40), (48, 20), (57, 33), (512, 24), (1024, 128), (2048, 61)]
+)
 def test_row_does_not_depend_on_the_others(inner: int, outer: int) -> None:
     """Whatever number of rows, whatever place in a tile, whatever address in memory."""
     x, weights = random(90, inner), random(outer, inner, seed=1)
