@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -247,3 +248,10 @@ def test_malformed_schemas_name_their_tool() -> None:
     with pytest.raises(InvalidRequestError, match=r"the parameters of the tool 'f': .* not a JSON schema") as caught:
         start("deepseek_v4", [tool("f", {"properties": {"a": {"const": float("nan")}}})])
     assert caught.value.parameter == "tools"
+
+
+@pytest.mark.parametrize("key", ["anyOf", "$ref", "minProperties", "dependentRequired", "patternProperties"])
+def test_rules_that_calls_cannot_enforce_are_refused_by_name(key: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"the parameters of the tool 'f' have '{re.escape(key)}'"):
+        start("deepseek_v4", [tool("f", {"type": "object", "properties": {}, key: {}})])
+    start("deepseek_v4", [tool("f", {"type": "object", key: {}}, strict=False)])
