@@ -153,7 +153,8 @@ class _Rules:
             return None
         if isinstance(choices, list):
             constants = [_constant(f"{choice}</") for choice in choices]
-            return f"({' | '.join(constants)})" if strings else None
+            alone = len(schema.keys() - {"type"}) == 1  # beside other rules, JSON's grammar weighs them all
+            return f"({' | '.join(constants)})" if strings and alone else None
         least, most = schema.get("minLength", 0), schema.get("maxLength", _LONGEST + 1)
         if not (is_integer(least) and is_integer(most)):
             return None

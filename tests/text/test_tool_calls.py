@@ -255,3 +255,11 @@ def test_rules_that_calls_cannot_enforce_are_refused_by_name(key: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"the parameters of the tool 'f' have '{re.escape(key)}'"):
         start("deepseek_v4", [tool("f", {"type": "object", "properties": {}, key: {}})])
     start("deepseek_v4", [tool("f", {"type": "object", key: {}}, strict=False)])
+
+
+def test_choice_with_another_rule_obeys_both() -> None:
+    rules = {"type": "string", "enum": ["a", "abc"], "minLength": 3}
+    text = f'\n\n<{DSML}tool_calls>\n<{DSML}invoke name="f">\n<{DSML}parameter name="a" string="false">"abc"</{DSML}parameter>'
+    matcher = start("deepseek_v4", [tool("f", {"properties": {"a": rules}, "required": ["a"]})])
+    for id in SHIPPED.encode(text):
+        matcher.accept(id)
