@@ -24,8 +24,11 @@ _LONGEST = 10_000
 _NOTES = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"))
 _RAW = frozenset(("type", "minLength", "maxLength", "enum", "const"))
 """What may be said of a string that is written as it is; one with other rules is written as JSON."""
-_OBJECT = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
-"""What may be said of all parameters in DSML, which are not one JSON value."""
+_WHOLE = frozenset(
+    "$ref $dynamicRef anyOf oneOf allOf not if then else enum const minProperties maxProperties patternProperties propertyNames "
+    "dependentRequired dependentSchemas dependencies unevaluatedProperties".split()
+)
+"""Rules of an object as a whole, which the parameters of a call in DSML are not: each is a value of its own."""
 
 _NONE: Mapping[str, Any] = MappingProxyType({"properties": {}, "additionalProperties": False})
 """The arguments of a function without parameters."""
@@ -112,10 +115,8 @@ class _Rules:
         if form.separator:
             separator, after = self.markup(form.separator), self.markup(form.marks.after)
             return f"{self.markup(form.marks.before)} {name} {separator} {_json({'type': 'object', **schema})} {after}"
-        if unknown := sorted(schema.keys() - _OBJECT):
-            problem = (
-                f"the parameters of the tool {shown(function['name'])} have {unknown[0]!r}, which calls in DSML cannot enforce"
-            )
+        if rules := sorted(_WHOLE.intersection(schema)):
+            problem = f"the parameters of the tool {shown(function['name'])} have {rules[0]!r}, which calls in DSML cannot enforce"
             raise InvalidRequestError(f"{problem}; leave it out", parameter="tools", value=schema)
         tag, end = self.markup(f'{DSML}invoke name="'), self.markup(f"{DSML}invoke>")
         return " ".join([tag, name, '"\\">"', *self._parameters(schema), end])

@@ -255,6 +255,7 @@ def test_rules_that_calls_cannot_enforce_are_refused_by_name(key: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"the parameters of the tool 'f' have '{re.escape(key)}'"):
         start("deepseek_v4", [tool("f", {"type": "object", "properties": {}, key: {}})])
     start("deepseek_v4", [tool("f", {"type": "object", key: {}}, strict=False)])
+    start("deepseek_v4", [tool("f", {"type": "object", "properties": {}, "x-note": {}, "$schema": "s"})])
 
 
 def test_choice_with_another_rule_obeys_both() -> None:
