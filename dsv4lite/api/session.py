@@ -448,10 +448,13 @@ class Session:
         self.drain()
         with self._lock:
             if request_id is None:
-                self._abandon(None)
-                self._end_all(self._visible.values(), "abort")
+                self._abort_all()
             elif request_id in self._visible:
-                self._end(self._visible[request_id], "abort")
+                ticket = self._visible[request_id]
+                if self._records(ticket):
+                    self._leave(ticket)
+                else:
+                    self._end(ticket, "abort")
         self._end_rest()
 
     def abort_ticket(self, ticket: Ticket) -> None:
@@ -477,8 +480,7 @@ class Session:
         with self._lock:
             self._engine_in("pause", *STARTED)
             if mode == "abort":
-                self._abandon(None)
-                self._end_all(self._visible.values(), "abort")
+                self._abort_all()
             # Nothing runs that could be waited for while the engine sleeps or has no weights.
             pause = Pause(block=block, frozen=mode == "keep" or (mode == "wait" and self._hold is not None))
             self._pauses.append(pause)
@@ -786,6 +788,16 @@ class Session:
             self._queue.pop(ticket.request.request_id, None)
             self._ending.setdefault(ticket, (reason, error))
         self._end_some()
+
+    def _abort_all(self) -> None:
+        """Abort all requests in the engine, and end them for their callers."""
+        self._abandon(None)
+        self._end_all([ticket for ticket in self._visible.values() if not self._records(ticket)], "abort")
+
+    def _records(self, ticket: Ticket) -> bool:
+        """Whether the engine's last update of a request brings what was chosen for its tokens; that update ends it, soon."""
+        running = self._in_engine.get(ticket.request.request_id) is ticket and self._failure is None
+        return running and ticket.request.params.records_choices
 
     def _end_some(self) -> None:
         for _ in range(min(_AT_ONCE, len(self._ending))):

@@ -324,6 +324,27 @@ def test_routed_experts_survive_a_stop_string(llm: LLM) -> None:
     assert torch.equal(experts_of(cut), experts_of(whole)[: len(PROMPT) + len(cut.token_ids) - 1])
 
 
+@pytest.mark.parametrize("how", ["abort", "abort all", "pause"])
+def test_an_aborted_request_has_what_was_chosen_for_its_tokens(llm: LLM, how: str) -> None:
+    params = seeded(return_routed_experts=True, return_replay=True, max_tokens=200, ignore_eos=True)
+    with llm.stream(PROMPT, params) as stream:
+        for _ in range(3):
+            next(stream)
+        if how == "pause":
+            llm.pause("abort")
+            llm.resume()
+        else:
+            llm.abort(stream.request_id if how == "abort" else None)
+        cut = stream.final()
+    assert cut.outputs[0].finish_reason == "abort" and 3 <= len(cut.token_ids) < 200
+    whole = llm.generate(PROMPT, params)
+    assert torch.equal(experts_of(cut), experts_of(whole)[: len(PROMPT) + len(cut.token_ids) - 1])
+    replay = cut.outputs[0].replay
+    assert replay is not None and replay.routed_experts is not None and len(replay.routed_experts) == len(experts_of(cut))
+    scored = llm.score(PROMPT, cut.token_ids, params=params, replay=replay)
+    assert len(scored) == len(cut.token_ids)
+
+
 def test_routed_experts_of_a_single_token_prompt(llm: LLM) -> None:
     out = llm.generate(PROMPT[:1], seeded(return_routed_experts=True, n=2, max_tokens=1))
     assert [experts_of(out, i).shape[0] for i in (0, 1)] == [1, 1]
