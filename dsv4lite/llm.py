@@ -227,7 +227,7 @@ class AsyncLLM(BaseLLM):
             How many rows were done. A row that is malformed or fails has its ``error`` in the file and is counted in ``failed``.
 
         Raises:
-            ConfigError: ``target`` holds something else than outputs of these requests.
+            ConfigError: ``target`` holds something else than outputs of these requests, or is being written by another run.
             OSError: A file cannot be read or written. What is in ``target`` stays.
         """
         with RowFiles(source, target, params) as files:

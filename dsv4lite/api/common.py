@@ -101,8 +101,8 @@ class BaseLLM:
     def abort(self, request_id: str | None = None) -> None:
         """End an open request, or all of them, now.
 
-        Its caller gets the output so far, with ``finish_reason="abort"``. Allowed in every state and from every thread; an id that
-        is not open is ignored.
+        Its caller gets the output so far, with ``finish_reason="abort"``; that of a request that records its experts or a replay
+        comes with them, after the step under way. Allowed in every state and from every thread; an id that is not open is ignored.
 
         Raises:
             InvalidRequestError: ``request_id`` is neither a string nor ``None``.

@@ -68,7 +68,10 @@ class AsyncStream:
         return self._opened().request_id
 
     def abort(self) -> None:
-        """End the request now: what came so far can still be read, the last delta has ``finish_reason="abort"``. Idempotent."""
+        """End the request now: what came so far can still be read, the last delta has ``finish_reason="abort"``. Idempotent.
+
+        Routed experts and a replay come with the engine's last update and are lost; ``AsyncLLM.abort`` waits for that update.
+        """
         self._session.abort_ticket(self._opened())
 
     def _opened(self) -> Ticket:

@@ -52,7 +52,7 @@ class Paging:
         grow_SP: Pages of 256 positions each, from position 0; past the end any valid page.
         window_SP: Pages of 64 positions each; -1 where neither read nor written.
         window_first_S: Which 64 positions ``window_SP[:, 0]`` holds.
-        width: Rows of every sequence, which may be fewer tokens: T = S * width and rows_S = 0, width, …; 0: sequences differ.
+        width: Rows of every sequence, padding included: T = S * width and rows_S = 0, width, …; 0: their numbers differ.
         host_spans: What ``spans`` returns, of a step whose places the host knows.
         splits: Programs that share a token's rows in attention; part of what the bits of its result depend on.
         derived: What references have derived from the tensors, which must not change afterwards (``once``).

@@ -28,7 +28,8 @@ from dsv4lite.kernels.rows.triton import (
 )
 
 STAGES = 12  # how many tokens of a long group are read ahead, and one
-SEQUENCE_TOKENS, SEQUENCE_WIDTH = 16, 4  # of a step, or of each sequence, at most, where one program takes all of a sequence's
+# One program takes all tokens of a sequence where a step has at most so many tokens, or each sequence at most so many rows.
+SEQUENCE_TOKENS, SEQUENCE_WIDTH = 16, 4
 STATE_ROWS = 2  # of 64 channels, in one program that writes compressor state
 
 

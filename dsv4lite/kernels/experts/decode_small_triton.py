@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import by_most, capability_of, ceil_div, multiprocessors_of, power_of_2
-from dsv4lite.kernels.experts import HALF_ROWS, TILE_ROWS, ExpertSum
+from dsv4lite.kernels.experts import HALF_ROWS, ExpertSum
 from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, MoeInputs
 from dsv4lite.kernels.experts.grouping_triton import Block, Blocks
 from dsv4lite.kernels.experts.triton import Work, down_tile, gate_up_tile
@@ -29,15 +29,15 @@ from dsv4lite.kernels.routing.triton import _router_constants, route_rows
 from dsv4lite.kernels.swiglu.triton import swiglu_groups
 
 _OUTS = 64  # of one program of the shared expert, as of any product of few rows
-# How the first product is multiplied, by the most tiles that there are for each multiprocessor: where they are few, each has a
-# program, which copies more of it ahead.
+# Blocks of the first product, by the most tiles that there are for each multiprocessor: where tiles are few, each has a program of
+# its own, which copies more of its weights ahead.
 GATE_UP: Blocks = (
     (2, Block(rows=16, tiles=1, num_warps=4, num_stages=4, unroll=4)),
     (5, Block(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=4)),
     (12, Block(rows=16, tiles=2, num_warps=4, num_stages=4, unroll=2)),
     (None, Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)),
 )
-# How the second one is.
+# Block of the second product.
 _DOWN = Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)
 # Programs of a token's activation, and warps of every program, by the tile of tokens.
 _SHARERS = {1: (16, 1), 4: (16, 4), 8: (8, 4), DECODE_SMALL_TOKENS: (4, 4)}
@@ -159,7 +159,7 @@ def _experts_kernel(
 
 
 def _gate_up_block(given: MoeInputs) -> Block:
-    """Return how to multiply with w13, from sizes alone: tokens have as many experts here as the layer has on average."""
+    """Return how to multiply with w13, from sizes alone: this rank's experts are taken to get their average share of the tokens."""
     held, _, width = given.w2.shape
     tokens, experts = given.logits_TE.shape
     tiles = tokens * given.router.top_k * min(1, held / experts) * (width // HALF_ROWS)
@@ -173,7 +173,6 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
     assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden and w13.fp4 == w2.fp4, (w13.shape, w2.shape)
     assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
     work = Work.allocate(tokens, router.top_k, w2, _gate_up_block(given), by_token=True)
-    down_programs = work.groups.most * (hidden // TILE_ROWS // _DOWN.tiles)
     done, ticket = (torch.empty(n, dtype=torch.int32, device=x_codes.device) for n in (work.groups.most, 1))
     shared = h_TI is not None
     if h_TI is None:  # of no channel
@@ -189,7 +188,7 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
     assert shared_codes.is_contiguous() and shared_scales.is_contiguous()
     codes = capability_of(x_codes.device) < 89
     s, w = (s_codes, shared_codes.view(torch.uint8)) if codes else (s_codes.view(torch.float8_e4m3fn), shared_codes)
-    _experts_kernel[(work.gate_up_programs + shared_programs + down_programs,)](
+    _experts_kernel[(work.gate_up_programs + shared_programs + work.down_programs(_DOWN),)](
         *work.gate_up_arguments(x_codes, weight_TK, w13, limit, u_codes),
         s,
         s_scales,

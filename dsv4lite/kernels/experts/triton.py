@@ -336,10 +336,9 @@ class Work:
         """How many programs the first product has."""
         return self.groups.most * (self.w2.shape[2] // HALF_ROWS // self.block.tiles)
 
-    @property
-    def down_programs(self) -> int:
-        """How many programs the second product has."""
-        return self.groups.most * (self.w2.shape[1] // TILE_ROWS // self.block.tiles)
+    def down_programs(self, block: Block) -> int:
+        """Return how many programs the second product has."""
+        return self.groups.most * (self.w2.shape[1] // TILE_ROWS // block.tiles)
 
     def room(self, columns: int, dtype: torch.dtype) -> Tensor:
         """Return a place for a row of each pair, [pairs, columns]."""
@@ -398,7 +397,7 @@ def experts_outputs_triton(given: ExpertInputs, *, block: Block | None = None) -
     del arguments  # with ``u``, whose memory the results may take
     y, blocks = work.room(hidden, given.dtype), (groups.order, groups.owner, groups.count)
     down = (work.numbers(u_codes), work.u_words, w2.codes, w2.scales, *blocks, y, groups.pairs)
-    _down_kernel[(work.down_programs,)](*down, **work.constants(w2))
+    _down_kernel[(work.down_programs(work.block),)](*down, **work.constants(w2))
     return y.view(shape)
 
 

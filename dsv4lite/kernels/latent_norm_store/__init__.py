@@ -35,8 +35,8 @@ class LatentInputs(NamedTuple):
         q_norm, kv_norm: float32 [R] and [C].
         cos, sin: float32 [T, rope / 2].
         eps: Of both norms.
-        window: Receives the rows of each sequence's last ``window_tokens`` tokens before its drafts, and of these, where ``paging``
-            names a page for them.
+        window: Receives the rows of each sequence's drafts and of the last ``window_tokens`` tokens before them, where ``paging``
+            names a page.
         paging: Positions and pages of the tokens. Padding gives zeros.
         window_tokens: How far back later tokens look.
     """
