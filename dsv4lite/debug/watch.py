@@ -176,9 +176,9 @@ class OpWatch:
         result, error = None, None
         try:
             self._launched = False
+            self._synchronize()  # an op may run at the same time as the launch before it, which here is a copy of what it writes
             result = op(*args, **kwargs)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # what it did wrong shows here, not in the next op
+            self._synchronize()  # what it did wrong shows here, not in the next op
             got, wanted = self._outputs(op, result, arguments), None
             others = given
             if self._launched or (isinstance(op, Op) and op.launches(*args, **kwargs)):
@@ -210,6 +210,10 @@ class OpWatch:
         if error is not None:
             raise OpFailed from error
         return result
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _reference(self, op: FunctionType | Op[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._may_launch = False

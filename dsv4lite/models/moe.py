@@ -298,8 +298,7 @@ class MoE(nn.Module):
         """Return the shared expert's gate and up [T, 2 I], if this rank adds that expert, and the router's logits [T, E]."""
         if not self.shard.leads:  # another copy of this rank adds the shared expert
             return None, linear(tokens.x_TD, self.gate, torch.float32)
-        h_TI, gate = pair(tokens.x_TD, self.shared.w13, self.gate, rounded=tokens.rounded)
-        return h_TI, gate()
+        return pair(tokens.x_TD, self.shared.w13, self.gate, rounded=tokens.rounded)
 
     def _routed(self, tokens: Tokens, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts chosen and their weights [T, K]."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import Literal
 
@@ -468,22 +467,18 @@ def rounded_linear(codes: Tensor, scales: Tensor | None, matrix: Matrix, dtype: 
     return fp8_linear(codes, scales, matrix.weight[:count], matrix.scale[:blocks], dtype, matrix.row_tile)[:, :rows]
 
 
-def pair(x_TK: Tensor, dense: Matrix, other: Matrix, *, rounded: Rounded | None = None) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Return ``linear(x, dense)``, and a function that returns ``linear(x, other)`` in float32.
-
-    A single row is multiplied by both matrices in one launch. Of more rows the second product is computed when the function is
-    called, so that its memory is not held before.
+def pair(x_TK: Tensor, dense: Matrix, other: Matrix, *, rounded: Rounded | None = None) -> tuple[Tensor, Tensor]:
+    """Return ``linear(x, dense)`` and, in float32, ``linear(x, other)``; products of few rows run at the same time.
 
     Args:
         dense: A matrix that the checkpoint stores in FP8.
         other: A matrix that it stores in bfloat16, which does not round its inputs.
         rounded: ``x`` in FP8, if it is known.
     """
-    if dense.scale is None or other.scale is not None or other.rounds_input or len(x_TK) != 1:
-        return linear(x_TK, dense, rounded=rounded), partial(linear, x_TK, other, torch.float32)
+    if dense.scale is None or other.scale is not None or other.rounds_input:
+        return linear(x_TK, dense, rounded=rounded), linear(x_TK, other, torch.float32)
     codes, scales = rounded or quantize_fp8(x_TK, ACTIVATION_GROUP)
-    first, second = pair_linear(x_TK, codes, scales, dense.weight, dense.scale, other.weight, dense.row_tile)
-    return first, lambda: second
+    return pair_linear(x_TK, codes, scales, dense.weight, dense.scale, other.weight, dense.row_tile)
 
 
 def grouped_then_linear(x_TGK: Tensor, grouped: Matrix, dense: Matrix, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from tests.kernels.tensors import DEVICE, ON_GPU
 triton = pytest.importorskip("triton")
 
 from dsv4lite.kernels.compress.triton import SEQUENCE_TOKENS, compress_step_triton  # noqa: E402
+from dsv4lite.kernels.gemm.triton import float_linear_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -51,7 +54,15 @@ class Run:
         self.store.memory.fill_(0xA5)
         self.starts = [0] * count
 
-    def step(self, lens: list[int], padding: int, width: int, reference: bool = False, drafts: list[int] | None = None) -> None:
+    def step(
+        self,
+        lens: list[int],
+        padding: int,
+        width: int,
+        reference: bool = False,
+        drafts: list[int] | None = None,
+        before: Callable[[], object] | None = None,
+    ) -> None:
         slots = [*range(1, len(lens)), 0]
         paging = step_of(
             self.starts, lens, slots=slots, drafts=drafts, copies=self.copies, padding=padding, width=width, device=DEVICE
@@ -62,7 +73,9 @@ class Run:
         projected = projected[:, 16:]
         angles = rope_angles(paging.positions_T // self.ratio * self.ratio, rope_frequencies(self.rope, 10000.0).to(DEVICE))
         op, state = compress_step.reference if reference else compress_step_triton, (self.state, self.store, paging)
-        op(CompressInputs(projected, self.ape, self.norm, *state, self.ratio, *angles, 1e-6, self.transformed))
+        given = CompressInputs(projected, self.ape, self.norm, *state, self.ratio, *angles, 1e-6, self.transformed)
+        self.before = None if before is None else before()  # its memory is in use until the compression is over
+        op(given._replace(overlaps=before is not None))
         self.starts = [start + count for start, count in zip(self.starts, lens, strict=True)]
         self.copies = list(drafts or [0] * len(lens))
 
@@ -166,3 +179,14 @@ def test_step_without_tokens_changes_nothing() -> None:
     run.step([0], 0, 0)
     run.step([0], 2, 0)
     assert torch.equal(run.state, before) and (run.store.memory == 0xA5).all()
+
+
+@pytest.mark.parametrize(("ratio", "fmt", "transformed"), CASES[:2])
+def test_running_at_the_same_time_as_the_launch_before_changes_no_bit(ratio: int, fmt: RowFormat, transformed: bool) -> None:
+    rows, inputs, outs = (64, 4096, 2624) if ON_GPU else (2, 128, 64)
+    x, w = (torch.randn(count, inputs, device=DEVICE).bfloat16() for count in (rows, outs))
+    ours, theirs = (Run(ratio, fmt, transformed, 3, 2 * ratio) for _ in range(2))
+    for _ in range(2 * ratio):
+        ours.step([1, 1, 1], 2, 1, before=lambda: float_linear_triton(x, w, torch.float32))
+        theirs.step([1, 1, 1], 2, 1)
+    assert torch.equal(ours.state, theirs.state) and torch.equal(ours.store.memory, theirs.store.memory)

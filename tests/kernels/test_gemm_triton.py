@@ -226,7 +226,7 @@ def test_products_are_quantized_as_one_row(
 
 PAIRS = [(1, 70, 130, 1100), (5, 65, 40, 256), (16, 24, 70, 1024), (3, 130, 3, 60)]  # one or several parts of each
 # V4-Flash: the hidden layer of the shared expert and the router, latents and the inputs of both kinds of compressors.
-REAL_PAIRS = [(rows, *outs, 4096) for outs in ((4096, 256), (1536, 2624), (1536, 1024)) for rows in (1, 8, 16)]
+REAL_PAIRS = [(rows, *outs, 4096) for outs in ((4096, 256), (1536, 2624), (1536, 1024)) for rows in (1, 8, 16, 32, 64, 256, 512)]
 
 
 @pytest.mark.parametrize("per_row", [False, True])

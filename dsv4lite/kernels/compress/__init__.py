@@ -174,6 +174,7 @@ class CompressInputs(NamedTuple):
         cos_T, sin_T: float32 [T, rope / 2], angles of the first position of each token's group.
         eps: Of the norm.
         hadamard: Transform the entry before it is packed.
+        overlaps: The launch before this one shares nothing with it but inputs of both, and runs at the same time.
     """
 
     projected: Tensor
@@ -187,12 +188,13 @@ class CompressInputs(NamedTuple):
     sin_T: Tensor
     eps: float
     hadamard: bool
+    overlaps: bool = False
 
 
 @op("compress.triton:compress_step_triton")
 def compress_step(given: CompressInputs) -> None:
     """Advance every sequence's compressor state, and store the entries that close: normed, rotated, packed."""
-    projected, ape, norm_weight, state, store, paging, ratio, cos_T, sin_T, eps, hadamard = given
+    projected, ape, norm_weight, state, store, paging, ratio, cos_T, sin_T, eps, hadamard, _ = given
     prefixes = paging.once(("prefixes", ratio), lambda: _prefixes(paging, ratio))
     if prefixes is None:
         return

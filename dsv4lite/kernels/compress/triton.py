@@ -180,10 +180,11 @@ def _sequence_kernel(
     projected, ape, norm_weight, state, memory, cos, sin, slots, copies, first, rows, lens, drafts, grow,
     num_copies, row_stride, page_stride, pages, eps,
     A: tl.constexpr, RATIO: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, LOG: tl.constexpr,
-    KIND: tl.constexpr, ROPE: tl.constexpr, GPU: tl.constexpr,
+    KIND: tl.constexpr, ROPE: tl.constexpr, GPU: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence takes its tokens one after the other, and stores entries that close and compressor state."""
-    wait_for_predecessor()
+    if not SECOND:
+        wait_for_predecessor()
     let_successor_in()
     sequence = tl.program_id(0)
     slot = tl.load(slots + sequence).to(tl.int64)
@@ -224,6 +225,8 @@ def _sequence_kernel(
             draft = i + 1 + num_drafts - length
             if draft >= 0:
                 _store_state(state + draft * SET, here, sums, lower, A, WIDTH)
+    if SECOND:
+        wait_for_predecessor()
 
 
 @triton.jit(do_not_specialize=["tokens", "pages"])
@@ -340,7 +343,7 @@ def _state_kernel(
 
 def compress_step_triton(given: CompressInputs) -> None:
     """See ``compress_step``; widths of packed rows are multiples of 64, of which 64 channels rotate."""
-    projected, ape, norm_weight, state, store, paging, ratio, cos_T, sin_T, eps, hadamard = given
+    projected, ape, norm_weight, state, store, paging, ratio, cos_T, sin_T, eps, hadamard, overlaps = given
     tokens, width, rope, sets = projected.shape[0], norm_weight.shape[0], 2 * cos_T.shape[1], state.shape[2]
     fmt, memory, kind = store.format, memory_of(store), kind_of(store.format)
     assert width == fmt.width and (not hadamard or width & (width - 1) == 0), width
@@ -371,7 +374,7 @@ def compress_step_triton(given: CompressInputs) -> None:
     inputs = (projected, ape, norm_weight, state, memory, cos_T, sin_T)
     spans = (slots, copies, paging.first_S, paging.rows_S, paging.lens_S, paging.drafts_S)
     if 0 < paging.width <= SEQUENCE_WIDTH or tokens <= SEQUENCE_TOKENS:
-        entry |= {"enable_fp_fusion": False, "launch_pdl": dependent_launch(projected.device)}
+        entry |= {"SECOND": overlaps, "enable_fp_fusion": False, "launch_pdl": dependent_launch(projected.device)}
         _sequence_kernel[(len(slots),)](*inputs, *spans, grow, *strides, **entry)
         return
     of_tokens = (paging.positions_T, paging.sequence_T, slots, copies, paging.first_S, grow, tokens)

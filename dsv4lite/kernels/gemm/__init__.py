@@ -9,7 +9,7 @@ products of many rows are the library's on every device, and single rows have ke
     fp8_weight_linear   y_g = x_g @ (codes_w_g * 2^s_w).T                only the weights in FP8, one product per group
     float_linear        y = x @ w.T                                      both unquantized
     fp8_weight_linear_quantize    the second, its results quantized as a row
-    pair_linear         the first and the last, of the same rows         one launch where it is one row
+    pair_linear         the first and the last, of the same rows         at the same time, up to LIBRARY_ROWS rows
 
 Source: DeepSeek-V4 specification 4.1 and 4.4.  Numerics: products of 128 inputs are summed first, then scaled, then added, all in
 float32; one rounding at the end. Kernels agree with the references to that rounding and a share of the sum of absolute products,
@@ -163,17 +163,14 @@ def float_linear(x: Tensor, w: Tensor, dtype: torch.dtype, row_tile: int | None 
     return result if out is None else out.copy_(result)
 
 
-@op(
-    "gemm.triton:pair_linear_triton",
-    suits=lambda x_MK, *given: _is_bf16(x_MK) and _is_bf16(given[4]) and len(x_MK) == 1,
-)
+@op("gemm.triton:pair_linear_triton", suits=lambda x_MK, *given: _is_bf16(x_MK) and _is_bf16(given[4]))
 def pair_linear(
     x_MK: Tensor, x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor, w_NK: Tensor, row_tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Multiply the same rows by quantized and by unquantized weights: ``fp8_linear`` and ``float_linear``, with their bits.
 
     Args:
-        x_MK: Rows; the kernel takes one in bfloat16.
+        x_MK: Rows; the kernels take bfloat16.
         x_codes, x_scales: The same, quantized.
         w_codes, w_scales: Quantized weights.
         w_NK: Unquantized weights.

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.counters import counters_of
+from dsv4lite.kernels.counters import COUNTERS, counters_of
 from dsv4lite.kernels.dispatch import capability_of, ceil_div, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_values, e8m0
 from dsv4lite.kernels.gemm import LIBRARY_ROWS, scale_rows
@@ -62,6 +63,10 @@ class Tile:
     turn: int = 1
 
 
+_OTHER_COUNTERS = tl.constexpr(COUNTERS // 2)  # of a product that runs at the same time as another
+Operands = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The inputs [M, G, K], their scales, the weights [G, N, K] and their scales."""
+Overlap = Literal["next", "previous"]
 # The first one that makes a fitting number of programs is taken; whether one program folds all parts of its tile; the tile.
 Choices = tuple[tuple[range, bool, Tile], ...]
 
@@ -408,13 +413,20 @@ def _product_kernel(
     x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
     SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr, FP8_X: tl.constexpr,
-    GPU: tl.constexpr, TURN: tl.constexpr = 1,
+    GPU: tl.constexpr, TURN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    wait_for_predecessor()
+    if not SECOND:
+        wait_for_predecessor()
+    if FIRST:
+        let_successor_in()
+    if SECOND and SPLITS > 1:
+        arrivals += _OTHER_COUNTERS
     product_tile(
         tl.program_id(0), tl.program_id(1), x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
         BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, CODES, GROUPED, FP8_X, x_row, x_group, groups, GPU, TURN,
     )  # fmt: skip
+    if SECOND:
+        wait_for_predecessor()
 
 
 @triton.jit
@@ -450,16 +462,8 @@ def fp8_linear_triton(
     """See ``gemm.fp8_linear``."""
     if row_tile is None and takes_fp8(x_codes, w_codes, w_scales):
         return fp8_row(x_codes, x_scales, w_codes, w_scales, dtype)
-    (rows, inputs), outs = x_codes.shape, len(w_codes)
-    assert x_scales.shape == (rows, _blocks_of(inputs)) and w_codes.shape[1] == inputs, (x_scales.shape, w_codes.shape)
-    out = torch.empty(rows, 1, outs, dtype=dtype, device=x_codes.device)
-    x, w, codes = x_codes.contiguous(), w_codes, capability_of(x_codes.device) < 89
-    if codes:  # the chip does not know e4m3: kernels read bytes
-        x, w = x.view(torch.uint8), w.view(torch.uint8)
-    operands = (x[:, None], x_scales.contiguous(), w[None], w_scales)
-    in_parts = row_tile is not None or rows <= LIBRARY_ROWS
-    _launch(_FP8_TILES, operands, out, in_parts, FP8_X=True, CODES=codes, SCALE_ROWS=scale_rows(w_codes, w_scales))
-    return out[:, 0]
+    in_parts = row_tile is not None or len(x_codes) <= LIBRARY_ROWS
+    return _fp8_linear(_fp8_operands(x_codes, x_scales, w_codes, w_scales), dtype, in_parts)
 
 
 def fp8_weight_linear_triton(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile: int | None = None) -> Tensor:
@@ -500,11 +504,18 @@ def _grouped_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: 
 def pair_linear_triton(
     x_MK: Tensor, x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor, w_NK: Tensor, row_tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See ``gemm.pair_linear``; for one row."""
+    """See ``gemm.pair_linear``."""
     if row_tile is None and takes_pair(x_MK, w_codes, w_scales, w_NK):
         return pair_row(x_MK, x_codes, x_scales, w_codes, w_scales, w_NK)
-    quantized = fp8_linear_triton(x_codes, x_scales, w_codes, w_scales, x_MK.dtype, row_tile)
-    return quantized, float_linear_triton(x_MK, w_NK, torch.float32, row_tile)
+    if len(x_MK) > LIBRARY_ROWS:
+        quantized = fp8_linear_triton(x_codes, x_scales, w_codes, w_scales, x_MK.dtype, row_tile)
+        return quantized, float_linear_triton(x_MK, w_NK, torch.float32, row_tile)
+    out = torch.empty(len(x_MK), 1, len(w_NK), dtype=torch.float32, device=x_MK.device)
+    x_MK, fp8 = x_MK.contiguous(), _fp8_operands(x_codes, x_scales, w_codes, w_scales)
+    scratch = _launch(_UNQUANTIZED_TILES, (x_MK[:, None], x_MK, w_NK[None], w_NK), out, overlaps="next")
+    quantized = _fp8_linear(fp8, x_MK.dtype, overlaps="previous")
+    del scratch  # not before: the second product runs at the same time, and would be given the same memory
+    return quantized, out[:, 0]
 
 
 def widen_triton(w_codes: Tensor, w_scales: Tensor) -> Tensor:
@@ -541,6 +552,24 @@ def _results_of(x_MGK: Tensor, w_GNK: Tensor) -> tuple[int, int, int]:
     return len(x_MGK), len(w_GNK), w_GNK.shape[1]
 
 
+def _fp8_operands(x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor) -> Operands:
+    """Return FP8 inputs and weights as ``_launch`` takes them: as bytes, if the chip does not know e4m3."""
+    rows, inputs = x_codes.shape
+    assert x_scales.shape == (rows, _blocks_of(inputs)) and w_codes.shape[1] == inputs, (x_scales.shape, w_codes.shape)
+    x, w = x_codes.contiguous(), w_codes
+    if capability_of(x.device) < 89:
+        x, w = x.view(torch.uint8), w.view(torch.uint8)
+    return x[:, None], x_scales.contiguous(), w[None], w_scales
+
+
+def _fp8_linear(operands: Operands, dtype: torch.dtype, in_parts: bool = True, overlaps: Overlap | None = None) -> Tensor:
+    x, _, w, w_scales = operands
+    out, codes = torch.empty(len(x), 1, w.shape[1], dtype=dtype, device=x.device), w.dtype == torch.uint8
+    scale_of = scale_rows(w[0], w_scales)
+    _launch(_FP8_TILES, operands, out, in_parts, FP8_X=True, CODES=codes, SCALE_ROWS=scale_of, overlaps=overlaps)
+    return out[:, 0]
+
+
 def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor | None, out: Tensor) -> Tensor:
     """Multiply by weights in bfloat16, or in FP8 with their scales."""
     even = w_GNK.shape[2] % FP8_GROUP == 0
@@ -555,25 +584,26 @@ def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor | None, out: Te
 
 def _launch(
     tiles: Tiles,
-    operands: tuple[Tensor, Tensor, Tensor, Tensor],
+    operands: Operands,
     out: Tensor,
     in_parts: bool = True,
     *,
     FP8_X: bool = False,
     CODES: bool = False,
     SCALE_ROWS: int = 0,
-) -> None:
-    """Launch a product.
+    overlaps: Overlap | None = None,
+) -> Tensor:
+    """Launch a product, and return its scratch memory.
 
     Args:
-        operands: The inputs [M, G, K], their scales, the weights [G, N, K] and their scales.
         in_parts: Many rows are summed in the parts in which few rows are, for the same bits.
+        overlaps: Which product, launched next or before, shares nothing with this one and runs at the same time.
     """
     (x, _, w, w_scales), (rows, groups, outs) = operands, out.shape
     inputs, blocks = x.shape[2], _blocks_of(x.shape[2])
     assert w.is_contiguous() and w_scales.is_contiguous()
     if rows == 0 or outs == 0:
-        return
+        return out
     splits = splits_of(groups * outs, blocks) if in_parts else 1
     part = ceil_div(blocks, splits)
     if splits == 1 and tiles is _UNQUANTIZED_TILES:
@@ -613,11 +643,14 @@ def _launch(
         FP8_X=FP8_X,
         GPU=on_gpu(x.device),
         TURN=tile.turn,
+        FIRST=overlaps == "next",
+        SECOND=overlaps == "previous",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
         launch_pdl=dependent_launch(x.device),
     )
+    return parts
 
 
 def _library_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype) -> Tensor:

@@ -67,9 +67,12 @@ class Compressor(nn.Module):
         self.norm = parameter(width, numerics=numerics)
 
     def forward(self, projected: Tensor, state: Tensor, store: RowStore, batch: Batch) -> None:
-        """Advance the compressor state; normalise, rotate and store the entries whose groups close."""
+        """Advance the compressor state; normalise, rotate and store the entries whose groups close.
+
+        On a GPU this runs at the same time as the launch before it, which must be of an op that shares nothing with it.
+        """
         tokens = (batch.paging, self.ratio, *batch.group_rope_T[self.ratio])
-        compress_step(CompressInputs(projected, self.ape, self.norm, state, store, *tokens, self.eps, self.hadamard))
+        compress_step(CompressInputs(projected, self.ape, self.norm, state, store, *tokens, self.eps, self.hadamard, overlaps=True))
 
     def slots(self, prefix: str, inputs: Matrix, begin: int) -> NamedSlots:
         """Name the tensors; the projections are rows of the layer's fused input matrix from ``begin`` on."""
@@ -121,22 +124,23 @@ class Attention(nn.Module):
         """
         c, paging, any_order = self.config, batch.paging, not self.numerics.deterministic
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
-        project: Callable[[], Tensor] | None = None
+        projected: Tensor | None = None
         if self.ratio:
-            latent, project = pair(x_TD, self.wq_a_wkv, self.compress_in, rounded=rounded)
+            latent, projected = pair(x_TD, self.wq_a_wkv, self.compress_in, rounded=rounded)
         else:
             latent = linear(x_TD, self.wq_a_wkv, rounded=rounded)
         norms = (self.q_norm, self.kv_norm, *angles, c.norm_eps)
         qr_TR, qr_scales, fresh = latent_norms(LatentInputs(latent, *norms, cache.stores["window"], paging, c.window))
         # Sequences that see at most top-k entries attend to all of them, without scores.
         index_heads = self.index_heads if batch.selects else 0
+        weights_TH = self._compress(projected, batch, cache, index_heads)
+        del latent, projected
         heads = (self.heads, c.head_dim, index_heads, c.index_dim)
         columns = self.heads * c.head_dim + index_heads * c.index_dim
         query = rounded_linear(qr_TR, qr_scales, self.wq_b, x_TD.dtype, rows=columns)
         inputs = HeadInputs(query, *heads, *angles, c.norm_eps, cache.stores["window"], paging)
         q_THC, iq_THC, norm_eps = head_norms(inputs)
         del query, inputs
-        weights_TH = self._compress(project, batch, cache, index_heads)
         selected_TK: Tensor | None = None
         if iq_THC is not None:
             assert weights_TH is not None
@@ -154,11 +158,11 @@ class Attention(nn.Module):
         latent = linear(x_TD, self.wq_a_wkv, rounded=rounded)
         latent_norms(LatentInputs(latent, *norms, cache.stores["window"], batch.paging, self.config.window))
 
-    def _compress(self, project: Callable[[], Tensor] | None, batch: Batch, cache: LayerCache, index_heads: int) -> Tensor | None:
+    def _compress(self, projected: Tensor | None, batch: Batch, cache: LayerCache, index_heads: int) -> Tensor | None:
         """Store the compressed entries and index keys whose groups close; return the weights [T, H] of ``index_heads``, if any."""
-        if project is None:
+        if projected is None:
             return None
-        projected, width = project(), self.compressor.columns
+        width = self.compressor.columns
         self.compressor(projected[:, : 2 * width], cache.slots["compressor_state"], cache.stores["entries"], batch)
         if self.kind == "csa":
             part = projected[:, 2 * width : 2 * (width + self.key_compressor.columns)]

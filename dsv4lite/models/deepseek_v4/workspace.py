@@ -69,9 +69,10 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
     c, item, selects = model, numerics.dtype.itemsize, OVERLAP_RATIO in model.ratios
     # The widest projection for compressed entries, those of index keys included.
     compressed = 4 * (c.head_dim + c.index_dim) + c.index_heads if selects else 2 * c.head_dim
-    # Of queries and rows; the former in FP8, or normed.
-    latents = item * (c.q_lora_rank + c.head_dim) + (numerics.fp8_bytes(c.q_lora_rank) or item * c.q_lora_rank)
-    latents += item * c.head_dim + (_BF16 * c.rope_dim if numerics.quantized else 0)  # at most: packed rows of this step's tokens
+    # The latents of queries and rows, from the projection; normed, queries in FP8, and at most: packed rows of this step's tokens.
+    projected = item * (c.q_lora_rank + c.head_dim)
+    latents = numerics.fp8_bytes(c.q_lora_rank) or item * c.q_lora_rank
+    latents += item * c.head_dim + (_BF16 * c.rope_dim if numerics.quantized else 0)
     heads, index_heads = item * c.num_attention_heads * c.head_dim, item * c.index_heads * c.index_dim if selects else 0
     outputs = item * c.o_groups * c.o_lora_rank
     by_library = item == _FLOAT  # whose products of groups, or in tiles of rows, are put together at the end
@@ -82,8 +83,8 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
         between += _FLOAT * c.hidden_size * c.streams
     widest = max(
         between,
-        # Projections for compressed entries, not read yet.
-        _FLOAT * compressed * (2 if again else 1),
+        # Projections for latents and compressed entries, and latents.
+        projected + latents + _FLOAT * compressed * (2 if again else 1),
         # Queries as they come from the projection, and normed.
         latents + 2 * (heads + index_heads),
         # Normed queries, the entries they have chosen, rows that are widened first, and what attention returns.
@@ -96,7 +97,7 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
     unsummed = min(tokens, DECODE_SMALL_TOKENS) * (between + c.experts_per_token * (_BF16 * c.hidden_size + 8))
     whole = tokens * (_held(c, numerics) + _input(c, numerics))
     # Once, not for each token: weights that are widened for the library; scores of index keys, in rounds.
-    widens = numerics.quantized and tokens > LIBRARY_ROWS
+    widens = numerics.quantized and not numerics.deterministic and tokens > LIBRARY_ROWS
     widened = _BF16 * c.o_lora_rank * c.num_attention_heads * c.head_dim if widens else 0
     projecting = tokens * (heads + outputs) + widened
     padding = _EXPERT_ROWS * min(c.num_experts, tokens * c.experts_per_token) * _expert_words(c, numerics)
