@@ -1,4 +1,4 @@
-"""Rows of each expert in blocks: where both products of routed experts find their work. The host learns nothing of it."""
+"""Grouping of rows by expert into blocks, the work units of both products of routed experts. The host reads nothing back."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import ceil_div, power_of_2
 from dsv4lite.kernels.quantize import FP8_GROUP
 
-COUNT_FROM = 4096  # pairs of token and expert, from which on they are counted once for all
+COUNT_FROM = 4096  # pairs of token and expert; from here on a kernel of its own counts the pairs of each expert
 _COUNT_CHUNK = 4096
 _SCAN_CHUNKS = (64, 1024)
 
 
 def most_blocks(pairs: int, experts: int, rows: int) -> int:
-    """Return the most blocks that any routing needs."""
+    """Return the largest number of blocks that any routing needs."""
     return min(pairs, (pairs + min(experts, pairs) * (rows - 1)) // rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """How one program multiplies.
+    """Tile sizes and launch options of one program of a product.
 
     Attributes:
-        rows: Tokens of one block.
+        rows: Rows of a block, one for each pair of token and expert.
         tiles: Tiles of 64 weight rows.
-        num_stages: Of the weight stream.
-        unroll: Chunks of 128 inputs of FP4 weights that one turn of the loop takes; a stage is so much longer.
+        num_stages: Pipeline stages of the loop over weights.
+        unroll: Chunks of 128 inputs per iteration of that loop, with FP4 weights; a stage holds as many chunks.
     """
 
     rows: int
@@ -41,23 +41,23 @@ class Block:
     unroll: int = 1
 
     def unroll_of(self, fp4: bool, native: bool) -> int:
-        """Return how many chunks one turn of the loop takes: one of FP8, whose stages are long, and where e4m3 is unknown."""
+        """Return the chunks per iteration: 1 with FP8 weights, whose chunks are large, and on chips without e4m3."""
         return self.unroll if fp4 and native else 1
 
 
 Blocks = tuple[tuple[int | None, Block], ...]
 
 
-def block_for(pairs: int, experts: int, few: Blocks, many: Blocks) -> Block:
-    """Return how to multiply, from the numbers of pairs and of experts alone.
+def block_for(pairs: int, experts: int, by_pairs: Blocks, by_load: Blocks) -> Block:
+    """Return the block for a number of pairs of token and expert, and of experts.
 
     Args:
-        pairs: Of token and expert.
-        few: By the most pairs.
-        many: By the most pairs of each expert; the last has no limit.
+        pairs: Pairs of token and expert.
+        by_pairs: Tried first. Limits are numbers of pairs.
+        by_load: Tried next. Limits are pairs per expert; the last is ``None``.
     """
-    found = [block for most, block in few if most is None or pairs <= most]
-    return found[0] if found else next(block for most, block in many if most is None or pairs <= most * experts)
+    found = [block for most, block in by_pairs if most is None or pairs <= most]
+    return found[0] if found else next(block for most, block in by_load if most is None or pairs <= most * experts)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -70,7 +70,7 @@ def _count_kernel(chosen, counts, pairs, EXPERTS: tl.constexpr, BINS: tl.constex
 
 @triton.jit
 def _count_pairs(chosen, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
-    """Return how many pairs each expert has, int32 [BINS]; none where there is no expert."""
+    """Return how many pairs each expert has, int32 [BINS]; 0 from EXPERTS on."""
     count = tl.zeros((BINS,), tl.int32)
     for begin in range(0, pairs, CHUNK):
         at = begin + tl.arange(0, CHUNK)
@@ -80,7 +80,7 @@ def _count_pairs(chosen, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK
 
 @triton.jit
 def _own_blocks(count, expert, blocks, BINS: tl.constexpr, ROWS: tl.constexpr):
-    """Return an expert's first block and how many it has; the first expert stores how many there are in all."""
+    """Return an expert's first block and its number of blocks; the program of expert 0 stores the total number in ``blocks``."""
     bins = tl.arange(0, BINS)
     needed = (count + ROWS - 1) // ROWS
     if expert == 0:
@@ -90,7 +90,7 @@ def _own_blocks(count, expert, blocks, BINS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _list_pairs(chosen, order, first, mine, expert, pairs, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """Store an expert's pairs, in ascending order, into its blocks, filled up with a number that is no pair."""
+    """Store an expert's pairs, ascending, into its ``mine`` blocks from ``first`` on; unused rows get the value ``pairs``."""
     base = order + first.to(tl.int64) * ROWS
     found = tl.zeros((), tl.int32)
     for begin in range(0, pairs, CHUNK):
@@ -139,14 +139,14 @@ def _group_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Which rows each block has; kernels fill it.
+    """The rows of each block; written by kernels.
 
     Attributes:
-        pairs: Of token and expert.
-        order: Pairs by block, int32 [most, rows]; a number that is no pair fills a block up.
-        owner, count: Expert of each block [most], and how many there are [1].
-        arrivals: Programs that have written their part of 128 hidden channels, [most, I / 128], zero; of quantized experts.
-        x_words: Bits of the scales of inputs, int32: in the blocks' order [most, D / 128, rows], or by token [T, D / 128].
+        pairs: Number of pairs of token and expert.
+        order: Pairs of each block, int32 [most, rows]; the value ``pairs`` marks an unused row.
+        owner, count: Expert of each block [most], and number of blocks [1].
+        arrivals: For quantized experts, programs that have written their part of 128 columns of ``u``, [most, I / 128].
+        x_words: Float32 bits of the inputs' scales, int32: by block [most, D / 128, rows], or by token [T, D / 128].
     """
 
     pairs: int
@@ -160,7 +160,7 @@ class Groups:
     def allocate(
         cls, tokens: int, top_k: int, experts: int, sizes: tuple[int, int], rows: int, device: torch.device, *, by_token: bool
     ) -> Groups:
-        """Allocate for any routing; ``sizes`` are ``(D, I)``, zeros if experts are not quantized."""
+        """Allocate for any routing; ``sizes`` are ``(D, I)``, or zeros if there are no scales; ``by_token`` chooses ``x_words``."""
         pairs, (columns, groups) = tokens * top_k, (size // FP8_GROUP for size in sizes)
         most = most_blocks(pairs, experts, rows)
         empty = partial(torch.empty, dtype=torch.int32, device=device)
@@ -175,16 +175,16 @@ class Groups:
 
     @property
     def most(self) -> int:
-        """Blocks that any routing needs."""
+        """Number of blocks that are allocated, enough for any routing."""
         return len(self.order)
 
 
 def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups: Groups) -> None:
-    """Fill groups, not by token.
+    """Fill groups that were allocated with ``by_token=False``.
 
     Args:
-        slots_TK: Experts, int64; those of ``experts`` or more are none.
-        x_scales: Scale bytes of the inputs, uint8 [T, D / 128]; ``None`` if these are not quantized.
+        slots_TK: Experts, int64; ``experts`` and more mean none.
+        x_scales: Scale bytes of the inputs, uint8 [T, D / 128]; ``None`` if inputs are not quantized.
     """
     bins = power_of_2(experts + 1)
     counts, counted = groups.count, groups.pairs >= COUNT_FROM

@@ -1,10 +1,10 @@
-"""Kernels of unquantized experts: as many launches as ``triton.py`` has, of which they share the grouping and the sum.
+"""Kernels of unquantized experts. Grouping and the sum over experts are those of ``triton.py``.
 
-    gate_up   one block x 64 columns of ``u``, from twice as many rows of weights
-    down      one block x 64 columns of the result, one row per token and expert
+    gate_up   one program: one block x 64 columns of ``u``, from 128 rows of weights
+    down      one program: one block x 64 columns of the result, one row per token and expert
 
-Weights are the left operand: 64 of their rows fill the tensor cores whatever the number of tokens, and blocks of every size run the
-same additions in the same order. Products of float32 are three products of TF32; the tensor cores cut their sums, which costs a few
+Weights are the left operand: 64 of their rows fill the tensor cores whatever the number of tokens. Blocks of every size run the
+same additions in the same order. A float32 product is three TF32 products; the tensor cores truncate their sums, which costs a few
 of float32's last bits.
 """
 
@@ -21,10 +21,10 @@ from dsv4lite.kernels.experts.grouping_triton import Block, Blocks, Groups, bloc
 from dsv4lite.kernels.rows.triton import rounded
 
 OUTS = 64
-_INPUT_BYTES = 128  # of a row, multiplied at a time
+_INPUT_BYTES = 128  # of a row of inputs, per iteration
 
 
-# By the most pairs of token and expert there are for each expert.
+# Limits are pairs per expert.
 UNQUANTIZED_BLOCKS: Blocks = (
     (16, Block(rows=16, tiles=1, num_warps=4, num_stages=4)),
     (None, Block(rows=64, tiles=1, num_warps=4, num_stages=3)),
@@ -94,7 +94,7 @@ def _down_kernel(
     rows = w2 + (expert * HIDDEN + tl.minimum(column, HIDDEN - 1))[:, None] * WIDTH + channel[None, :]
     total = tl.zeros((OUTS, ROWS), tl.float32)
     for k in tl.range(0, WIDTH, INPUTS, num_stages=STAGES):
-        # Reference: matmul_rows(u_TI, w2[expert], row_tile).to(dtype); float32 if it is a part
+        # Reference: matmul_rows(u_TI, w2[expert], row_tile).to(dtype); float32 if ``partial``
         inside = (k + channel < WIDTH)[None, :]
         a = tl.load(inputs + k, mask=inside & valid[:, None], other=0.0)
         total = times(tl.load(rows + k, mask=inside, other=0.0), a, total, GPU)
