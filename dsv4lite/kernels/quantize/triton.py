@@ -1,4 +1,4 @@
-"""Kernels that quantize: the reference's codes and scale bytes, bit for bit; in FP8 a group keeps its scale beside a NaN."""
+"""Kernels that quantize, with the reference's codes and scale bytes; but a NaN does not change the rest of its FP8 group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def quantize_kernel(
 
 
 def _rows_of(x: Tensor) -> Tensor:
-    """Return ``x`` [..., N] as rows [M, N] whose channels lie side by side, copied only where that takes a copy."""
+    """Return ``x`` [..., N] as rows [M, N] with contiguous channels, copied only if necessary."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
