@@ -26,7 +26,7 @@ from dsv4lite.kernels.dispatch import capability_of, ceil_div
 from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, UnquantizedRow
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, rotated_back, scaled
 
-_LARGE = (90, 100, 103)  # chips with more than 200 KB of shared memory per program
+LARGE_SHARED_MEMORY = (90, 100, 103)  # chips with more than 200 KB of shared memory per program
 SMALL_BLOCK_SPLITS = 8  # from this number of splits on, unquantized rows take blocks of 16 heads, for more programs
 _ROW_BYTES = 1024  # widest unquantized row for which larger tiles fit into shared memory
 
@@ -54,7 +54,7 @@ WIDE = Tile(heads=64, rows=64, num_warps=8, num_stages=3)
 
 def tile_for(capability: int) -> Tile:
     """Return the tile for packed rows; it depends on the chip alone."""
-    if capability not in _LARGE:
+    if capability not in LARGE_SHARED_MEMORY:
         return Tile(heads=16, rows=32, num_warps=4, num_stages=2)
     # Triton 3.9 removes the whole computation of the wide tile on sm_100.
     if capability != 90:
@@ -65,7 +65,7 @@ def tile_for(capability: int) -> Tile:
 def unquantized_tile_for(heads: int, row_bytes: int, splits: int, capability: int) -> Tile:
     """Return the tile for unquantized rows; it depends on the layer, ``splits`` and the chip alone."""
     if row_bytes > _ROW_BYTES:
-        large = capability in _LARGE
+        large = capability in LARGE_SHARED_MEMORY
         return Tile(heads=16, rows=32 if large else 16, num_warps=4, num_stages=2 if large else 1)
     if heads >= 64 and splits < SMALL_BLOCK_SPLITS and capability == 90:
         return Tile(heads=64, rows=64, num_warps=8, num_stages=2)

@@ -20,7 +20,7 @@ from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import by_most, capability_of, ceil_div, multiprocessors_of, power_of_2
 from dsv4lite.kernels.experts import HALF_ROWS, ExpertSum
 from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, MoeInputs
-from dsv4lite.kernels.experts.grouping_triton import Block, Blocks
+from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable
 from dsv4lite.kernels.experts.triton import Work, down_tile, gate_up_tile
 from dsv4lite.kernels.gemm import scale_rows
 from dsv4lite.kernels.gemm.triton import GROUPED_ROWS, product_tile, splits_of
@@ -31,26 +31,27 @@ from dsv4lite.kernels.swiglu.triton import swiglu_groups
 
 _OUTS = 64  # outputs of one program of the shared expert
 # Blocks of the first product; limits are tiles per multiprocessor. With few tiles a program takes one, and prefetches more of it.
-GATE_UP: Blocks = (
-    (2, Block(rows=16, tiles=1, num_warps=4, num_stages=4, unroll=4)),
-    (5, Block(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=4)),
-    (12, Block(rows=16, tiles=2, num_warps=4, num_stages=4, unroll=2)),
-    (None, Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)),
+GATE_UP: BlockTable = (
+    (2, BlockConfig(rows=16, tiles=1, num_warps=4, num_stages=4, unroll=4)),
+    (5, BlockConfig(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=4)),
+    (12, BlockConfig(rows=16, tiles=2, num_warps=4, num_stages=4, unroll=2)),
+    (None, BlockConfig(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)),
 )
 # Block of the second product.
-_DOWN = Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)
+_DOWN = BlockConfig(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)
 # By the most tokens: programs that share a token's activation, and warps of every program.
 _ACTIVATION_PARTS = {1: (16, 1), 4: (16, 4), 8: (8, 4), DECODE_SMALL_TOKENS: (4, 4)}
 
 
 @triton.jit
 def _group_rows(
-    token, ids, place, used, order, owner, blocks, pairs, most, TOP_K: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr
+    token, ids, place, used, block_pairs, block_expert, num_blocks, pairs, most,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """Give each expert a block, in the order of their ids. ``ids`` [TOKENS, TOP_TILE] are the experts of tokens where ``used``."""
     PAIRS: tl.constexpr = ids.shape[0] * ids.shape[1]
     fill = tl.arange(0, FILL)
-    tl.store(order + fill, pairs, mask=fill < most * ROWS)  # marks all rows as unused
+    tl.store(block_pairs + fill, pairs, mask=fill < most * ROWS)  # marks all rows as unused
     wanted = tl.reshape(used, (PAIRS,))
     expert = tl.where(wanted, tl.reshape(ids, (PAIRS,)), -1)
     number = tl.reshape(tl.broadcast_to(token[:, None], ids.shape), (PAIRS,)).to(tl.int32)
@@ -60,16 +61,16 @@ def _group_rows(
     row = tl.sum((same & (number[None, :] < number[:, None])).to(tl.int32), 1)
     first = wanted & (row == 0)
     block = tl.sum((first[None, :] & (expert[None, :] < expert[:, None])).to(tl.int32), 1)
-    tl.store(blocks, tl.sum(first.to(tl.int32)))
-    tl.store(owner + block, expert, mask=first)
+    tl.store(num_blocks, tl.sum(first.to(tl.int32)))
+    tl.store(block_expert + block, expert, mask=first)
     tl.debug_barrier()  # all threads have marked rows as unused
-    tl.store(order + block * ROWS + row, pair, mask=wanted)
+    tl.store(block_pairs + block * ROWS + row, pair, mask=wanted)
 
 
 @triton.jit(do_not_specialize=["tokens", "most", "first"])
 def _prepare_kernel(
     logits, bias, table, token_ids, positions, copy_slots, copy_counts, load, h, x_scales,
-    chosen, weights, routed, order, owner, blocks, arrivals, done, ticket, x_words, s_codes, s_scales,
+    chosen, weights, routed, block_pairs, block_expert, num_blocks, arrivals, done, ticket, x_words, s_codes, s_scales,
     tokens, most, logits_stride, route_scale, width, limit, first,
     EXPERTS: tl.constexpr, HELD: tl.constexpr, COPIES: tl.constexpr, COUNTS: tl.constexpr,
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
@@ -106,7 +107,8 @@ def _prepare_kernel(
             each = tl.arange(0, TOP_TILE)[None, :] + tl.zeros((TOKENS, TOP_TILE), tl.int32)
             there = (every < tokens)[:, None] & (each < TOP_K)
             all_ids = tl.load(chosen + every[:, None] * TOP_K + each, mask=there, other=HELD, cache_modifier=".cg").to(tl.int32)
-            _group_rows(every, all_ids, each, all_ids < HELD, order, owner, blocks, tokens * TOP_K, most, TOP_K, ROWS, FILL)
+            held = all_ids < HELD
+            _group_rows(every, all_ids, each, held, block_pairs, block_expert, num_blocks, tokens * TOP_K, most, TOP_K, ROWS, FILL)
             tl.store(routed, 0)  # for the next kernel
     else:
         row = ((program - tokens) // PARTS).to(tl.int64)
@@ -131,7 +133,7 @@ def _prepare_kernel(
 
 @triton.jit(do_not_specialize=["pairs", "M"])
 def _experts_kernel(
-    x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
+    x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
     s_codes, s_scales, shared_codes, shared_scales, shared, M, N, K, k_blocks, k_part,
     u_numbers, w2_codes, w2_scales, y, done, ticket, gate_up_programs, shared_programs,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
@@ -143,8 +145,8 @@ def _experts_kernel(
     program = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
     if program < gate_up_programs:
         gate_up_tile(
-            program, x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
-            HIDDEN, WIDTH, TOP_K, ROWS, True, TILES, FP4, NATIVE, STAGES, UNROLL, done,
+            program, x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals,
+            pairs, limit, HIDDEN, WIDTH, TOP_K, ROWS, True, TILES, FP4, NATIVE, STAGES, UNROLL, done,
         )  # fmt: skip
     elif program < gate_up_programs + shared_programs:
         product_tile(
@@ -153,12 +155,12 @@ def _experts_kernel(
         )  # fmt: skip
     else:
         down_tile(
-            program - gate_up_programs - shared_programs, u_numbers, u_words, w2_codes, w2_scales, order, owner, blocks, y, pairs,
-            HIDDEN, WIDTH, ROWS, DOWN_TILES, FP4, NATIVE, DOWN_STAGES, DOWN_UNROLL, done,
+            program - gate_up_programs - shared_programs, u_numbers, u_words, w2_codes, w2_scales, block_pairs, block_expert,
+            num_blocks, y, pairs, HIDDEN, WIDTH, ROWS, DOWN_TILES, FP4, NATIVE, DOWN_STAGES, DOWN_UNROLL, done,
         )  # fmt: skip
 
 
-def _gate_up_block(given: MoeInputs) -> Block:
+def _gate_up_block(given: MoeInputs) -> BlockConfig:
     """Return the block of the first product from sizes alone, as if this rank's experts got their average share of the pairs."""
     held, _, width = given.w2.shape
     tokens, experts = given.logits_TE.shape
@@ -173,7 +175,7 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
     assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden and w13.fp4 == w2.fp4, (w13.shape, w2.shape)
     assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
     work = Work.allocate(tokens, router.top_k, w2, _gate_up_block(given), by_token=True)
-    done, ticket = (torch.empty(n, dtype=torch.int32, device=x_codes.device) for n in (work.groups.most, 1))
+    done, ticket = (torch.empty(n, dtype=torch.int32, device=x_codes.device) for n in (work.groups.max_blocks, 1))
     shared = h_TI is not None
     if h_TI is None:  # no shared expert: zero channels
         h_TI = torch.empty(tokens, 0, dtype=torch.bfloat16, device=x_codes.device)
@@ -247,7 +249,7 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: T
     routing = (logits_TE, logits_TE if bias is None else bias, chosen_TK if table is None else table)
     padding = (router.token_ids_T, router.token_ids_T if positions is None else positions)
     copied = (*((chosen_TK,) * 2 if copies is None else copies[:2]), chosen_TK if load_E is None else load_E)
-    blocks = (groups.order, groups.owner, groups.count, groups.arrivals, done, ticket, groups.x_words)
+    blocks = (groups.block_pairs, groups.block_expert, groups.num_blocks, groups.arrivals, done, ticket, groups.x_words)
     _prepare_kernel[(tokens + tokens * parts,)](
         *routing,
         *padding,
@@ -261,7 +263,7 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: T
         s_codes,
         s_scales,
         tokens,
-        groups.most,
+        groups.max_blocks,
         logits_TE.stride(0),
         router.scale,
         inputs,

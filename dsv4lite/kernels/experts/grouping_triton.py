@@ -18,13 +18,13 @@ _COUNT_CHUNK = 4096
 _SCAN_CHUNKS = (64, 1024)
 
 
-def most_blocks(pairs: int, experts: int, rows: int) -> int:
+def max_blocks(pairs: int, experts: int, rows: int) -> int:
     """Return the largest number of blocks that any routing needs."""
     return min(pairs, (pairs + min(experts, pairs) * (rows - 1)) // rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class BlockConfig:
     """Tile sizes and launch options of one program of a product.
 
     Attributes:
@@ -45,10 +45,10 @@ class Block:
         return self.unroll if fp4 and native else 1
 
 
-Blocks = tuple[tuple[int | None, Block], ...]
+BlockTable = tuple[tuple[int | None, BlockConfig], ...]
 
 
-def block_for(pairs: int, experts: int, by_pairs: Blocks, by_load: Blocks) -> Block:
+def block_for(pairs: int, experts: int, by_pairs: BlockTable, by_load: BlockTable) -> BlockConfig:
     """Return the block for a number of pairs of token and expert, and of experts.
 
     Args:
@@ -79,19 +79,19 @@ def _count_pairs(chosen, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK
 
 
 @triton.jit
-def _own_blocks(count, expert, blocks, BINS: tl.constexpr, ROWS: tl.constexpr):
+def _own_blocks(count, expert, num_blocks, BINS: tl.constexpr, ROWS: tl.constexpr):
     """Return an expert's first block and its number of blocks; the program of expert 0 stores the total number in ``blocks``."""
     bins = tl.arange(0, BINS)
     needed = (count + ROWS - 1) // ROWS
     if expert == 0:
-        tl.store(blocks, tl.sum(needed))
+        tl.store(num_blocks, tl.sum(needed))
     return tl.sum(tl.where(bins < expert, needed, 0)), tl.sum(tl.where(bins == expert, needed, 0))
 
 
 @triton.jit
-def _list_pairs(chosen, order, first, mine, expert, pairs, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+def _list_pairs(chosen, block_pairs, first, mine, expert, pairs, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     """Store an expert's pairs, ascending, into its ``mine`` blocks from ``first`` on; unused rows get the value ``pairs``."""
-    base = order + first.to(tl.int64) * ROWS
+    base = block_pairs + first.to(tl.int64) * ROWS
     found = tl.zeros((), tl.int32)
     for begin in range(0, pairs, CHUNK):
         at = begin + tl.arange(0, CHUNK)
@@ -104,7 +104,7 @@ def _list_pairs(chosen, order, first, mine, expert, pairs, ROWS: tl.constexpr, C
 
 @triton.jit(do_not_specialize=["pairs"])
 def _group_kernel(
-    chosen, counts, x_scales, order, owner, blocks, arrivals, x_words, pairs,
+    chosen, counts, x_scales, block_pairs, block_expert, num_blocks, arrivals, x_words, pairs,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TILE: tl.constexpr,
     GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, COUNTED: tl.constexpr,
     SCALED: tl.constexpr,
@@ -116,9 +116,9 @@ def _group_kernel(
         count = tl.load(counts + bins, mask=bins < EXPERTS, other=0)
     else:
         count = _count_pairs(chosen, pairs, EXPERTS, BINS, CHUNK)
-    first, mine = _own_blocks(count, expert, blocks, BINS, ROWS)
+    first, mine = _own_blocks(count, expert, num_blocks, BINS, ROWS)
     if mine > 0:
-        _list_pairs(chosen, order, first, mine, expert, pairs, ROWS, CHUNK)
+        _list_pairs(chosen, block_pairs, first, mine, expert, pairs, ROWS, CHUNK)
         if SCALED:
             tl.debug_barrier()  # the order is read again below, by other threads
             row = tl.arange(0, ROWS)
@@ -126,10 +126,10 @@ def _group_kernel(
             group = tl.arange(0, GROUPS_TILE)
         for block in range(mine):
             number = (first + block).to(tl.int64)
-            tl.store(owner + number, expert)
+            tl.store(block_expert + number, expert)
             if SCALED:
                 tl.store(arrivals + number * GROUPS + group, tl.zeros((GROUPS_TILE,), tl.int32), mask=group < GROUPS)
-                pair = tl.load(order + number * ROWS + row)
+                pair = tl.load(block_pairs + number * ROWS + row)
                 token = (pair // TOP_K).to(tl.int64)
                 wanted = (pair < pairs)[None, :] & (column < COLUMNS)[:, None]
                 scale = tl.load(x_scales + token[None, :] * COLUMNS + column[:, None], mask=wanted, other=127).to(tl.int32)
@@ -143,16 +143,16 @@ class Groups:
 
     Attributes:
         pairs: Number of pairs of token and expert.
-        order: Pairs of each block, int32 [most, rows]; the value ``pairs`` marks an unused row.
-        owner, count: Expert of each block [most], and number of blocks [1].
-        arrivals: For quantized experts, programs that have written their part of 128 columns of ``u``, [most, I / 128].
-        x_words: Float32 bits of the inputs' scales, int32: by block [most, D / 128, rows], or by token [T, D / 128].
+        block_pairs: Pairs of each block, int32 [blocks, rows]; the value ``pairs`` marks an unused row.
+        block_expert, num_blocks: Expert of each block [blocks], and number of used blocks [1].
+        arrivals: For quantized experts, programs that have written their part of 128 columns of ``u``, [blocks, I / 128].
+        x_words: Float32 bits of the inputs' scales, int32: by block [blocks, D / 128, rows], or by token [T, D / 128].
     """
 
     pairs: int
-    order: Tensor
-    owner: Tensor
-    count: Tensor
+    block_pairs: Tensor
+    block_expert: Tensor
+    num_blocks: Tensor
     arrivals: Tensor
     x_words: Tensor
 
@@ -162,21 +162,21 @@ class Groups:
     ) -> Groups:
         """Allocate for any routing; ``sizes`` are ``(D, I)``, or zeros if there are no scales; ``by_token`` chooses ``x_words``."""
         pairs, (columns, groups) = tokens * top_k, (size // FP8_GROUP for size in sizes)
-        most = most_blocks(pairs, experts, rows)
+        most = max_blocks(pairs, experts, rows)
         empty = partial(torch.empty, dtype=torch.int32, device=device)
         return cls(
             pairs=pairs,
-            order=empty(most, rows),
-            owner=empty(most),
-            count=empty(1),
+            block_pairs=empty(most, rows),
+            block_expert=empty(most),
+            num_blocks=empty(1),
             arrivals=empty(most, groups),
             x_words=empty(tokens, columns) if by_token else empty(most, columns, rows),
         )
 
     @property
-    def most(self) -> int:
+    def max_blocks(self) -> int:
         """Number of blocks that are allocated, enough for any routing."""
-        return len(self.order)
+        return len(self.block_pairs)
 
 
 def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups: Groups) -> None:
@@ -187,7 +187,7 @@ def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups
         x_scales: Scale bytes of the inputs, uint8 [T, D / 128]; ``None`` if inputs are not quantized.
     """
     bins = power_of_2(experts + 1)
-    counts, counted = groups.count, groups.pairs >= COUNT_FROM
+    counts, counted = groups.num_blocks, groups.pairs >= COUNT_FROM
     if counted:
         counts = torch.zeros(experts, dtype=torch.int32, device=slots_TK.device)
         _count_kernel[(ceil_div(groups.pairs, _COUNT_CHUNK),)](
@@ -205,9 +205,9 @@ def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups
         slots_TK,
         counts,
         slots_TK if x_scales is None else x_scales,
-        groups.order,
-        groups.owner,
-        groups.count,
+        groups.block_pairs,
+        groups.block_expert,
+        groups.num_blocks,
         groups.arrivals,
         groups.x_words,
         groups.pairs,
@@ -218,7 +218,7 @@ def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups
         COLUMNS_TILE=power_of_2(columns),
         GROUPS=hidden_groups,
         GROUPS_TILE=power_of_2(hidden_groups),
-        ROWS=groups.order.shape[1],
+        ROWS=groups.block_pairs.shape[1],
         CHUNK=next(chunk for chunk in _SCAN_CHUNKS if groups.pairs <= chunk or chunk == _SCAN_CHUNKS[-1]),
         COUNTED=counted,
         SCALED=x_scales is not None,

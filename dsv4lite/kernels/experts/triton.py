@@ -22,7 +22,7 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import ceil_div
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.experts import HALF_ROWS, TILE_ROWS, ExpertInputs, ExpertSum, Tiles
-from dsv4lite.kernels.experts.grouping_triton import Block, Blocks, Groups, block_for, group_triton
+from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, block_for, group_triton
 from dsv4lite.kernels.experts.unquantized_triton import unquantized_outputs_triton
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.four_bit.triton import four_bit_outputs_triton
@@ -32,19 +32,18 @@ from dsv4lite.kernels.widen_triton import place, side_by_side, widen_fp4, widen_
 
 _SUM_BLOCK = 1024
 
-
 # Limits are pairs of token and expert. Few pairs need small tiles, for more programs.
-DECODE_BLOCKS: Blocks = (
-    (8, Block(rows=16, tiles=1, num_warps=4, num_stages=5)),
-    (16, Block(rows=16, tiles=2, num_warps=4, num_stages=4)),
-    (24, Block(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=2)),
-    (96, Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)),
+DECODE_BLOCKS: BlockTable = (
+    (8, BlockConfig(rows=16, tiles=1, num_warps=4, num_stages=5)),
+    (16, BlockConfig(rows=16, tiles=2, num_warps=4, num_stages=4)),
+    (24, BlockConfig(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=2)),
+    (96, BlockConfig(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)),
 )
 # Limits are pairs per expert.
-BLOCKS: Blocks = (
-    (16, Block(rows=16, tiles=2, num_warps=4, num_stages=4)),
-    (32, Block(rows=32, tiles=2, num_warps=4, num_stages=4)),
-    (None, Block(rows=64, tiles=2, num_warps=4, num_stages=3)),
+BLOCKS: BlockTable = (
+    (16, BlockConfig(rows=16, tiles=2, num_warps=4, num_stages=4)),
+    (32, BlockConfig(rows=32, tiles=2, num_warps=4, num_stages=4)),
+    (None, BlockConfig(rows=64, tiles=2, num_warps=4, num_stages=3)),
 )
 
 
@@ -135,7 +134,7 @@ def _quantize_last(
 
 @triton.jit
 def gate_up_tile(
-    program, x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
+    program, x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, BY_TOKEN: tl.constexpr,
     TILES: tl.constexpr, FP4: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, done=None,
 ):  # fmt: skip
@@ -145,9 +144,9 @@ def gate_up_tile(
     block = (program // PROGRAMS).to(tl.int64)
     program = program % PROGRAMS
     row = tl.arange(0, ROWS)
-    count = tl.load(blocks)
-    expert = tl.load(owner + block).to(tl.int64)
-    pair = tl.load(order + block * ROWS + row).to(tl.int64)
+    count = tl.load(num_blocks)
+    expert = tl.load(block_expert + block).to(tl.int64)
+    pair = tl.load(block_pairs + block * ROWS + row).to(tl.int64)
     if block < count:
         valid = pair < pairs
         pair = tl.where(valid, pair, 0)
@@ -190,19 +189,19 @@ def gate_up_tile(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _gate_up_kernel(
-    x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
+    x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
     NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     gate_up_tile(
-        tl.program_id(0), x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
-        HIDDEN, WIDTH, TOP_K, ROWS, False, TILES, FP4, NATIVE, STAGES, UNROLL,
+        tl.program_id(0), x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals,
+        pairs, limit, HIDDEN, WIDTH, TOP_K, ROWS, False, TILES, FP4, NATIVE, STAGES, UNROLL,
     )  # fmt: skip
 
 
 @triton.jit
 def down_tile(
-    program, u_codes, u_words, codes, scales, order, owner, blocks, y, pairs,
+    program, u_codes, u_words, codes, scales, block_pairs, block_expert, num_blocks, y, pairs,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
     NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, done=None,
 ):  # fmt: skip
@@ -212,9 +211,9 @@ def down_tile(
     block = (program // PROGRAMS).to(tl.int64)
     program = program % PROGRAMS
     row = tl.arange(0, ROWS)
-    count = tl.load(blocks)
-    expert = tl.load(owner + block).to(tl.int64)
-    pair = tl.load(order + block * ROWS + row).to(tl.int64)
+    count = tl.load(num_blocks)
+    expert = tl.load(block_expert + block).to(tl.int64)
+    pair = tl.load(block_pairs + block * ROWS + row).to(tl.int64)
     if block < count:
         valid = pair < pairs
         pair = tl.where(valid, pair, 0)
@@ -250,12 +249,12 @@ def down_tile(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _down_kernel(
-    u_codes, u_words, codes, scales, order, owner, blocks, y, pairs,
+    u_codes, u_words, codes, scales, block_pairs, block_expert, num_blocks, y, pairs,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
     NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     down_tile(
-        tl.program_id(0), u_codes, u_words, codes, scales, order, owner, blocks, y, pairs,
+        tl.program_id(0), u_codes, u_words, codes, scales, block_pairs, block_expert, num_blocks, y, pairs,
         HIDDEN, WIDTH, ROWS, TILES, FP4, NATIVE, STAGES, UNROLL,
     )  # fmt: skip
 
@@ -309,7 +308,7 @@ class Work:
         u_words: Bits of the scales of ``u`` by block, int32 [blocks, I / 128, rows].
     """
 
-    block: Block
+    block: BlockConfig
     top_k: int
     w2: Tiles
     native: bool
@@ -317,7 +316,7 @@ class Work:
     u_words: Tensor
 
     @classmethod
-    def allocate(cls, tokens: int, top_k: int, w2: Tiles, block: Block | None = None, *, by_token: bool = False) -> Work:
+    def allocate(cls, tokens: int, top_k: int, w2: Tiles, block: BlockConfig | None = None, *, by_token: bool = False) -> Work:
         """Allocate for some tokens; ``by_token`` stores the inputs' scales by token instead of by block."""
         (experts, hidden, width), device = w2.shape, w2.codes.device
         block = block or block_for(tokens * top_k, experts, DECODE_BLOCKS, BLOCKS)
@@ -328,17 +327,17 @@ class Work:
             w2=w2,
             native=native_e4m3(w2.codes),
             groups=groups,
-            u_words=torch.empty(groups.most, width // FP8_GROUP, block.rows, dtype=torch.int32, device=device),
+            u_words=torch.empty(groups.max_blocks, width // FP8_GROUP, block.rows, dtype=torch.int32, device=device),
         )
 
     @property
     def gate_up_programs(self) -> int:
         """Number of programs of the first product."""
-        return self.groups.most * (self.w2.shape[2] // HALF_ROWS // self.block.tiles)
+        return self.groups.max_blocks * (self.w2.shape[2] // HALF_ROWS // self.block.tiles)
 
-    def down_programs(self, block: Block) -> int:
+    def down_programs(self, block: BlockConfig) -> int:
         """Return the number of programs of the second product."""
-        return self.groups.most * (self.w2.shape[1] // TILE_ROWS // block.tiles)
+        return self.groups.max_blocks * (self.w2.shape[1] // TILE_ROWS // block.tiles)
 
     def empty_rows(self, columns: int, dtype: torch.dtype) -> Tensor:
         """Allocate one row for each pair, [pairs, columns]."""
@@ -353,7 +352,7 @@ class Work:
     ) -> tuple[Tensor | int | float, ...]:
         """Return the arguments of ``gate_up_tile`` after ``program``; it writes ``u`` to ``u_codes`` and ``u_words``."""
         groups, u = self.groups, self.empty_rows(self.w2.shape[2], torch.bfloat16)
-        blocks = (groups.order, groups.owner, groups.count)
+        blocks = (groups.block_pairs, groups.block_expert, groups.num_blocks)
         results = (weight_TK, u, u_codes, self.u_words, groups.arrivals, groups.pairs, limit)
         return (self.as_operand(x_codes), groups.x_words, w13.codes, w13.scales, *blocks, *results)
 
@@ -374,7 +373,7 @@ class Work:
         }
 
 
-def experts_outputs_triton(given: ExpertInputs, *, block: Block | None = None) -> Tensor:
+def experts_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None = None) -> Tensor:
     """Launch ``experts_outputs``; ``block`` is for measurements."""
     if isinstance(given.w2, FourBit):
         return four_bit_outputs_triton(given, block=block)
@@ -395,7 +394,7 @@ def experts_outputs_triton(given: ExpertInputs, *, block: Block | None = None) -
     arguments = work.gate_up_arguments(given.x, given.weight_TK, w13, given.limit, u_codes)
     _gate_up_kernel[(work.gate_up_programs,)](*arguments, TOP_K=top_k, **work.constants(w13))
     del arguments  # frees ``u``, so that ``y`` can reuse its memory
-    y, blocks = work.empty_rows(hidden, given.dtype), (groups.order, groups.owner, groups.count)
+    y, blocks = work.empty_rows(hidden, given.dtype), (groups.block_pairs, groups.block_expert, groups.num_blocks)
     down = (work.as_operand(u_codes), work.u_words, w2.codes, w2.scales, *blocks, y, groups.pairs)
     _down_kernel[(work.down_programs(work.block),)](*down, **work.constants(w2))
     return y.view(shape)

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import by_most, ceil_div, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_values
 from dsv4lite.kernels.experts import ExpertInputs
-from dsv4lite.kernels.experts.grouping_triton import Block, Blocks, Groups, block_for, group_triton
+from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, block_for, group_triton
 from dsv4lite.kernels.experts.unquantized_triton import OUTS, times
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.rows.triton import rounded
@@ -23,10 +23,10 @@ from dsv4lite.kernels.rows.triton import rounded
 _INPUT_BYTES = 128  # of a row of inputs, per iteration
 
 # Limits are rows; for experts, pairs of token and expert per expert.
-FOUR_BIT_BLOCKS: Blocks = (
-    (16, Block(rows=16, tiles=1, num_warps=4, num_stages=4)),
-    (64, Block(rows=64, tiles=1, num_warps=4, num_stages=3)),
-    (None, Block(rows=128, tiles=1, num_warps=8, num_stages=3)),
+FOUR_BIT_BLOCKS: BlockTable = (
+    (16, BlockConfig(rows=16, tiles=1, num_warps=4, num_stages=4)),
+    (64, BlockConfig(rows=64, tiles=1, num_warps=4, num_stages=3)),
+    (None, BlockConfig(rows=128, tiles=1, num_warps=8, num_stages=3)),
 )
 
 
@@ -62,7 +62,7 @@ def _weights(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _four_bit_kernel(
-    x, codes, scales, offsets, order, owner, blocks, weight, y, pairs, x_row, limit,
+    x, codes, scales, offsets, block_pairs, block_expert, num_blocks, weight, y, pairs, x_row, limit,
     K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INPUTS: tl.constexpr,
     GROUP: tl.constexpr, NVFP4: tl.constexpr, GROUPED: tl.constexpr, SWIGLU: tl.constexpr, STAGES: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
@@ -73,10 +73,10 @@ def _four_bit_kernel(
     row = tl.minimum(column, N - 1).to(tl.int64)
     pair = block * ROWS + tl.arange(0, ROWS)
     if GROUPED:
-        if block >= tl.load(blocks):
+        if block >= tl.load(num_blocks):
             return
-        row += tl.load(owner + block).to(tl.int64) * (2 * N if SWIGLU else N)
-        pair = tl.load(order + pair)
+        row += tl.load(block_expert + block).to(tl.int64) * (2 * N if SWIGLU else N)
+        pair = tl.load(block_pairs + pair)
     valid = pair < pairs
     pair = tl.where(valid, pair, 0).to(tl.int64)
     channel = tl.arange(0, INPUTS)
@@ -112,7 +112,7 @@ def four_bit_linear_triton(x_MK: Tensor, w: FourBit, dtype: torch.dtype, row_til
     return out
 
 
-def four_bit_outputs_triton(given: ExpertInputs, *, block: Block | None = None) -> Tensor:
+def four_bit_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None = None) -> Tensor:
     """Launch ``experts_outputs`` with 4-bit weights; ``block`` is for tests."""
     (tokens, top_k), (experts, hidden, width), x, w13, w2 = given.slots_TK.shape, given.sizes, given.x, given.w13, given.w2
     assert isinstance(w13, FourBit) and isinstance(w2, FourBit) and x.shape == (tokens, hidden) and x.is_contiguous()
@@ -126,13 +126,13 @@ def four_bit_outputs_triton(given: ExpertInputs, *, block: Block | None = None) 
     groups = Groups.allocate(tokens, top_k, experts, (0, 0), block.rows, device, by_token=False)
     group_triton(given.slots_TK, None, experts, groups)
     u = torch.empty(pairs, width, dtype=x.dtype, device=device)
-    _launch(block, groups.most, x, w13, u, pairs, groups, top_k, given.weight_TK, given.limit)
-    _launch(block, groups.most, u, w2, y.view(pairs, hidden), pairs, groups)
+    _launch(block, groups.max_blocks, x, w13, u, pairs, groups, top_k, given.weight_TK, given.limit)
+    _launch(block, groups.max_blocks, u, w2, y.view(pairs, hidden), pairs, groups)
     return y
 
 
 def _launch(
-    block: Block,
+    block: BlockConfig,
     blocks: int,
     x: Tensor,
     w: FourBit,
@@ -147,7 +147,7 @@ def _launch(
     assert all(part.is_contiguous() for part in (w.codes, w.scales, w.offsets, y)) and x.shape[1] == w.shape[-1], (x.shape, w.shape)
     assert x.dtype in (torch.bfloat16, torch.float32), x.dtype
     outs, gpu = y.shape[1], on_gpu(x.device)
-    work = (y, y, y) if groups is None else (groups.order, groups.owner, groups.count)
+    work = (y, y, y) if groups is None else (groups.block_pairs, groups.block_expert, groups.num_blocks)
     _four_bit_kernel[(blocks * ceil_div(outs, OUTS),)](
         x,
         w.codes,

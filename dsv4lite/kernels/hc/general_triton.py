@@ -89,9 +89,7 @@ def _collapse_kernel(
     # Reference: hc_normalise
     factor = inverse_root(tl.load(sums + ROWS) / (STREAMS * WIDTH) + norm_eps)
     if not HEAD:
-        _mix(
-            sums, base, scale, post + token * STREAMS, comb + token * (STREAMS * STREAMS), factor, eps, STREAMS, TILE, ITERS
-        )  # fmt: skip
+        _mix(sums, base, scale, post + token * STREAMS, comb + token * (STREAMS * STREAMS), factor, eps, STREAMS, TILE, ITERS)
     # Reference: weighted_sum
     column = tl.arange(0, PADDED)
     inside = column < WIDTH

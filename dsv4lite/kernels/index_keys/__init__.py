@@ -21,7 +21,7 @@ from dsv4lite.kernels.quantize import hadamard, round_fp8
 from dsv4lite.kernels.rope import rope_first
 from dsv4lite.kernels.rows import Fp8Key, RowStore
 
-_EPS = 1e-6
+EPS = 1e-6
 
 
 class IndexKeyInputs(NamedTuple):
@@ -49,7 +49,7 @@ class IndexKeyInputs(NamedTuple):
 @op("index_keys.triton:store_index_keys_triton")
 def store_index_keys(given: IndexKeyInputs) -> Tensor:
     """Store the keys of a step's tokens; return them before the row format's rounding, float32 [T, C]."""
-    normed_TC = torch.nn.functional.layer_norm(given.key_TC.float(), given.weight.shape, given.weight, given.bias, _EPS)
+    normed_TC = torch.nn.functional.layer_norm(given.key_TC.float(), given.weight.shape, given.weight, given.bias, EPS)
     key_TC = rope_first(normed_TC, given.cos, given.sin, interleaved=given.interleaved)
     if isinstance(given.keys.format, Fp8Key):
         key_TC = hadamard(key_TC)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import ceil_div, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes, e4m3_values, to_bf16
-from dsv4lite.kernels.index_keys import _EPS, IndexKeyInputs
+from dsv4lite.kernels.index_keys import EPS, IndexKeyInputs
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows import Fp8Key, RowStore
 from dsv4lite.kernels.rows.triton import fp8_scale, hadamard_float32, inverse_root, mean_of, memory_of, store_fp8_key
@@ -118,7 +118,7 @@ def store_index_keys_triton(given: IndexKeyInputs) -> Tensor:
     if tokens:
         _key_kernel[(tokens,)](
             key_TC, weight, bias, cos, sin, out, memory, paging.positions_T, paging.sequence_T, paging.grow_SP,
-            key_TC.stride(0), paging.grow_SP.stride(0), _EPS, PLACES=keys.rows_per_page, PAGE=memory.stride(0),
+            key_TC.stride(0), paging.grow_SP.stride(0), EPS, PLACES=keys.rows_per_page, PAGE=memory.stride(0),
             **_layer(cos, sin, keys, channels, interleaved),
         )  # fmt: skip
     return out

@@ -31,7 +31,6 @@ SEGMENT = 4096  # scores of one program if a token has more than MOST, or per it
 MOST = 8192  # most scores that one program of ``select`` holds
 _STAGES = 2  # pipeline stages of the loop over queries
 
-
 # Widens the low and the high nibbles of bytes 0 and 1, then of bytes 2 and 3. Every byte has its own scale: if the product reads k
 # from registers, the four bytes of a thread belong to several keys.
 _WIDEN = tl.constexpr("""{

@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.attention.triton import _LARGE, Tile
+from dsv4lite.kernels.attention.triton import LARGE_SHARED_MEMORY, Tile
 from dsv4lite.kernels.dispatch import capability_of, ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.e4m3 import e4m3_values
 from dsv4lite.kernels.latent_attention import MOST_HEADS, LatentAttentionInputs
 from dsv4lite.kernels.latent_rows.triton import _row_elements
-from dsv4lite.kernels.rows.packed import _WIDEN, LOG2_E, narrowed
+from dsv4lite.kernels.rows.packed import LOG2_E, WIDEN_E4M3, narrowed
 from dsv4lite.kernels.rows.triton import memory_of, rotate_tail
 
 _CHUNK = 8  # splits that are merged at a time
@@ -39,7 +39,7 @@ def _tile_for(heads: int, fp8: bool, listed: bool, itemsize: int, capability: in
         itemsize: Bytes of a number of the queries.
         capability: Compute capability.
     """
-    large = capability in _LARGE
+    large = capability in LARGE_SHARED_MEMORY
     if itemsize == 4:
         return Tile(heads=16, rows=32 if large else 16, num_warps=4, num_stages=2 if large else 1)
     if not large:
@@ -56,7 +56,7 @@ def _widened(codes, scales, GPU: tl.constexpr):
     grouped = tl.reshape(codes, (codes.shape[0], codes.shape[1] // 128, 128))
     if GPU:  # not pure, or the compiler would widen them again for the second product
         factor = (scales >> 16).to(tl.int16)[:, :, None]
-        wide = tl.inline_asm_elementwise(_WIDEN, "=r,=r,r,r,r", [grouped, factor], dtype=tl.bfloat16, is_pure=False, pack=4)
+        wide = tl.inline_asm_elementwise(WIDEN_E4M3, "=r,=r,r,r,r", [grouped, factor], dtype=tl.bfloat16, is_pure=False, pack=4)
     else:
         wide = e4m3_values(grouped) * scales.to(tl.float32, bitcast=True)[:, :, None]
     return tl.reshape(wide, codes.shape)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.attention.triton import _LARGE
+from dsv4lite.kernels.attention.triton import LARGE_SHARED_MEMORY
 from dsv4lite.kernels.dispatch import capability_of, on_gpu, power_of_2, send
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, projected_rows
 from dsv4lite.kernels.rows.packed import LOG2_E, narrowed
@@ -148,7 +148,7 @@ def attend_projected(given: LatentAttentionInputs, sequences: Sequence[int], out
     q, up_HCL, nope, device = given.q_THC, given.up_HCL, given.nope, given.q_THC.device
     (tokens, heads, _), (_, channels, latent) = q.shape, up_HCL.shape
     key, value = (max(16, power_of_2(size)) for size in (nope, channels - nope))
-    large = capability_of(device) in _LARGE and q.element_size() == 2 and key + value <= 256
+    large = capability_of(device) in LARGE_SHARED_MEMORY and q.element_size() == 2 and key + value <= 256
     queries, keys, stages = (128, 64, 3) if large else (32 if q.element_size() == 4 else 64, 32, 1 if key + value > 256 else 2)
     name = ("rounds", tuple(sequences), heads, channels, queries, given.chunk_rows, given.rows.rows_per_page)
     rounds = given.paging.once(name, lambda: plan_rounds(given, sequences, queries))

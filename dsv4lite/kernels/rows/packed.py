@@ -22,7 +22,7 @@ def narrowed(x, FLOAT32: tl.constexpr, GPU: tl.constexpr):
     return rounded
 
 
-_WIDEN = tl.constexpr("""{
+WIDEN_E4M3 = tl.constexpr("""{
 .reg .b32 t, m, f, z;
 mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;
 prmt.b32 t, $2, 0, 0x1404;
@@ -43,7 +43,7 @@ def _widen(codes, scale, GPU: tl.constexpr):
     if GPU:
         bits = tl.where(scale == 0, 0x0040, tl.where(scale == 255, 0x7FC0, scale << 7))
         factor = bits.to(tl.int16)[:, None]
-        wide = tl.inline_asm_elementwise(_WIDEN, "=r,=r,r,r,r", [codes, factor], dtype=tl.bfloat16, is_pure=True, pack=4)
+        wide = tl.inline_asm_elementwise(WIDEN_E4M3, "=r,=r,r,r,r", [codes, factor], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
         factor = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, scale << 23))
         wide = e4m3_values(codes) * factor.to(tl.float32, bitcast=True)[:, None]
