@@ -43,8 +43,8 @@ from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_pr
 from dsv4lite.kernels.quantize import FP8_GROUP
 
 _WARPS = 4
-# Channels that one program projects: more of them with more than ``_FEWEST_TOKENS`` tokens, so that all programs run at once.
-_FEWEST_TOKENS, _UNIT, _WIDER_UNIT = 4, 32, 64
+# Channels that one program projects: ``_UNIT`` up to ``_NARROW_TOKENS`` tokens, else more, so that all programs run at once.
+_NARROW_TOKENS, _UNIT, _WIDER_UNIT = 4, 32, 64
 _RECORD = 32  # words of one program's sums: one for each row of fn, and four copies of the sum of squares, so that reads are paired
 _MINUS_ZERO = tl.constexpr(-(1 << 31))  # bits of -0.0
 
@@ -297,7 +297,7 @@ def launch_sizes(tokens: int, width: int, *, gpu: bool) -> dict[str, int]:
     """
     groups = ceil_div(width, FP8_GROUP)
     groups_per_chunk = COLLAPSED_CHANNELS // FP8_GROUP if gpu else power_of_2(groups)
-    unit = _UNIT if tokens <= _FEWEST_TOKENS else _WIDER_UNIT
+    unit = _UNIT if tokens <= _NARROW_TOKENS else _WIDER_UNIT
     return {
         "WIDTH": width,
         "UNIT": unit,

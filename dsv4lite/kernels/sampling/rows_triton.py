@@ -194,7 +194,7 @@ def _edit_kernel(
 
 
 @triton.jit(do_not_specialize=["last", "pieces"], do_not_specialize_on_alignment=["slots", "positions"])
-def _race_kernel(
+def _draw_kernel(
     logits,
     edited,
     best_top,
@@ -573,9 +573,9 @@ def sample_rows_triton(given: SampleInputs) -> Tensor:
         apply_masks(space, masks)
     source = (logits, space.edited, top)
     if needs & (Needs.DRAWS | Needs.NUCLEI):
-        racing = (*source, best_ids, *common, space.partial, arrivals, last, vocabulary, pieces)
+        drawing = (*source, best_ids, *common, space.partial, arrivals, last, vocabulary, pieces)
         for number in range(1 + ROUNDS if Needs.NUCLEI in needs else 1):
-            _race_kernel[grid](*racing, FIRST=number == 0, **shape, **options)
+            _draw_kernel[grid](*drawing, FIRST=number == 0, **shape, **options)
 
     def list_best(score: bool) -> None:
         peaking = (*source, *common, space.peaks, arrivals, last, vocabulary, pieces)
