@@ -1,4 +1,4 @@
-"""How an op chooses between its reference and its Triton kernel, and what launchers know about the chip."""
+"""How an op chooses between its reference and its Triton kernel, and what launchers can ask about the GPU."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Choice = TypeVar("Choice")
 
-GPU_TYPE = "cuda"  # of the devices that run kernels; ``warmup.pretended`` and tests let others stand for a GPU
+GPU_TYPE = "cuda"  # type of the devices that run kernels; ``warmup.pretended`` and tests replace it
 
 
 class AbsentGpu(NamedTuple):
-    """What launchers ask about a GPU for which another device stands.
+    """What launchers ask about a GPU that is not in this machine.
 
     Attributes:
-        capability: Compute capability as one number.
-        multiprocessors: How many it has.
+        capability: Compute capability as one number, such as 90.
+        multiprocessors: Number of multiprocessors.
     """
 
     capability: int
@@ -34,7 +34,7 @@ ABSENT: AbsentGpu | None = None
 
 
 class ReferenceOnly:
-    """An argument that no kernel can read: ops that get one run their references."""
+    """Base class of arguments that no kernel can read: an op with such an argument runs its reference."""
 
 
 class Op(Generic[P, R]):
@@ -70,37 +70,37 @@ def op(launcher: str, suits: Callable[..., bool] | None = None) -> Callable[[Cal
     """Make a function an op: its body is the reference, its docstring the contract of both.
 
     Args:
-        launcher: ``module:function`` below ``dsv4lite.kernels``; the function takes the same arguments and returns the same. Its
-            module imports Triton, so it is imported by the first launch.
-        suits: Given the arguments, whether the kernel takes them. ``None``: it takes all.
+        launcher: ``module:function`` below ``dsv4lite.kernels``. The function has the same arguments and results. Its module
+            imports Triton and is therefore imported at the first launch.
+        suits: Called with the arguments; returns whether the kernel accepts them. ``None``: it accepts all.
     """
     return lambda reference: Op(reference, f"dsv4lite.kernels.{launcher}", suits)
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:
-    """Copy from the CPU to a device; on CUDA without waiting for the copy or for the steps in flight."""
+    """Copy a CPU tensor to a device; on CUDA without waiting for the copy or for steps in flight."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def by_most(table: Iterable[tuple[float | None, Choice]], count: float | None) -> Choice:
-    """Return the first choice of a table that is for ``count`` things.
+    """Return the first choice of a table whose limit is at least ``count``.
 
     Args:
-        table: Choices by the most that each is for, ascending; the last one's is ``None``, for any number.
-        count: ``None`` if it is not known: then the last choice.
+        table: Pairs of limit and choice, by ascending limit; the last limit is ``None``: no limit.
+        count: ``None`` if it is unknown; the last choice is returned then.
     """
     return next(choice for most, choice in table if most is None or (count is not None and count <= most))
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Return whether kernels on ``device`` are compiled for a GPU; else they are interpreted."""
+    """Return whether kernels on ``device`` are compiled for a GPU; otherwise they are interpreted."""
     return device.type == GPU_TYPE
 
 
 def use_triton(*arguments: object) -> bool:
     """Return whether an op with these arguments runs its kernel.
 
-    It does if the first tensor, also of tuples, is on a GPU and needs no gradient, and nothing in them is ``ReferenceOnly``.
+    It does if the first tensor is on a GPU and requires no gradient, and no argument is ``ReferenceOnly``. Tuples are searched too.
     """
     first = _first_tensor(arguments)
     if first is None or not on_gpu(first.device) or first.requires_grad:
@@ -109,7 +109,7 @@ def use_triton(*arguments: object) -> bool:
 
 
 def _first_tensor(arguments: Iterable[Any]) -> Tensor | None:
-    """Return the first tensor among arguments, those in tuples included. Every op asks: recursion costs less than a generator."""
+    """Return the first tensor in arguments and in their tuples. Every op calls this; recursion is faster than a generator."""
     for argument in arguments:
         found = _first_tensor(argument) if isinstance(argument, tuple) else argument
         if isinstance(found, Tensor):
@@ -125,17 +125,17 @@ def _holds_reference_only(arguments: Iterable[Any]) -> bool:
 
 
 def ceil_div(count: int, size: int) -> int:
-    """Return how many parts of this size hold so many; Triton's own is a function for kernels, which takes 20 times as long."""
+    """Return ``count / size`` rounded up; ``triton.cdiv`` takes 20 times as long on the host."""
     return -(-count // size)
 
 
 def power_of_2(least: int) -> int:
-    """Return the smallest power of two that is no less."""
+    """Return the smallest power of two that is at least ``least``."""
     return 1 << max(0, least - 1).bit_length()
 
 
 def capability_of(device: torch.device) -> int:
-    """Return the compute capability as one number, 90 for 9.0; the interpreter on a CPU stands for the newest."""
+    """Return the compute capability as one number, 90 for 9.0; on a CPU, where kernels are interpreted, that of the newest chip."""
     if not on_gpu(device):
         return 120
     if ABSENT is not None:
@@ -144,7 +144,7 @@ def capability_of(device: torch.device) -> int:
 
 
 def multiprocessors_of(device: torch.device) -> int:
-    """Return how many multiprocessors the chip has; the interpreter on a CPU runs one program after the other and needs none."""
+    """Return the number of multiprocessors; on a CPU, where the interpreter runs one program after the other, that of an H100."""
     if ABSENT is not None:
         return ABSENT.multiprocessors
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
@@ -155,6 +155,6 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-@cache  # every launch asks, and PyTorch takes as long to answer as a launch does; without an index a device is the current one
+@cache  # PyTorch's query takes as long as a launch. Only for devices with an index: without one, the current device can change.
 def _known_capability(device: torch.device) -> int:
     return _capability(device)

@@ -1,6 +1,6 @@
-"""FP8 e4m3 inside Triton kernels: scales and codes of rows of 128 numbers, the bits of ``quantize.quantize_fp8``.
+"""FP8 e4m3 inside Triton kernels: scales and codes with the bits of ``quantize.quantize_fp8``.
 
-Chips without e4m3 conversions, and the interpreter, whose rounding differs, get the codes by integer arithmetic.
+Integer arithmetic computes the codes on chips without e4m3 conversions, and in the interpreter, which rounds differently.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dsv4lite.kernels.dispatch import capability_of, on_gpu
 
 
 def native_e4m3(x: Tensor) -> bool:
-    """Return whether the chip that holds ``x`` converts to e4m3 itself."""
+    """Return whether the chip of ``x`` has e4m3 conversions."""
     return on_gpu(x.device) and capability_of(x.device) >= 89
 
 
 @triton.jit
 def e8m0(byte):
-    """Return what scale bytes stand for: 2^(byte - 127); byte 0 is a subnormal, 255 is NaN. Scales in float32 pass through."""
+    """Return the values of scale bytes: 2^(byte - 127); byte 0 is a subnormal, 255 is NaN. Float32 scales pass through."""
     if byte.dtype == tl.float32:
         scale = byte
     else:
@@ -38,7 +38,7 @@ def fp8_scale_bits(y):
 
 @triton.jit
 def fp8_scaled(y, bits):
-    """Return ``y`` over its scales, clamped to what e4m3 holds."""
+    """Return ``y`` over its scales, clamped to the range of e4m3."""
     # (y * _scale_and_inverse(bits)[1]).clamp(-FP8_MAX, FP8_MAX)
     scaled = y * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]
     return tl.minimum(tl.maximum(scaled, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL)
@@ -53,7 +53,7 @@ def e4m3_bytes(x, NATIVE: tl.constexpr):
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2^-6 codes are multiples of 2^-9, which is the last place of 2^14.
+        # Below 2^-6 numbers are multiples of 2^-9, the unit in the last place of 2^14.
         tiny = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(size < 0x3C800000, tiny, normal)
         code = tl.where(size > 0x7F800000, 0x7F, code)
@@ -64,14 +64,14 @@ def e4m3_bytes(x, NATIVE: tl.constexpr):
 @triton.jit
 def e4m3_values(codes):
     """Return the float32 numbers of codes; a NaN code becomes 480."""
-    # Exponent and mantissa four bits up are the value times 2^-120.
+    # Exponent and mantissa as float32 bits, shifted to bit 20, are the value times 2^-120.
     bits = ((codes.to(tl.int32) & 0x7F) << 20) | ((codes.to(tl.int32) & 0x80) << 24)
     return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @triton.jit
 def to_bf16(x, NATIVE: tl.constexpr):
-    """Round float32 to the nearest bfloat16, ties to even; the interpreter would cut."""
+    """Round float32 to the nearest bfloat16, ties to even; the interpreter's own conversion truncates."""
     if NATIVE:
         rounded = x.to(tl.bfloat16)
     else:

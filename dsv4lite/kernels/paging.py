@@ -1,10 +1,10 @@
-"""Positions of a step's tokens and places of their rows, as tensors that kernels read; the host does not know them.
+"""Positions of a step's tokens and addresses of their rows, as tensors for kernels; the host may not know their values.
 
     compressed entry e of ratio r     page grow_SP[s, e // (256 / r)], place e % (256 / r)
     window row of position p          before this step: page window_SP[s, p // 64 - window_first_S[s]], place p % 64
                                       of this step:     the step's own packed rows, row rows_S[s] + p - first_S[s]
 
-    row of token p, kept for good     entry p of ratio 1
+    row of token p in grow pages      entry p of ratio 1
 
 Shapes: T tokens, S sequences, P grow pages, Q window pages.  Tokens of a sequence are consecutive rows and positions.
 """
@@ -21,11 +21,11 @@ Derived = TypeVar("Derived")
 
 
 class Block(NamedTuple):
-    """Consecutive rows of a step, as references take them.
+    """Consecutive rows of a step that a reference processes together.
 
     Attributes:
-        begin, end: Rows of the step.
-        sequence: Which sequence all of them are of; ``None`` if they may be of several.
+        begin, end: First row, and the one after the last.
+        sequence: The sequence of all rows; ``None`` if they may belong to several.
         oldest, newest: Smallest and largest position.
     """
 
@@ -47,15 +47,15 @@ class Paging:
         first_S: Position of its first token in this step.
         rows_S: Row of that token.
         lens_S: Its number of tokens.
-        drafts_S: How many of the last ones are drafts: the compressor state before each of them is kept in a copy of its own.
+        drafts_S: Number of drafts, which are its last tokens: the compressor state before each draft has its own copy.
         state_copy_S: The copy of the compressor state that it starts from.
         grow_SP: Pages of 256 positions each, from position 0; past the end any valid page.
-        window_SP: Pages of 64 positions each; -1 where neither read nor written.
-        window_first_S: Which 64 positions ``window_SP[:, 0]`` holds.
-        width: Rows of every sequence, padding included: T = S * width and rows_S = 0, width, …; 0: their numbers differ.
-        host_spans: What ``spans`` returns, of a step whose places the host knows.
-        splits: Programs that share a token's rows in attention; part of what the bits of its result depend on.
-        derived: What references have derived from the tensors, which must not change afterwards (``once``).
+        window_SP: Pages of 64 positions each; -1 for pages that are neither read nor written.
+        window_first_S: Column 0 of ``window_SP`` holds positions from 64 times this number on.
+        width: Rows of every sequence, including padding: T = S * width and rows_S = 0, width, …; 0 if the numbers of rows differ.
+        host_spans: The result of ``spans``, if the host knows it.
+        splits: KV splits in attention; the bits of its result depend on them.
+        derived: Values that references derived from the tensors, which must not change afterwards (``once``).
     """
 
     positions_T: Tensor
@@ -75,7 +75,7 @@ class Paging:
     derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
-        """Return what ``make`` returns, called once per step: layers of a kind share it. For references, not kernels."""
+        """Return the result of ``make``, called once per step and key, so that layers share it. For references, not kernels."""
         if key not in self.derived:
             self.derived[key] = make()
         found: Derived = self.derived[key]
@@ -88,7 +88,7 @@ class Paging:
 
     @property
     def padding_T(self) -> Tensor | None:
-        """Which rows are padding, bool [T]; ``None`` if there are none. For references."""
+        """Which rows are padding, bool [T]; ``None`` if no row is. For references."""
 
         def find() -> Tensor | None:
             padding_T = self.positions_T < 0
@@ -104,8 +104,8 @@ class Paging:
         return self.once("spans", lambda: list(zip(*(table.tolist() for table in tables), strict=True)))
 
     def own_rows(self, rows_per_page: int) -> tuple[Tensor | None, Tensor]:
-        """Return the tokens that are no padding, int64 [N], ``None`` for all, and where their rows lie in grow pages that have one
-        row for each token. For references.
+        """Return the rows that are not padding, int64 [N] or ``None`` for all, and their addresses in grow pages with one row per
+        token. For references.
         """
 
         def find() -> tuple[Tensor | None, Tensor]:
@@ -123,7 +123,7 @@ class Paging:
 
         Args:
             most: Rows of a block.
-            least: Blocks of sequences with so many tokens or more are of that sequence alone; ``None``: no sequence has its own.
+            least: A sequence with at least so many tokens gets blocks of its own; ``None``: no sequence does.
         """
 
         def cut() -> list[Block]:

@@ -30,7 +30,7 @@ def rope_frequencies(
     low = max(math.floor(correction(beta_fast)), 0)
     high = min(math.ceil(correction(beta_slow)), rope_dim - 1)
     index = torch.arange(rope_dim // 2, dtype=torch.float32, device="cpu")
-    ramp = ((index - low) / (high - low or 1e-3)).clamp(0, 1)  # falls where the corrections are in the other order
+    ramp = ((index - low) / (high - low or 1e-3)).clamp(0, 1)  # descending if high < low
     return freq / factor * ramp + freq * (1 - ramp)
 
 
@@ -54,7 +54,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tenso
 
 
 def rope_first(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate the first channels of ``x`` [T, C] or [T, H, C], neighbours together if ``interleaved``, else halves."""
+    """Rotate the first channels of ``x`` [T, C] or [T, H, C]; pairs are neighbours if ``interleaved``, else of both halves."""
     if x.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]
     width = 2 * cos.shape[-1]

@@ -1,13 +1,13 @@
-"""Kernels before their first launch: what a pass would compile, and compiling it all at once, in processes of our own.
+"""Compilation of kernels before their first launch: a dry run records them, and other processes compile them in parallel.
 
-    with recording() as wanted:     a pass that launches nothing
+    with recording() as wanted:     a dry run, which launches nothing
         ...
-    prepare(wanted, directory)      loads what the directory holds, compiles the rest into it
-    with pretended(gpu):            the pass runs on tensors without memory, for a GPU that need not be here
+    prepare(wanted, directory)      loads the kernels that the directory has, compiles the others into it
+    with pretended(gpu):            the dry run uses tensors without memory, for a GPU that need not be in this machine
 
-Left alone, Triton compiles where a kernel is first launched: one after the other, and much of it under the interpreter's lock. Here
-one more Python process does it for all of them, with a fork for each core; it never sees the device. Triton's configuration and the
-environment of this process stay as they are, and launches from other threads go through as always.
+By default Triton compiles a kernel at its first launch: one after the other, mostly holding the GIL. Here a separate Python process
+compiles all of them, with one fork per core; it does not use the device. Triton's configuration and the environment of this process
+do not change, and launches from other threads are not affected.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from dsv4lite.kernels import dispatch
 log = logging.getLogger("dsv4lite.kernels")
 
 MOST_PROCESSES = 16
-_ABSENT_DEVICE = 1 << 20  # and the capability: a number that no device has
+_ABSENT_DEVICE = 1 << 20  # plus the capability: a device index that no real device has
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from dsv4lite.kernels.warmup import main; main()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specialization:
-    """One kernel as it is to be compiled, in values that another process understands.
+    """The description of one kernel to compile, in values that can be pickled.
 
     Attributes:
-        module, name: Where the ``@triton.jit`` function stands.
+        module, name: Of the ``@triton.jit`` function.
         signature: Type of each argument, ``constexpr`` for constants.
-        constants: By path to the argument.
-        attributes: What is known of pointers and integers, such as alignment, by path to the argument.
-        options: Everything that the launch or Triton has set: warps, stages, …
+        constants: Values by path to the argument.
+        attributes: Properties of pointers and integers, such as alignment, by path to the argument.
+        options: All options of the launch and of Triton: warps, stages, …
         target: Backend, architecture and threads of a warp.
     """
 
@@ -75,44 +75,44 @@ class Specialization:
     target: tuple[str, int, int]
 
     def source(self) -> Any:
-        """Return what Triton compiles."""
+        """Return Triton's input of the compilation."""
         kernel = getattr(importlib.import_module(self.module), self.name)
         return ASTSource(kernel, dict(self.signature), dict(self.constants), dict(self.attributes))
 
     def compile(self) -> Any:
-        """Compile with Triton's cache as it is configured in this process; needs no device."""
+        """Compile, with the cache that Triton is configured for in this process; needs no device."""
         return triton.compile(self.source(), target=GPUTarget(*self.target), options=dict(self.options))
 
     def load(self, directory: Path) -> Any | None:
-        """Return the compiled kernel if the directory, one of Triton's caches, holds it."""
+        """Return the compiled kernel if the directory, a Triton cache, has it."""
         digest, record = self.place(directory)
         try:
             paths = json.loads(record.read_text())["child_paths"]
         except (OSError, ValueError, KeyError):  # never compiled, or damaged
             return None
-        files = {name: str(record.parent / Path(path).name) for name, path in paths.items()}  # it may have been moved since
+        files = {name: str(record.parent / Path(path).name) for name, path in paths.items()}  # the directory may have moved
         whole = all(Path(file).exists() for file in files.values())
         return CompiledKernel(self.source(), files, digest) if whole else None
 
     def place(self, directory: Path) -> tuple[str, Path]:
-        """Return Triton's name for the compiled kernel, and the file in which its cache lists all others."""
+        """Return Triton's hash of the compiled kernel, and the file in which its cache lists the kernel's files."""
         source, backend = self.source(), make_backend(GPUTarget(*self.target))
         options = backend.parse_options(dict(self.options))
         key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
         digest = hashlib.sha256(key.encode())
         folder = base64.b32encode(digest.digest()).decode().rstrip("=")
-        return digest.hexdigest(), directory / folder / f"__grp__{source.name[:150]}.json"  # file names as Triton cuts them
+        return digest.hexdigest(), directory / folder / f"__grp__{source.name[:150]}.json"  # Triton truncates names like this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wanted:
-    """A kernel that a launch did not find compiled, and how to make it known to later launches."""
+    """A kernel that a launch did not find compiled, and the function that registers it for later launches."""
 
     specialization: Specialization
     install: Callable[[Any], None]
 
     def load(self, directory: Path) -> bool:
-        """Install the kernel if the directory holds it; return whether it does."""
+        """Install the kernel if the directory has it; return whether it does."""
         kernel = self.specialization.load(directory)
         if kernel is not None:
             self.install(kernel)
@@ -120,10 +120,10 @@ class Wanted:
 
 
 class _Gate:
-    """Stands before a kernel's launches for good; those of a thread that records are only noted.
+    """Replaces a kernel's ``run`` permanently; in threads that record, launches are only recorded.
 
     Attributes:
-        recording: What each such thread would compile, by kernel and key.
+        recording: For each of these threads, the kernels that it would compile, by kernel and key.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -134,11 +134,11 @@ class _Gate:
         kernel, wanted = self._kernel, self.recording.get(threading.get_ident())
         if wanted is None:
             return JITFunction.run(kernel, *args, grid=grid, warmup=warmup, **options)
-        twin = copy.copy(kernel)  # shares all but the compiling
-        del twin.run  # the gate, which would call itself
+        twin = copy.copy(kernel)  # shares everything but the compilation
+        del twin.run  # this gate, which would call itself
 
         def note(key: str, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, warmup: bool) -> None:
-            """Stand in for ``JITFunction._do_compile``."""
+            """Replace ``JITFunction._do_compile``: record instead of compiling."""
             compiled, _, target, *_ = kernel.device_caches[device]
             specialization = Specialization(
                 module=kernel.module,
@@ -158,14 +158,14 @@ class _Gate:
 
 @contextmanager
 def recording() -> Iterator[list[Wanted]]:
-    """Launch none of this package's kernels from this thread; list, at the end, each that would have been compiled, once.
+    """Record launches of this package's kernels from this thread instead of launching; at the end, list the kernels to compile.
 
-    What the kernels would have written stays unwritten. Float arithmetic on it is harmless, but no torch op may index by it.
+    The outputs of these launches are uninitialized. Float arithmetic on them is harmless, but torch ops must not index with them.
     """
     found: list[Wanted] = []
     wanted: dict[tuple[str, str, str], Wanted] = {}
     thread = threading.get_ident()
-    # One gate for each kernel, and never removed: several threads may come and go here at the same time.
+    # One gate per kernel, never removed, because several threads may record at the same time.
     gates = [vars(kernel).setdefault("run", _Gate(kernel)) for kernel in _kernels()]
     for gate in gates:
         gate.recording[thread] = wanted
@@ -178,7 +178,7 @@ def recording() -> Iterator[list[Wanted]]:
 
 
 class _AbsentDriver:
-    """Triton's driver of a GPU that is not here: it knows the target, and a launch fails."""
+    """A Triton driver of a GPU that is not in this machine: it knows the target, but cannot launch."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -195,14 +195,14 @@ class _AbsentDriver:
 
 @contextmanager
 def pretended(gpu: dispatch.AbsentGpu) -> Iterator[torch.device]:
-    """Let tensors without memory stand for those of a GPU; only for a process in which no other thread launches kernels.
+    """Treat tensors on the meta device as those of a GPU; only for a process in which no other thread launches kernels.
 
     Yields:
-        The device of such tensors. Launches on it ask ``recording`` for the kernels of the GPU: addresses count from 0, and are as
-        aligned as those that CUDA allocates.
+        The meta device. ``recording`` records the GPU's kernels for launches on it. Addresses start at 0 and have the alignment of
+        CUDA's allocations.
     """
     driver, before = triton.runtime.driver, (dispatch.GPU_TYPE, dispatch.ABSENT)
-    active = vars(driver)["_active"]  # the property would open one
+    active = vars(driver)["_active"]  # the property would create a driver
     dispatch.GPU_TYPE, dispatch.ABSENT = "meta", gpu
     driver.set_active(_AbsentDriver(gpu.capability))
     try:
@@ -215,7 +215,7 @@ def pretended(gpu: dispatch.AbsentGpu) -> Iterator[torch.device]:
 
 
 def triton_modules() -> list[str]:
-    """Return the full names of the modules that hold Triton kernels: ``triton`` and ``x_triton`` in the folders of the ops."""
+    """Return the full names of the modules with Triton kernels: ``triton`` and ``x_triton`` in the folders of the ops."""
     every = [info.name for info in pkgutil.walk_packages(dsv4lite.kernels.__path__, "dsv4lite.kernels.")]
     return [name for name in every if name.endswith((".triton", "_triton"))]
 
@@ -229,10 +229,10 @@ def _kernels() -> list[Any]:
 
 
 def _hash_in_order() -> None:
-    """Let Triton hash every function after those that it calls.
+    """Make Triton hash every function after the functions that it calls.
 
-    A function's hash covers the constants of those it calls only if these were hashed before: left to chance, processes disagree
-    about the names of compiled kernels, and what one has compiled the other does not find.
+    A function's hash includes the constants of the functions it calls only if these were hashed before. Without a fixed order,
+    processes could compute different names of compiled kernels, and one would not find what another has compiled.
     """
     seen: set[int] = set()
 
@@ -253,15 +253,15 @@ def _hash_in_order() -> None:
 def prepare(wanted: Sequence[Wanted], directory: str | Path, progress: Callable[[int, int], None] | None = None) -> int:
     """Load or compile kernels, so that their launches find them.
 
-    Where no process can be started, or one fails, a warning says so and what is missing is left to the first launch.
+    If the compiling process cannot start, or a kernel fails, log a warning; the first launch of a missing kernel then compiles it.
 
     Args:
         wanted: From ``recording``.
-        directory: Where compiled kernels are kept; made if need be.
-        progress: Called with how many are ready, and of how many.
+        directory: Cache of compiled kernels; created if it does not exist.
+        progress: Called with the number of kernels that are ready, and the number of all.
 
     Returns:
-        How many are not ready.
+        The number of kernels that are not ready.
     """
     started, directory = time.monotonic(), Path(directory).absolute()
     _hash_in_order()
@@ -279,24 +279,24 @@ def prepare(wanted: Sequence[Wanted], directory: str | Path, progress: Callable[
     except (OSError, pickle.PicklingError, subprocess.SubprocessError) as error:
         complaint = str(error)
     if left:
-        log.warning("%d kernels will be compiled one after the other, for compiling them at once failed: %s", len(left), complaint)
+        log.warning("%d kernels could not be compiled ahead; their first launches will compile them: %s", len(left), complaint)
     seconds, compiled = time.monotonic() - started, len(missing) - len(left)
-    log.info("%d compiled kernels from %s, %d compiled into it, in %.1f s", loaded, directory, compiled, seconds)
+    log.info("loaded %d compiled kernels from %s, compiled %d more into it, in %.1f s", loaded, directory, compiled, seconds)
     return len(left)
 
 
 def _compile_apart(specializations: Sequence[Specialization], directory: Path) -> Iterator[tuple[int, str]]:
-    """Compile in another process; yield the number of each one as it ends, and what went wrong with it.
+    """Compile in another process; yield the index of each kernel when it is done, and its error or "".
 
     Raises:
-        OSError, SubprocessError: There is no such process, or it ended early.
+        OSError, SubprocessError: The process cannot start, or ended early.
     """
     executable = os.fsdecode(multiprocessing.spawn.get_executable() or "")
     if getattr(sys, "frozen", False) or not Path(executable).name.startswith("python"):
         raise OSError(f"{executable or 'this program'} is no Python interpreter (multiprocessing.set_executable names one)")
     for folder in reversed((directory, *directory.parents)):
         if not folder.exists():
-            folder.mkdir(mode=0o700, exist_ok=True)  # what lies in it is run
+            folder.mkdir(mode=0o700, exist_ok=True)  # private: its files are executed
     command = [executable, "-c", _PROGRAM, *sys.path]
     with (
         tempfile.TemporaryFile() as complaints,
@@ -315,19 +315,19 @@ def _compile_apart(specializations: Sequence[Specialization], directory: Path) -
 
 
 def main() -> None:
-    """Be the other process: read what to compile from stdin, write a line of JSON to stdout as each kernel ends."""
+    """Entry point of the compiling process: reads kernels from stdin, writes a line of JSON to stdout when one is done."""
     directory, specializations = pickle.load(sys.stdin.buffer)
     triton.knobs.cache.dir = directory
     _hash_in_order()
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
-        os.dup2(2, 1)  # what other code writes to stdout goes to stderr
-        for specialization in specializations:  # before the forks, which so have everything loaded, and the hash of Triton itself
-            if specialization.load(Path(directory)) is None:  # a list of files that are gone would make Triton stumble
+        os.dup2(2, 1)  # other code's output goes to stderr
+        for specialization in specializations:  # before forking, so that forks inherit loaded modules and Triton's own hash
+            if specialization.load(Path(directory)) is None:  # Triton fails on a list of files that no longer exist
                 specialization.place(Path(directory))[1].unlink(missing_ok=True)
         fork = "fork" in multiprocessing.get_all_start_methods()
         processes = min(len(os.sched_getaffinity(0)) if fork else os.cpu_count() or 1, len(specializations), MOST_PROCESSES)
         with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork" if fork else "spawn")) as pool:
-            # Kernels of many arguments take longest: starting with them ends sooner.
+            # Kernels with many arguments take longest to compile, so they start first.
             longest_first = sorted(enumerate(specializations), key=lambda one: -len(one[1].signature))
             under_way = {pool.submit(_compile, specialization): index for index, specialization in longest_first}
             for future in as_completed(under_way):

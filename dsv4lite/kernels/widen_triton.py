@@ -1,11 +1,11 @@
-"""Inside the kernels of experts: bytes of tiles become numbers that the tensor cores multiply, each where it lies."""
+"""Helpers of the experts' kernels: widen bytes of tiles to numbers for the tensor cores, without moving them between threads."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Eight numbers of a word of FP4 codes: magnitudes select bytes of the tables of their groups, signs are put on top.
+# Widens the eight numbers of a word of FP4 codes: magnitudes select bytes of their groups' tables, then signs are added.
 _WIDEN = tl.constexpr("""{
     .reg .b32 a, b;
     and.b32 a, $2, 0x77777777;
@@ -21,14 +21,14 @@ _WIDEN_REGISTERS = tl.constexpr("=&r,=&r,r" + 16 * ",r")
 
 @triton.jit
 def place(piece, TILES: tl.constexpr):
-    """Give the bytes [TILES, 2048] of a piece their rows and columns, [TILES * 64, 32]; each stays with its thread."""
+    """Arrange the bytes [TILES, 2048] of a piece by rows and columns, [TILES * 64, 32]; no byte moves between threads."""
     piece = tl.permute(tl.reshape(piece, (TILES, 4, 8, 4, 2, 2, 4)), (0, 1, 5, 2, 4, 3, 6))
     return tl.reshape(piece, (TILES * 64, 32))
 
 
 @triton.jit
 def side_by_side(a, b):
-    """Return the columns of ``a`` and those of ``b``; each number stays with its thread."""
+    """Return the columns of ``a``, then those of ``b``; no number moves between threads."""
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
 
 
@@ -40,11 +40,11 @@ def _table(exponent):
 
 @triton.jit
 def widen_fp4(piece, first, second, TILES: tl.constexpr, NATIVE: tl.constexpr):
-    """Return the 64 columns of a piece as e5m2, or as float16 where the chip does not know it.
+    """Return the 64 columns of a piece as e5m2, or as float16 on chips without it.
 
     Args:
         piece: uint8 [TILES, 2048].
-        first, second: Exponents of the rows' numbers in the first 32 columns and in the others, times 4, int32 [TILES * 64].
+        first, second: 4 times the relative exponents of the first 32 and of the other columns' scales, int32 [TILES * 64].
     """
     if NATIVE:
         low, high = _table(first[:, None])
@@ -73,7 +73,7 @@ def widen_fp4(piece, first, second, TILES: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def _scaled_e2m1(magnitude, exponent):
-    """Return the bits of float16 numbers, without their signs, int32: what ``_table`` holds for them, a byte higher."""
+    """Return the bits of float16 numbers without signs, int32: the e5m2 byte of ``_table``, shifted left by 8."""
     magnitude = magnitude.to(tl.int32)
     entry = 2 * magnitude - 2 * (magnitude == 1).to(tl.int32) + exponent[:, None]
     return tl.where(magnitude == 0, 0, entry) << 8
@@ -81,7 +81,7 @@ def _scaled_e2m1(magnitude, exponent):
 
 @triton.jit
 def widen_fp8(code, NATIVE: tl.constexpr):
-    """Return e4m3 bytes as such, or as float16 over 2^8 where the chip does not know them."""
+    """Return e4m3 bytes as e4m3, or as float16 divided by 2^8 on chips without it."""
     if NATIVE:
         numbers = code.to(tl.float8e4nv, bitcast=True)
     else:

@@ -347,7 +347,7 @@ def test_used_splits_are_added_and_others_ignored(splits: int, fills: bool, used
     """In float64, of tokens with 500, 0 and 251 entries, the second in a window that fills; and padding."""
     given = case(replace(TINY, top_k=None), [(1999, 1), (2, 1), (1003, 1)], splits, padding=1)
     generator = torch.Generator().manual_seed(0)
-    parts, stats = (part.copy_(torch.randn(part.shape, generator=generator)) for part in given.room_for_splits())
+    parts, stats = (part.copy_(torch.randn(part.shape, generator=generator)) for part in given.allocate_splits())
     stats[..., 1] = stats[..., 1].abs() + 1
     for t, count in enumerate(used):
         parts[count:, t], stats[count:, t] = torch.nan, torch.nan

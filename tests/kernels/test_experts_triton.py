@@ -26,7 +26,7 @@ from tests.kernels.test_experts import matrix
 pytest.importorskip("triton")
 
 from dsv4lite.kernels.experts import grouping_triton
-from dsv4lite.kernels.experts.grouping_triton import Block, Groups, block_for, group_triton, most_blocks
+from dsv4lite.kernels.experts.grouping_triton import BlockConfig, Groups, block_for, group_triton, max_blocks
 from dsv4lite.kernels.experts.triton import BLOCKS, DECODE_BLOCKS, combine_triton, experts_outputs_triton
 from dsv4lite.kernels.experts.unquantized_triton import UNQUANTIZED_BLOCKS
 
@@ -36,7 +36,7 @@ LIMIT = 10.0
 
 
 def forward(
-    *given: Tensor | Tiles | float, shared: Tensor | None = None, partial: bool = False, block: Block | None = None
+    *given: Tensor | Tiles | float, shared: Tensor | None = None, partial: bool = False, block: BlockConfig | None = None
 ) -> Tensor:
     """What the kernels make of ``ExpertInputs``, summed; without tiles ``unquantized_outputs_triton`` runs."""
     inputs = ExpertInputs(*given, partial)
@@ -123,7 +123,7 @@ def test_kernels_agree_with_the_reference_for_many_tokens(tokens: int, fp4: bool
 
 
 @pytest.fixture(scope="module")
-def by_block() -> Callable[[Block], Tensor]:
+def by_block() -> Callable[[BlockConfig], Tensor]:
     """The same experts run in blocks of a size."""
     w13, w2 = experts(3, 128, 256, fp4=True)
     given = inputs(19, 128, 3, 2)
@@ -133,7 +133,7 @@ def by_block() -> Callable[[Block], Tensor]:
 @pytest.mark.parametrize(
     "block", EVERY_BLOCK[1:], ids=lambda block: f"{block.rows}x{block.tiles}x{block.num_stages}x{block.unroll}"
 )
-def test_every_block_size_gives_the_same_bits(by_block: Callable[[Block], Tensor], block: Block) -> None:
+def test_every_block_size_gives_the_same_bits(by_block: Callable[[BlockConfig], Tensor], block: BlockConfig) -> None:
     assert torch.equal(by_block(block), by_block(EVERY_BLOCK[0]))
 
 
@@ -256,7 +256,7 @@ def unquantized(tokens: int, experts: int, top_k: int, hidden: int, width: int, 
     return x, chosen, random(tokens, top_k, seed=5).abs(), w13, w2, shared
 
 
-def run(given: tuple[Tensor, ...], *, reference: bool = False, block: Block | None = None) -> Tensor:
+def run(given: tuple[Tensor, ...], *, reference: bool = False, block: BlockConfig | None = None) -> Tensor:
     x, *rest, shared = given
     if reference:
         return forward_ref(x, None, *rest, 0.9, shared=shared)
@@ -276,7 +276,7 @@ def test_unquantized_kernels_agree(tokens: int, experts: int, top_k: int, hidden
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("block", [block for _, block in UNQUANTIZED_BLOCKS], ids=lambda block: f"{block.rows}")
-def test_every_unquantized_block_gives_the_same_bits(block: Block, dtype: torch.dtype) -> None:
+def test_every_unquantized_block_gives_the_same_bits(block: BlockConfig, dtype: torch.dtype) -> None:
     given = unquantized(40 if ON_GPU else 5, 3, 2, 80, 72, dtype)
     wanted = run(given)
     few = tuple(part if part.dim() == 3 else part[3:5].contiguous() for part in given)
@@ -325,8 +325,8 @@ def test_every_pair_has_one_place_among_those_of_its_expert(
     scales = torch.randint(100, 130, (tokens, 2), generator=rng, dtype=torch.uint8)
     groups = Groups.allocate(tokens, top_k, count, (256, 128), rows, torch.device(DEVICE), by_token=False)
     group_triton(chosen.to(DEVICE), scales.to(DEVICE) if quantized else None, count, groups)
-    blocks = int(groups.count)
-    order, owner, words = groups.order[:blocks].cpu(), groups.owner[:blocks].cpu(), groups.x_words[:blocks].cpu()
+    blocks = int(groups.num_blocks)
+    order, owner, words = groups.block_pairs[:blocks].cpu(), groups.block_expert[:blocks].cpu(), groups.x_words[:blocks].cpu()
     found = order < tokens * top_k
     pairs = order[found].long()
     assert sorted(pairs.tolist()) == (chosen.flatten() < count).nonzero().flatten().tolist()
@@ -343,7 +343,7 @@ def test_blocks_suffice_for_any_routing() -> None:
             pull = skew * torch.rand(count, generator=rng)
             chosen = (torch.rand(tokens, count, generator=rng) + pull).topk(top_k).indices
             needed = int((torch.bincount(chosen.flatten(), minlength=count) + rows - 1).div(rows, rounding_mode="floor").sum())
-            assert needed <= most_blocks(tokens * top_k, count, rows) <= tokens * top_k
+            assert needed <= max_blocks(tokens * top_k, count, rows) <= tokens * top_k
 
 
 @pytest.mark.parametrize("half", [None, 0, 1])

@@ -33,8 +33,8 @@ pytest.importorskip("triton")
 
 from dsv4lite.kernels.counters import COUNTERS, counters_of
 from dsv4lite.kernels.hc import prefill_triton
-from dsv4lite.kernels.hc.decode_small_triton import enter_triton, room_of, sizes_of
-from dsv4lite.kernels.hc.prefill_triton import TILES, Tile, collapse_triton, leave_enter_triton
+from dsv4lite.kernels.hc.decode_small_triton import enter_triton, exchange_words, launch_sizes
+from dsv4lite.kernels.hc.prefill_triton import TILES, Tile, collapse_triton, expand_project_triton
 from dsv4lite.kernels.hc.triton import hc_enter_triton, hc_expand_triton
 
 pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("poison")]
@@ -169,7 +169,7 @@ def normalised(sums: Tensor, columns: int) -> Tensor:
 @pytest.mark.parametrize(("tokens", "width"), MANY)
 def test_projection_is_as_good_as_float32(tokens: int, width: int, written: bool) -> None:
     x, fn = streams_of(tokens, width), weights_of(width).fn
-    left, sums = leave_enter_triton(x, pending_of(tokens, width) if written else None, fn, None)
+    left, sums = expand_project_triton(x, pending_of(tokens, width) if written else None, fn, None)
     z, total = left.flatten(1).double(), sums.double().sum(0)
     size = z.abs() @ fn.double().abs().T
     error = (total[:, :-1] - z @ fn.double().T).abs() / size.clamp_min(1e-30)
@@ -183,7 +183,7 @@ def test_mixing_agrees_for_uneven_matrices() -> None:
     x, scale = streams_of(9, 64), torch.tensor([3.0, 5.0, 12.0], device=DEVICE)
     given = inputs(x, None)
     given = given._replace(weights=given.weights._replace(scale=scale))
-    _, sums = leave_enter_triton(x, None, given.weights.fn, ROW_TILE)
+    _, sums = expand_project_triton(x, None, given.weights.fn, ROW_TILE)
     _, *wanted = hc_split(normalised(sums, 4 * 64), given.weights.base, scale, SETTINGS.iters, EPS)
     torch.testing.assert_close(collapse_triton(x, sums, given).mix, HcMix(*wanted), rtol=1e-5, atol=1e-5)
 
@@ -235,10 +235,10 @@ def test_every_small_number_of_tokens_gives_the_same_bits(width: int) -> None:
 
 
 def test_launch_has_the_memory_and_programs_that_its_dispatch_counts() -> None:
-    widest = max(range(32, DECODE_SMALL_WIDTH + 1, 32), key=lambda width: room_of(sizes_of(1, width, gpu=True)))
-    assert DECODE_SMALL_TOKENS * room_of(sizes_of(1, widest, gpu=True)) <= COUNTERS
+    widest = max(range(32, DECODE_SMALL_WIDTH + 1, 32), key=lambda width: exchange_words(launch_sizes(1, width, gpu=True)))
+    assert DECODE_SMALL_TOKENS * exchange_words(launch_sizes(1, widest, gpu=True)) <= COUNTERS
     for width in (100, 512, 513, 4096, 7168):
-        assert sizes_of(1, width, gpu=True)["SHARES"] == -(-width // COLLAPSED_CHANNELS)
+        assert launch_sizes(1, width, gpu=True)["CHUNKS"] == -(-width // COLLAPSED_CHANNELS)
 
 
 def test_zeros_of_few_tokens_arrive() -> None:

@@ -1,14 +1,14 @@
-"""Sparse multi-query attention over lists of rows, with a sink; and the same on packed pages.
+"""Sparse multi-query attention with a sink, over lists of rows and over rows in pages.
 
     l_e = (q_h . e) scale          e in the token's rows; K and V are the same vector, shared by all heads
     o_h = sum_e exp(l_e) e / (sum_e exp(l_e) + exp(sink_h))
 
-Source: DeepSeek-V4 specification 3.7 and 4.5.  Numerics: rows are taken in blocks with a running maximum; in bfloat16 the
-probabilities are rounded per block before they meet the values, as the official kernel does (4e-5 of it). Blocks of masked rows
-change no bit, so a token's result does not depend on how many rows the rest of the batch needs. On packed pages the kernel may
-take other blocks and splits the rows: it agrees with the reference to 2^-7 of a result plus 2^-8 of the head's largest one (in
-float32 2^-13), and in channels that rotate to 2^-6 of their pair's norm instead of the first: these are rounded before and after
-they turn, and what turns to little was as large as the pair. Its bits follow from the token's own rows and the number of splits.
+Source: DeepSeek-V4 specification 3.7 and 4.5.  Numerics: rows are processed in blocks with a running maximum. In bfloat16,
+probabilities are rounded per block before the product with the values, as in the official kernel (agreement 4e-5). Blocks of masked
+rows change no bit, so a token's result does not depend on how many rows the rest of the batch needs. Kernels may use other blocks
+and split the rows. They agree with the reference to 2^-7 of a result plus 2^-8 of the head's largest one (in float32 2^-13). In
+rotated channels the first term is 2^-6 of the pair's norm: these channels are rounded before and after the rotation, which can make
+a large channel small. A kernel's bits depend only on the token's own rows and the number of splits.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from dsv4lite.kernels.rows import RowStore, unpack_rows
 
 BLOCK = 64
 WINDOW = 128
-DECODE_SPLITS = 4  # from here on latency decides: another kernel, which also norms queries
-WIDENED_ROWS = 16  # for each token, up to which rows of a prompt are all widened before they are used
-_REF_TOKENS = 64  # whose rows the reference holds at a time
-_LEAST_SHARING = 8  # tokens of a sequence that share rows under a mask, if the order of summation is free
+DECODE_SPLITS = 4  # from this number of splits on, packed rows take the latency-bound kernel, which can also norm queries
+WIDENED_ROWS = 16  # most visible rows per token of a step whose rows are all widened first
+_REF_TOKENS = 64  # tokens whose rows the reference holds at a time
+_LEAST_SHARING = 8  # in float32 with ``any_order``, sequences with so many tokens read their rows once, under a mask
 
 
 def sparse_attention(
@@ -47,12 +47,12 @@ def sparse_attention(
 
     Args:
         q_THC: Queries, float32 or bfloat16.
-        rows: [T, R, C], each token's own, or [R, C], shared by all tokens; invalid ones of the former may hold anything.
-        valid_TR: Which rows count; every token needs at least one, among the rows of its first block.
-        sink_H: float32 logit that only joins the denominator; ``None`` if there is none.
+        rows: [T, R, C], one list per token, or [R, C], shared by all tokens. Invalid rows of [T, R, C] may hold anything.
+        valid_TR: Which rows a token attends to; every token needs at least one in its first block.
+        sink_H: float32 logit that is only added to the denominator; ``None`` if there is none.
         scale: Multiplies the logits.
-        block: Rows taken at a time, the last ones padded to so many; ``None`` takes all at once (same result up to rounding).
-        width: First channels of a row that are its value; ``None`` for all.
+        block: Rows per block; the last block is padded. ``None``: one block of all rows (same result up to rounding).
+        width: The first ``width`` channels of a row are its value; ``None``: all channels.
 
     Returns:
         [T, H, C] in the dtype of q, or [T, H, width].
@@ -66,7 +66,7 @@ def sparse_attention(
     for start in range(0, count, block or count):
         part = slice(start, start + (block or count))
         mask, keys = valid_TR[:, part], rows[..., part, :].float()
-        if block is not None and mask.shape[1] < block:  # a product of another width may have another order of summation
+        if block is not None and mask.shape[1] < block:  # a product of another shape may sum in another order
             missing = block - mask.shape[1]
             mask, keys = pad(mask, (0, missing)), pad(keys, (0, 0, 0, missing))
         unseen = None if bool(mask.all()) else ~mask
@@ -93,25 +93,25 @@ def sparse_attention(
 
 
 class AttentionInputs(NamedTuple):
-    """What ``paged_attention`` takes.
+    """Arguments of ``paged_attention``.
 
     Attributes:
-        q_THC: bfloat16 queries; on unquantized rows in their dtype.
-        fresh_TB: uint8, packed rows of this step's tokens: data bytes, then scale bytes. A stride of a multiple of 16 bytes is
-            read faster.
-        window, entries: Packed or unquantized kv rows; ``None`` for a layer without compressed entries.
+        q_THC: bfloat16 queries; with unquantized rows in the dtype of the rows.
+        fresh_TB: uint8, packed rows of this step's tokens: data bytes, then scale bytes. Reads are faster if the stride is a
+            multiple of 16 bytes.
+        window, entries: Packed or unquantized kv rows; ``entries`` is ``None`` in a layer without compressed entries.
         paging: Positions of the tokens, and pages of the rows.
-        sink_H: float32 logit that only joins the denominator.
+        sink_H: float32 logit that is only added to the denominator.
         scale: Multiplies the logits.
         cos, sin: float32 [T, rope / 2], angles of the tokens.
-        ratio: Tokens of a compressed entry; 0 without entries.
-        selected_TK: int32 ascending entries of every token that sees more than K; others, and all tokens if it is ``None``, attend
-            to every entry they see.
-        window_size: Latest positions that a token sees, itself included.
-        norm_eps: Not ``None``: queries are as their product has left them, and are normed, with this, and rotated here, as
-            ``head_norms`` does it; on packed rows with ``DECODE_SPLITS`` or more.
-        any_order: A token's rows may be summed in an order that depends on the rest of the step: by the reference in float32, and
-            by kernels where steps of many tokens have a faster form of their own.
+        ratio: Tokens per compressed entry; 0 without entries.
+        selected_TK: int32 ascending entries of every token that sees more than K; other tokens, and all tokens if it is ``None``,
+            attend to every entry they see.
+        window_size: Number of latest positions that a token sees, including its own.
+        norm_eps: Unless ``None``, the op first norms with this ``eps`` and rotates the queries, as ``head_norms`` does. Only on
+            packed rows with ``DECODE_SPLITS`` or more.
+        any_order: The order in which a token's rows are summed may depend on the rest of the step. The reference uses this in
+            float32, kernels in steps of many tokens.
     """
 
     q_THC: Tensor
@@ -131,18 +131,18 @@ class AttentionInputs(NamedTuple):
 
     @property
     def padded_width(self) -> int:
-        """Channels of a kernel's tiles: a power of two whose halves the tensor cores can multiply."""
+        """Channels of a kernel's tiles: a power of two, at least 32, so that tensor cores can multiply each half."""
         return max(32, 1 << (self.q_THC.shape[2] - 1).bit_length())
 
     @property
     def visible_rows(self) -> int:
-        """How many rows the tokens may see, at most: what the tables of pages have room for."""
+        """Upper bound of the rows that the tokens see: the capacity of the page tables."""
         sequences, columns = self.paging.grow_SP.shape
         entries = 0 if self.entries is None else columns * self.entries.rows_per_page
         return len(self.q_THC) + sequences * (self.window_size + entries)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return queries, rows, selection and tables, as kernels take them."""
+        """Return queries, rows, selection and tables, in the order of the kernels' arguments."""
         paging = self.paging
         return (
             self.q_THC,
@@ -160,7 +160,7 @@ class AttentionInputs(NamedTuple):
         )
 
     def layer(self, rows: int) -> dict[str, int]:
-        """Return what is compiled in of the layer; a piece has so many ``rows``."""
+        """Return the constants of the layer for kernels; a piece has ``rows`` rows."""
         return {
             "H": self.q_THC.shape[1],
             "WIDTH": self.q_THC.shape[2],
@@ -172,8 +172,8 @@ class AttentionInputs(NamedTuple):
             "GPU": on_gpu(self.q_THC.device),
         }
 
-    def places(self) -> dict[str, int]:
-        """Return what is compiled in of the places of rows."""
+    def row_layout(self) -> dict[str, int]:
+        """Return the constants of the rows' memory layout for kernels."""
         return {
             "FRESH_ROW": self.fresh_TB.stride(0),
             "WINDOW_BYTES": self.window.memory.shape[1],
@@ -182,8 +182,8 @@ class AttentionInputs(NamedTuple):
             "ENTRY_ROWS": 0 if self.entries is None else self.entries.rows_per_page,
         }
 
-    def room_for_splits(self) -> tuple[Tensor, Tensor]:
-        """Return room for each split's sums, and for its peak and total, float32 [splits, T, H, C or 2]."""
+    def allocate_splits(self) -> tuple[Tensor, Tensor]:
+        """Allocate each split's sums, float32 [splits, T, H, C], and its peak and total [splits, T, H, 2]."""
         parts = torch.empty(self.paging.splits, *self.q_THC.shape, dtype=torch.float32, device=self.q_THC.device)
         return parts, torch.empty(*parts.shape[:3], 2, dtype=torch.float32, device=parts.device)
 
@@ -192,7 +192,7 @@ class AttentionInputs(NamedTuple):
 def paged_attention(given: AttentionInputs) -> Tensor:
     """Attend each token's heads to its window and its compressed entries, and rotate the results back.
 
-    The reference gathers rows, each token its own or a block of tokens the same, and calls ``sparse_attention``.
+    The reference gathers rows, for each token or for a block of tokens, and calls ``sparse_attention``.
 
     Returns:
         [T, H, C] in the dtype of q; zeros for padding.
@@ -216,10 +216,10 @@ def paged_attention(given: AttentionInputs) -> Tensor:
 
 
 class _RecentRows:
-    """The rows of a step's windows: of each sequence those before this step, as many as a window reaches back, then the step's own.
+    """The rows of a step's windows: for each sequence the W - 1 rows before this step; then all rows of the step.
 
     Attributes:
-        rows: [S (W - 1) + T, C]; what no window reaches holds anything.
+        rows: [S (W - 1) + T, C]; rows that no window includes may hold anything.
     """
 
     def __init__(self, given: AttentionInputs) -> None:
@@ -231,7 +231,7 @@ class _RecentRows:
         self.rows = torch.cat([stored, unpack_rows(given.window.format, given.fresh_TB, dtype)])
 
     def of(self, block: Block) -> tuple[Tensor, Tensor]:
-        """Return the rows of a block, [N, W, C] or, if its tokens are of one sequence, [R, C]; and which each token sees, bool."""
+        """Return the rows of a block, [N, W, C], or [R, C] if it is of one sequence; and which of them each token sees, bool."""
         if block.sequence is None:
             index_TW, valid_TW = self._paging.once(("windows", self._size), self._windows)
             part = slice(block.begin, block.end)
@@ -246,14 +246,14 @@ class _RecentRows:
         return rows, (at_R <= position_N1) & (at_R > position_N1 - self._size)
 
     def _addresses(self, rows_per_page: int) -> Tensor:
-        """Return where each sequence's rows before the step are, int64 [S (W - 1)]; anything where there is none."""
+        """Return the addresses of each sequence's rows before the step, int64 [S (W - 1)]; undefined before position 0."""
         at_SW = self._paging.first_S.long()[:, None] + torch.arange(-self._before, 0, device=self._paging.first_S.device)
         page_SW = at_SW // rows_per_page - self._paging.window_first_S[:, None]
         page_SW = self._paging.window_SP.long().gather(1, page_SW.clamp(0, self._paging.window_SP.shape[1] - 1))
         return (page_SW * rows_per_page + at_SW % rows_per_page).flatten()
 
     def _windows(self) -> tuple[Tensor, Tensor]:
-        """Return the rows of each token's window, int64 [T, W], and which of them there are, bool."""
+        """Return the indices in ``rows`` of each token's window, int64 [T, W], and which of them are valid, bool."""
         sequence_T1, position_T1 = self._paging.sequence_T.long()[:, None], self._paging.positions_T.long()[:, None]
         at_TW = (position_T1 + 1 - self._size).clamp_min(0) + torch.arange(self._size, device=position_T1.device)
         valid_TW = at_TW <= position_T1
@@ -264,10 +264,10 @@ class _RecentRows:
 
 
 def _entry_rows(block: Block, given: AttentionInputs, entries: RowStore) -> tuple[Tensor, Tensor]:
-    """Return the entries of a block, [N, K, C] or, if its tokens are of one sequence, [K, C]; and which each token sees, bool."""
+    """Return the entries of a block, [N, K, C], or [K, C] if it is of one sequence; and which of them each token sees, bool."""
     paging, ratio, selected_TK, rows = given.paging, given.ratio, given.selected_TK, entries.rows_per_page
     count = (block.newest + 1) // ratio
-    if selected_TK is None or count <= selected_TK.shape[1]:  # the same in every layer of this ratio
+    if selected_TK is None or count <= selected_TK.shape[1]:  # cached: the same in every layer of this ratio
         addresses, seen = paging.once(("entries", ratio, block), lambda: entry_addresses(block, paging, ratio, rows, None))
     else:
         addresses, seen = entry_addresses(block, paging, ratio, rows, selected_TK[block.begin : block.end])
@@ -275,14 +275,14 @@ def _entry_rows(block: Block, given: AttentionInputs, entries: RowStore) -> tupl
 
 
 def entry_addresses(block: Block, paging: Paging, ratio: int, rows: int, selected_NK: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return where the entries of a block are, int64 [N, K] or, if its tokens are of one sequence, [K]; and which each token sees.
+    """Return the addresses of a block's entries, int64 [N, K], or [K] if it is of one sequence; and which each token sees, bool.
 
     Args:
         block: Consecutive tokens.
         paging: Their positions and pages.
-        ratio: Tokens of an entry.
-        rows: Entries of a page.
-        selected_NK: Their entries, only if one token sees more than K; see ``AttentionInputs``.
+        ratio: Tokens per entry.
+        rows: Entries per page.
+        selected_NK: Their selected entries, see ``AttentionInputs``; ``None`` unless some token sees more than K entries.
     """
     visible_N1 = (paging.positions_T[block.begin : block.end].long()[:, None] + 1) // ratio
     count = (block.newest + 1) // ratio if selected_NK is None else selected_NK.shape[1]
@@ -301,7 +301,7 @@ def entry_addresses(block: Block, paging: Paging, ratio: int, rows: int, selecte
 
 
 def union_of(chosen_NK: Tensor, seen_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entries that any token has chosen, int64 [U] ascending, and which of them each token has, bool [N, U]."""
+    """Return the union of all tokens' entries, int64 [U] ascending, and which of them each token has, bool [N, U]."""
     union_U, place_NK = torch.unique(torch.where(seen_NK, chosen_NK, -1), return_inverse=True)
     mask_NU = torch.zeros(len(chosen_NK), len(union_U), dtype=torch.bool, device=chosen_NK.device).scatter_(1, place_NK, True)
     first = int(union_U[0] < 0)

@@ -1,9 +1,9 @@
-"""Attention of few tokens on packed pages, bound by latency, not bytes (``triton.py`` is for many).
+"""Attention of few tokens on packed pages, optimized for latency instead of bandwidth.
 
-One program takes one token x 16 heads x one of ``splits`` parts of its rows; ``merge_triton.py`` adds the parts.
-Pieces of the window keep their numbers while it fills, so that page numbers are asked for together with the position, before
-anything is known of the token; all bytes of a piece are asked for before one is used. The first piece of a program, mostly its only
-one, is no loop. Rows are widened once, and both products read them from one place in shared memory.
+One program takes one token x 16 heads x one of ``splits`` KV splits; ``merge_triton.py`` merges them. The number of window pieces
+does not depend on how full the window is, so page numbers are loaded at the same time as the position. All bytes of a piece are
+loaded before one is used. The first piece of a program, mostly its only one, is outside the loop. Rows are widened once, and both
+products read them from the same shared memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, scaled
 from dsv4lite.kernels.rows.triton import inverse_root, mean_of, rotate_tail, rounded
 
 _HEADS = 16
-_SMALL_SPLITS = 16  # from here on there are programs to spare
+_SMALL_SPLITS = 16  # from this number of splits on, layers with few rows have enough programs for small pieces
 
-# A copy that the compiler does not look through: Triton else converts bytes into a product's layout before it widens them, twice.
+# An opaque copy. Without it Triton converts bytes to each product's layout before it widens them, so widens twice.
 _COPY = tl.constexpr("mov.b32 $0, $1;")
-# $1 or, by a bit that is never set, all the others: these are read before $1 is used.
-_BEHIND = tl.constexpr("""{
+# $1, ored with the others where $5 has a bit, which is never set: so the others must be loaded before $1 is used.
+_AFTER_LOADS = tl.constexpr("""{
 .reg .b32 t;
 or.b32 t, $2, $3; or.b32 t, t, $4;
 lop3.b32 $0, $1, t, $5, 0xF8;
@@ -33,18 +33,18 @@ lop3.b32 $0, $1, t, $5, 0xF8;
 
 
 @triton.jit
-def _kept(x, GPU: tl.constexpr):
+def _opaque(x, GPU: tl.constexpr):
     if GPU:
         x = tl.inline_asm_elementwise(_COPY, "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
     return x
 
 
 @triton.jit
-def _behind(codes, a, b, c, never, GPU: tl.constexpr):
-    """Return ``codes``, for which the compiler must have asked for the others, too; ``never`` is 0."""
+def _after_loads(codes, a, b, c, never, GPU: tl.constexpr):
+    """Return ``codes`` in such a way that the compiler must load ``a``, ``b`` and ``c`` first; ``never`` is 0."""
     if GPU:
         given = [codes, a, b, c, never]
-        codes = tl.inline_asm_elementwise(_BEHIND, "=r,r,r,r,r,r,r,r,r", given, dtype=tl.uint8, is_pure=False, pack=4)
+        codes = tl.inline_asm_elementwise(_AFTER_LOADS, "=r,r,r,r,r,r,r,r,r", given, dtype=tl.uint8, is_pure=False, pack=4)
     return codes
 
 
@@ -52,7 +52,7 @@ def _behind(codes, a, b, c, never, GPU: tl.constexpr):
 def _page_numbers(
     piece, tables, grow_columns, window_columns, WINDOW_PIECES: tl.constexpr, ENTRY_ROWS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Return the first three page numbers of the window, and the one of the piece's entries if all are on one page."""
+    """Return the first three page numbers of the window, and that of the piece's entries if all of them are on one page."""
     _selected, grow, window_pages = tables
     w0 = tl.load(window_pages, mask=window_columns > 0, other=0)
     w1 = tl.load(window_pages + 1, mask=window_columns > 1, other=0)
@@ -70,7 +70,7 @@ def _locate(
     WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr, ENTRY_ROWS: tl.constexpr, DATA: tl.constexpr,
     WINDOW: tl.constexpr, SELECTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to the data and the scales of a piece's rows, and how many there are, at most 0 if none."""
+    """Return pointers to the data and the scales of a piece's rows, and the number of rows; 0 or less if there are none."""
     ALIGN: tl.constexpr = 16 if FRESH_ROW % 16 == 0 else 8 if FRESH_ROW % 8 == 0 else 4
     WINDOW_PIECES: tl.constexpr = (WINDOW + ROWS - 1) // ROWS
     SCALES: tl.constexpr = 8
@@ -80,7 +80,7 @@ def _locate(
     position, first, row, page_first = at
     r = tl.arange(0, ROWS)
     in_window = piece < WINDOW_PIECES
-    # Reference: _window_rows
+    # Reference: _RecentRows
     window_rows = tl.minimum(position + 1, WINDOW)
     left = tl.where(in_window, window_rows - piece * ROWS, 0)
     place = position + 1 - window_rows + piece * ROWS + r
@@ -117,15 +117,15 @@ def _locate(
 
 @triton.jit
 def _fetch(data, scales, live, never, NOPE: tl.constexpr, FRESH_ROW: tl.constexpr, GPU: tl.constexpr):
-    """Return a piece's bytes, all of which are requested before one is used."""
+    """Return a piece's bytes; all of them are loaded before one is used."""
     c0, c1, c2, c3, c4, c5, c6, tail, words = fetch(data, scales, live, NOPE, FRESH_ROW, True)
-    return _behind(c0, c4, c5, c6, never, GPU), c1, c2, c3, c4, c5, c6, tail, words
+    return _after_loads(c0, c4, c5, c6, never, GPU), c1, c2, c3, c4, c5, c6, tail, words
 
 
 @triton.jit
 def _pair(a, b, ROWS: tl.constexpr, GPU: tl.constexpr):
     """Return two tiles [R, 64] side by side."""
-    return _kept(tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (ROWS, 128)), GPU)
+    return _opaque(tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (ROWS, 128)), GPU)
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def _added(sums, queries, raw, rows, scale, NOPE: tl.constexpr, ROWS: tl.constex
     acc0, acc1, acc2, acc3, peak, total = sums
     q0, q1, q2, q3 = queries
     k0, k1, k2, k3 = _widened(raw, NOPE, ROWS, GPU)
-    # Products scaled one by one do not wait for each other.
+    # Each product is scaled on its own, so the products do not wait for each other.
     logits = tl.dot(q0, tl.trans(k0)) * scale
     if NOPE > 64:
         logits += tl.dot(q1, tl.trans(k1)) * scale
@@ -177,7 +177,7 @@ def _added(sums, queries, raw, rows, scale, NOPE: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def _joined(sums, NOPE: tl.constexpr, HEADS: tl.constexpr):
-    """Return the sums of all channels, [H, C]; every value stays with its thread."""
+    """Return the sums of all channels, [H, C]; no value moves between threads."""
     if NOPE == 64:
         acc = sums[0]
     elif NOPE == 192:
@@ -190,7 +190,7 @@ def _joined(sums, NOPE: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def _normed(tiles, cos, sin, eps, NOPE: tl.constexpr, HEADS: tl.constexpr, GPU: tl.constexpr):
-    """Norm and rotate queries in tiles of 128 channels; float32 that holds bfloat16."""
+    """Norm and rotate queries in tiles of 128 channels; return float32 that holds bfloat16 numbers."""
     # Reference: rope(rms_norm_heads(q_THC, eps), cos, sin)
     x0, x1, x2, x3 = tiles[0].to(tl.float32), tiles[1].to(tl.float32), tiles[2].to(tl.float32), tiles[3].to(tl.float32)
     squares = rounded(x0 * x0, False, GPU)
@@ -215,7 +215,7 @@ def _normed(tiles, cos, sin, eps, NOPE: tl.constexpr, HEADS: tl.constexpr, GPU: 
 def _queries(
     q, at, inside, cos, sin, eps, NORM: tl.constexpr, NOPE: tl.constexpr, HEADS: tl.constexpr, GPU: tl.constexpr
 ):  # fmt: skip
-    """Return queries [H, C] in tiles of 128 channels, which are normed and rotated if NORM; unused ones repeat the first."""
+    """Return queries [H, C] in tiles of 128 channels, normed and rotated if NORM; unused tiles repeat the first."""
     q0 = tl.load(q + at, mask=inside, other=0.0)
     q1 = tl.load(q + 128 + at, mask=inside, other=0.0) if NOPE > 64 else q0
     q2 = tl.load(q + 256 + at, mask=inside, other=0.0) if NOPE > 192 else q0
@@ -226,7 +226,7 @@ def _queries(
         q0, q1, q2, q3 = q0.to(tl.bfloat16), q1.to(tl.bfloat16), q2.to(tl.bfloat16), q3.to(tl.bfloat16)
     else:
         q0, q1, q2, q3 = q0.to(tl.float32), q1.to(tl.float32), q2.to(tl.float32), q3.to(tl.float32)
-    return _kept(q0, GPU), _kept(q1, GPU), _kept(q2, GPU), _kept(q3, GPU)
+    return _opaque(q0, GPU), _opaque(q1, GPU), _opaque(q2, GPU), _opaque(q3, GPU)
 
 
 @triton.jit(do_not_specialize=["grow_columns", "window_columns"])
@@ -256,7 +256,7 @@ def _decode_kernel(
     numbers = _page_numbers(split, tables, grow_columns, window_columns, WINDOW_PIECES, ENTRY_ROWS, ROWS)
     entry_rows, listed = entries_of(position, RATIO, TOP_K, ENTRY_ROWS > 0)
     pieces = WINDOW_PIECES + (entry_rows + ROWS - 1) // ROWS
-    # No page number is less than -1: looking at them has the compiler ask for them above, not below.
+    # No page number is below -1. Comparing them here makes the compiler load them before the branch.
     lowest = tl.minimum(tl.minimum(numbers[0], numbers[1]), tl.minimum(numbers[2], numbers[3]))
     if (split >= pieces) | (tl.minimum(lowest, page_first) < -1):
         return
@@ -292,16 +292,16 @@ def _decode_kernel(
 
 
 def decode_attention_triton(given: AttentionInputs) -> Tensor:
-    """See ``attention.paged_attention``; inputs are as ``paged_attention_triton`` has checked them."""
+    """See ``attention.paged_attention``; ``paged_attention_triton`` has checked the inputs."""
     (tokens, heads, channels), q = given.q_THC.shape, given.q_THC
     assert q.stride(2) == 1 and q.stride(1) == channels, q.stride()
-    parts, stats = given.room_for_splits()
-    # Small pieces for layers whose rows are hardly more than the window's.
+    parts, stats = given.allocate_splits()
+    # Small pieces for layers with few rows besides those of the window.
     small = given.paging.splits >= _SMALL_SPLITS and (given.ratio == 0 or given.ratio >= WINDOW)
     rows, warps = (32, 4) if small else (64, 8)
     _decode_kernel[(tokens * ceil_div(heads, _HEADS), given.paging.splits)](
         *given.tensors(), given.cos, given.sin, parts, stats, given.paging.grow_SP.stride(0), given.paging.window_SP.stride(0),
-        q.stride(0), given.scale * LOG2_E, given.norm_eps or 0.0, **given.layer(rows), **given.places(), HEADS=_HEADS,
+        q.stride(0), given.scale * LOG2_E, given.norm_eps or 0.0, **given.layer(rows), **given.row_layout(), HEADS=_HEADS,
         SINGLES=given.paging.singles, NORM=given.norm_eps is not None,
         num_warps=warps, num_stages=1, enable_fp_fusion=True, launch_pdl=dependent_launch(q.device),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The sum over KV splits: one program for a token and head adds them in order; and what the kernels of attention share."""
+"""Kernel that merges KV splits, one program per token and head, in order; and helpers that the attention kernels share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsv4lite.kernels.dispatch import power_of_2
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows.packed import narrowed, rotated_back
 
-LOW = tl.constexpr(-1e30)  # the peak of no rows: finite, so that the difference of two is a number
+LOW = tl.constexpr(-1e30)  # peak if there are no rows: finite, so that a difference of two peaks is not NaN
 _WARPS = 4
 _CHUNK = 8  # splits read at a time
 
@@ -43,7 +43,7 @@ def added(
 
 @triton.jit
 def entries_of(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, ENTRIES: tl.constexpr):
-    """Return how many entries a token attends to, and whether they are listed."""
+    """Return how many entries a token attends to, and whether ``selected`` lists them."""
     rows = (position + 1) // RATIO if ENTRIES else 0
     listed = rows > TOP_K
     if TOP_K > 0:
@@ -77,7 +77,7 @@ def _merge_kernel(
     peaks = tl.load(stat, mask=every < used, other=LOW)
     totals = tl.load(stat + 1, mask=every < used, other=0.0)
     peak = tl.max(peaks)
-    # Padding has no rows: its peak is low, this sum infinite, its result 0.
+    # Padding has no rows: its peak is LOW, ``total`` is infinite and the result 0.
     total = tl.exp2(log_sink - peak) + tl.sum(totals * tl.exp2(peaks - peak))
     weight = tl.exp2(tl.load(stats + (first * stride + at) * 2, mask=first < used, other=LOW) - peak)
     acc = tl.sum(part * weight[:, None], 0)
@@ -94,12 +94,12 @@ def _merge_kernel(
 
 
 def merged(given: AttentionInputs, parts: Tensor, stats: Tensor, rows: int, *, fills: bool) -> Tensor:
-    """Return the result of attention.
+    """Merge the splits and return the result of attention.
 
     Args:
-        parts, stats: From ``given.room_for_splits``, written.
-        rows: Of a piece; split s has pieces s, s + splits, …
-        fills: A window that is not full yet has fewer pieces, not empty ones.
+        parts, stats: The splits' results, in tensors from ``given.allocate_splits``.
+        rows: Rows of a piece; split s has pieces s, s + splits, …
+        fills: A window that is not full has fewer pieces; otherwise some of its pieces are empty.
     """
     q, splits = given.q_THC, power_of_2(given.paging.splits)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -1,13 +1,13 @@
-"""Attention of many tokens on packed pages: all rows that they may see are widened to bfloat16 once.
+"""Attention of many tokens on packed pages: all rows that the tokens may see are first widened to bfloat16.
 
-A first launch writes the step's own rows, those of the window before them and the compressed entries of each sequence side by side.
-Then one program takes one token x a block of heads. It takes the token's rows in the pieces of ``triton.py`` and returns the same
-bits, but a piece is copied to shared memory as it is, where both products read it. Neighbouring tokens share most rows, which are
-widened, and looked up in page tables, once for all of them.
+The first kernel writes, one after the other, the step's own rows, the window rows before them and the compressed entries of each
+sequence. In the second kernel one program takes one token x a block of heads. It processes the rows in the pieces of ``triton.py``
+and returns the same bits, but copies a piece to shared memory without converting it. Neighbouring tokens share most rows, so each
+row is widened and looked up in the page tables once for all of them.
 
-A block of 64 heads is half empty where a rank has 32. If sums may have any order, such a layer takes blocks of 32 heads as right
-operand of both products: they fill the tensor cores, and leave room for a second program on the multiprocessor, which works while
-the first one waits for its rows.
+If a rank has only 32 heads, half of a block of 64 heads is empty. With ``any_order`` such a layer takes blocks of 32 heads as the
+right operand of both products. They fill the tensor cores and leave room for a second program on the multiprocessor, which computes
+while the first waits for rows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dsv4lite.kernels.attention.merge_triton import added, entries_of
 from dsv4lite.kernels.dispatch import ceil_div
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, rotated_back, scaled
 
-_HEADS, _SWAPPED_HEADS, _ROWS, _STAGES = 64, 32, 64, 2  # of a program, of a piece; pieces at a time
-_WIDENED = 32  # rows of a program of the first launch
+_HEADS, _SWAPPED_HEADS, _ROWS, _STAGES = 64, 32, 64, 2  # heads of a program, also swapped; rows of a piece; pipeline stages
+_WIDENED = 32  # rows of one program of the first kernel
 
 
 @triton.jit(do_not_specialize=["tokens", "sequences", "grow_columns", "window_columns"])
@@ -38,7 +38,7 @@ def _widen_rows_kernel(
     own = row < tokens
     data = fresh + row.to(tl.int64) * FRESH_ROW
     scales = data + DATA
-    # The window before the step's first token.
+    # Window rows before the step's first token.
     at = row - tokens
     sequence = at // WINDOW
     live = (at >= 0) & (sequence < sequences)
@@ -76,12 +76,12 @@ def _rows_of(
     piece, selected, here, counts, tokens, window_base, entry_base, WINDOW: tl.constexpr, ENTRIES: tl.constexpr,
     SELECTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return where a piece's rows are; in place of those that it lacks stands the token's own."""
+    """Return the indices of a piece's rows; for missing rows the index of the token's own row."""
     position, first, first_row = here
     window_rows, entry_rows, listed, window_pieces = counts
     r = tl.arange(0, ROWS)
     in_window = piece < window_pieces
-    # Reference: _window_rows
+    # Reference: _RecentRows
     since = position + 1 - window_rows + piece * ROWS + r - first
     own = first_row + position - first
     place = tl.where(since >= 0, first_row + since, window_base + since)
@@ -103,7 +103,7 @@ def _logits(q0, q1, k0, k1, scale, always, SWAP: tl.constexpr):
     if SWAP:
         logits = tl.dot(k1, q1, tl.dot(k0, q0)) * scale
     else:
-        if always:  # see triton.py for the branch
+        if always:  # ``_logits`` in triton.py explains the branch
             logits = tl.dot(q0, tl.trans(k0))
             more = tl.dot(q1, tl.trans(k1))
         else:
@@ -142,7 +142,7 @@ def _prefill_kernel(
     q1 = tl.load(q + HALF + at, mask=inside, other=0.0)
     if not GPU:
         q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
-    if SWAP:  # turned here, not where they are used: there the compiler would write them to shared memory for each piece
+    if SWAP:  # transposed before the loop: inside it the compiler would write them to shared memory for each piece
         q0, q1 = tl.trans(q0), tl.trans(q1)
     acc0 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
     acc1 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
@@ -156,8 +156,8 @@ def _prefill_kernel(
         k0 = tl.load(keys)
         k1 = tl.load(keys + HALF)
         if SWAP:  # noqa: SIM102  decided when compiled; the other when run
-            # Rows that are used in shared memory alone get room for two pieces, and then one program fits on a multiprocessor. This
-            # branch, which is never taken, uses them in registers; so there is room for one piece, and two programs fit.
+            # If rows are used only from shared memory, the compiler reserves two pieces, and one program fits on a multiprocessor.
+            # This branch, which is never taken, uses them in registers; then it reserves one piece, and two programs fit.
             if piece > pieces:
                 tl.store(out + place[:, None] * WIDTH + column, k0)
                 tl.store(out + place[:, None] * WIDTH + column, k1)
@@ -169,7 +169,7 @@ def _prefill_kernel(
 
     if SWAP:
         acc0, acc1 = tl.trans(acc0), tl.trans(acc1)
-    # Padding has no rows: its peak is -inf, this sum infinite, its result 0.
+    # Padding has no rows: its peak is -inf, ``total`` is infinite and the result 0.
     total += tl.exp2(tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634 - peak)
     cos += token * 32
     sin += token * 32
@@ -183,12 +183,12 @@ def prefill_attention_triton(given: AttentionInputs) -> Tensor:
     """See ``attention.paged_attention``; inputs are as ``paged_attention_triton`` has checked them."""
     (tokens, heads, channels), paging, q = given.q_THC.shape, given.paging, given.q_THC
     sequences, columns = paging.grow_SP.shape
-    count, places, layer = given.visible_rows, given.places(), given.layer(_ROWS)
+    count, layout, layer = given.visible_rows, given.row_layout(), given.layer(_ROWS)
     rows = torch.empty(count, channels, dtype=torch.bfloat16, device=q.device)
     _widen_rows_kernel[(ceil_div(count, _WIDENED),)](
         given.fresh_TB, given.window.memory, (given.entries or given.window).memory, paging.first_S, paging.lens_S,
         paging.grow_SP, paging.window_SP, paging.window_first_S, rows, tokens, sequences, columns, paging.window_SP.shape[1],
-        RATIO=layer["RATIO"], WINDOW=given.window_size, NOPE=channels - 64, **places, ROWS=_WIDENED, GPU=layer["GPU"],
+        RATIO=layer["RATIO"], WINDOW=given.window_size, NOPE=channels - 64, **layout, ROWS=_WIDENED, GPU=layer["GPU"],
         num_warps=4, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     out, swap = torch.empty_like(q), heads <= _SWAPPED_HEADS and given.any_order
@@ -197,7 +197,7 @@ def prefill_attention_triton(given: AttentionInputs) -> Tensor:
         q, rows, paging.positions_T if given.selected_TK is None else given.selected_TK, paging.positions_T, paging.sequence_T,
         paging.first_S, paging.rows_S, given.sink_H, given.cos, given.sin, out, tokens, sequences, columns, given.scale * LOG2_E,
         H=heads, WIDTH=channels, RATIO=layer["RATIO"], TOP_K=layer["TOP_K"], WINDOW=given.window_size,
-        ENTRY_ROWS=places["ENTRY_ROWS"], HEADS=block, ROWS=_ROWS, SWAP=swap, STAGES=_STAGES, GPU=layer["GPU"],
+        ENTRY_ROWS=layout["ENTRY_ROWS"], HEADS=block, ROWS=_ROWS, SWAP=swap, STAGES=_STAGES, GPU=layer["GPU"],
         num_warps=4 if swap else 8, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -1,13 +1,12 @@
 """Kernel of ``paged_attention``.
 
-One program takes one token x a block of heads x one of ``splits`` parts of its rows; where there are several splits,
-``merge_triton.py`` adds the parts. A token's rows are cut into pieces of fixed size, window first; split s takes pieces s,
-s + splits, … A piece is read once for all heads of the block: codes of packed rows are widened to bfloat16 in registers, four at a
-time, and the tile then serves both products from shared memory. The bytes of the next pieces, and page numbers of those after
-them, are requested meanwhile. Packed rows of few tokens have another kernel, that of ``decode_triton.py``, and those that many
-tokens share one more, that of ``prefill_triton.py``.
+One program takes one token x a block of heads x one of ``splits`` KV splits; ``merge_triton.py`` merges several splits. A token's
+rows are cut into pieces of fixed size, window first; split s takes pieces s, s + splits, … All heads of the block share one read of
+a piece: codes of packed rows are widened to bfloat16 in registers, four at a time, and both products read them from shared memory.
+Meanwhile the bytes of the next pieces and the page numbers of the pieces after them are loaded. ``decode_triton.py`` has the kernel
+for packed rows of few tokens, ``prefill_triton.py`` that for packed rows that many tokens share.
 
-Products of float32 are three products of TF32; the tensor cores cut their sums, which costs a few of float32's last bits.
+A float32 product is three TF32 products; the tensor cores truncate their sums, which costs a few of float32's last bits.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from dsv4lite.kernels.dispatch import capability_of, ceil_div
 from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, UnquantizedRow
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, rotated_back, scaled
 
-_LARGE = (90, 100, 103)  # chips with more than 200 KB of shared memory for a program
-SMALL_BLOCK_SPLITS = 8  # of unquantized rows: from here on blocks of few heads, for more programs
-_ROW_BYTES = 1024  # the widest unquantized row for which the larger tiles leave room
+LARGE_SHARED_MEMORY = (90, 100, 103)  # chips with more than 200 KB of shared memory per program
+SMALL_BLOCK_SPLITS = 8  # from this number of splits on, unquantized rows take blocks of 16 heads, for more programs
+_ROW_BYTES = 1024  # widest unquantized row for which larger tiles fit into shared memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """How one program attends.
+    """Tile sizes and launch options of one program.
 
     Attributes:
-        heads: Block of heads, at least the 16 rows of a tensor core's operand.
-        rows: Piece.
+        heads: Heads of a block, at least 16, the rows of a tensor-core operand.
+        rows: Rows of a piece.
         swap: Rows are the left operand of both products, so that few heads still fill the tensor cores.
-        num_stages: Of a piece's bytes: so many pieces less one are on their way while one is used.
+        num_stages: While one piece is used, ``num_stages - 1`` pieces are loaded.
     """
 
     heads: int
@@ -54,19 +53,19 @@ WIDE = Tile(heads=64, rows=64, num_warps=8, num_stages=3)
 
 
 def tile_for(capability: int) -> Tile:
-    """Return the tile for packed rows, which follows from the layer alone on one kind of chip."""
-    if capability not in _LARGE:
+    """Return the tile for packed rows; it depends on the chip alone."""
+    if capability not in LARGE_SHARED_MEMORY:
         return Tile(heads=16, rows=32, num_warps=4, num_stages=2)
-    # Triton 3.9 leaves nothing of the wide tile on sm_100.
+    # Triton 3.9 removes the whole computation of the wide tile on sm_100.
     if capability != 90:
         return Tile(heads=16, rows=64, swap=True, num_warps=4, num_stages=3)
     return WIDE
 
 
 def unquantized_tile_for(heads: int, row_bytes: int, splits: int, capability: int) -> Tile:
-    """Return the tile for unquantized rows, which follows from the layer and ``splits`` alone on one kind of chip."""
+    """Return the tile for unquantized rows; it depends on the layer, ``splits`` and the chip alone."""
     if row_bytes > _ROW_BYTES:
-        large = capability in _LARGE
+        large = capability in LARGE_SHARED_MEMORY
         return Tile(heads=16, rows=32 if large else 16, num_warps=4, num_stages=2 if large else 1)
     if heads >= 64 and splits < SMALL_BLOCK_SPLITS and capability == 90:
         return Tile(heads=64, rows=64, num_warps=8, num_stages=2)
@@ -78,7 +77,7 @@ def _locate(
     piece, stores, tables, at, counts, FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr,
     ENTRY_BYTES: tl.constexpr, ENTRY_ROWS: tl.constexpr, DATA: tl.constexpr, ROWS: tl.constexpr, SELECTED: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to the data and the scales of a piece's rows, and which of them there are."""
+    """Return pointers to the data and the scales of a piece's rows, and which of them exist."""
     ALIGN: tl.constexpr = 16 if FRESH_ROW % 16 == 0 else 8 if FRESH_ROW % 8 == 0 else 4
     SCALES: tl.constexpr = 8
     fresh, window, entries = stores
@@ -87,7 +86,7 @@ def _locate(
     window_rows, entry_rows, listed, window_pieces, _pieces = counts
     r = tl.arange(0, ROWS)
     in_window = piece < window_pieces
-    # Reference: _window_rows
+    # Reference: _RecentRows
     live = r < tl.where(in_window, window_rows - piece * ROWS, 0)
     place = position + 1 - window_rows + piece * ROWS + r
     since = place - first
@@ -116,7 +115,7 @@ def _locate(
 
 @triton.jit
 def _joined(a, b, c, d, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """Return the first ``TILES`` tiles [R, 64] side by side; every value stays with its thread."""
+    """Return the first ``TILES`` tiles [R, 64] side by side; no value moves between threads."""
     if TILES == 1:
         both = a
     elif TILES == 2:
@@ -128,7 +127,7 @@ def _joined(a, b, c, d, ROWS: tl.constexpr, TILES: tl.constexpr):
 
 @triton.jit
 def _first_half(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, GPU: tl.constexpr):
-    """Return the first half of the channels of a piece's rows (never bfloat16 in the interpreter), from what has been read."""
+    """Return the first half of the channels of a piece's rows, from its bytes; float32 in the interpreter."""
     # Reference: RowFormat.unpack
     if PACKED:
         words = raw[8]
@@ -174,8 +173,8 @@ def _logits(
         logits = tl.dot(k1, tl.trans(q1), logits, input_precision=PRECISION)
     else:
         k1 = _second_half(raw, NOPE, ROWS, PACKED, GPU)
-        # A product that the compiler sees going into another one is computed by each group of four warps as a whole. A branch
-        # hides that it does, so that the groups share it.
+        # If the compiler sees that a product is an operand of another one, each group of four warps computes all of it. A branch
+        # hides this, so that the groups divide the product among them.
         if always:
             logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
             more = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
@@ -188,7 +187,7 @@ def _logits(
 
 @triton.jit
 def _counts_of(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
-    """Return a token's rows in the window, its entries, whether these are listed, the window's pieces and all pieces."""
+    """Return the number of window rows and of entries of a token, whether entries are listed, window pieces, and all pieces."""
     window_rows = tl.minimum(position + 1, WINDOW)
     window_pieces = (window_rows + ROWS - 1) // ROWS
     entry_rows, listed = entries_of(position, RATIO, TOP_K, ENTRIES)
@@ -236,8 +235,8 @@ def _attend_kernel(
     acc1 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
     peak = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    # A piece is located in its own turn of the loop: an address that the loop carried to the next one would make its load a copy
-    # of its own, and the loop wait for all copies. Each load on the way to the rows takes as many stages as their bytes.
+    # A piece is located in its own iteration: if the loop carried the address to the next one, the load would become a separate
+    # copy, and the loop would wait for all copies. Each load on the way to the rows needs as many stages as the rows' bytes.
     LOADS: tl.constexpr = 3 if TOP_K > 0 else 2
     for piece in tl.range(split, pieces, SPLITS, num_stages=1 + (STAGES - 1) * LOADS):
         data, scales, live = _locate(
@@ -266,7 +265,7 @@ def _attend_kernel(
         tl.store(stat, peak, mask=head < H)
         tl.store(stat + 1, total, mask=head < H)
     else:
-        # Padding has no rows: its peak is -inf, this sum infinite, its result 0.
+        # Padding has no rows: its peak is -inf, ``total`` is infinite and the result 0.
         total += tl.exp2(tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634 - peak)
         cos += token * (ROPE // 2)
         sin += token * (ROPE // 2)
@@ -279,7 +278,7 @@ def _attend_kernel(
 
 
 def paged_attention_triton(given: AttentionInputs) -> Tensor:
-    """See ``attention.paged_attention``; of packed rows 64 channels rotate, after 64, 192 or 448 others."""
+    """See ``attention.paged_attention``. Packed rows need 64, 192 or 448 FP8 channels and 64 rotated ones."""
     (tokens, heads, channels), fmt, splits = given.q_THC.shape, given.window.format, given.paging.splits
     rope, packed = 2 * given.cos.shape[1], isinstance(fmt, Fp8Kv)
     if isinstance(fmt, Fp8Kv):
@@ -300,15 +299,15 @@ def paged_attention_triton(given: AttentionInputs) -> Tensor:
     q = given.q_THC.contiguous()
     given, capability = given._replace(q_THC=q), capability_of(q.device)
     tile = tile_for(capability) if packed else unquantized_tile_for(heads, fmt.data_bytes, splits, capability)
-    # Widening the rows first changes no bit, so that no result depends on whether a step does.
+    # Widening all rows first changes no bit, so results do not depend on this choice.
     if packed and tile == WIDE and splits == 1 and given.visible_rows <= WIDENED_ROWS * tokens:
         return prefill_attention_triton(given)
-    out = q if splits > 1 else torch.empty_like(q)  # that of splits is made by those who add them
-    parts, stats = given.room_for_splits() if splits > 1 else (out, out)
+    out = q if splits > 1 else torch.empty_like(q)  # with several splits unused: ``merged`` allocates the result
+    parts, stats = given.allocate_splits() if splits > 1 else (out, out)
     _attend_kernel[(tokens * ceil_div(heads, tile.heads), splits)](
         *given.tensors(), given.sink_H, given.cos, given.sin, out, parts, stats,
         given.paging.grow_SP.stride(0), given.paging.window_SP.stride(0), given.scale * LOG2_E,
-        **given.layer(tile.rows), **given.places(), HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages,
+        **given.layer(tile.rows), **given.row_layout(), HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages,
         PADDED=given.padded_width, ROPE=rope, PACKED=packed,
         num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
     c_w[ch] = sum_t softmax_t(s_t[ch]) u_t[ch]        over the tokens of group w, per channel
 
-A softmax streams: three accumulators per channel, (peak, sum, weighted sum), take the tokens one after the other in position
-order, in prefill and decode alike, so that no cut of a prompt into chunks changes a bit. They are the compressor state.
+The softmax is computed online: three accumulators per channel, (peak, sum, weighted sum), take the tokens one by one in position
+order, in prefill and decode. So chunked prefill does not change a bit. The accumulators are the compressor state.
 
 Without overlap (any ratio but 4) an entry pools its group's r tokens. With overlap (ratio 4) u and s have two halves: an entry
 pools the lower halves of the previous group and the upper halves of its own, so a sequence has two sets of accumulators:
@@ -11,9 +11,9 @@ pools the lower halves of the previous group and the upper halves of its own, so
     state[0]   the entry in progress        starts as the previous group's state[1]
     state[1]   lower halves of the current group, for the next entry
 
-Source: DeepSeek-V4 specification 3.5.  Numerics: float32; within 1e-6 of the softmax over all tokens at once. The kernel does the
+Source: DeepSeek-V4 specification 3.5.  Numerics: float32; within 1e-6 of the softmax over all tokens at once. The kernel runs the
 same operations in the same order with another exponential: accumulators and pooled entries are within 2e-6 of the reference's,
-relative to the largest value of the group, and about one number in 10^3 of a packed row is the neighbouring one.
+relative to the largest value of the group, and about one number in 10^3 of a packed row is rounded to the neighbouring value.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ PAGE_TOKENS = 256
 
 
 class Segments(NamedTuple):
-    """The parts of groups that a step's tokens fall into; segments of one sequence are consecutive.
+    """A step's tokens divided by groups: a segment is a sequence's tokens of one group. Segments of one sequence are consecutive.
 
     Attributes:
-        tokens_GL: int64, batch rows of each segment's tokens, in order; what is missing at the end repeats a valid row.
-        missing_GL: bool, those places; ``None`` if there are none.
-        first_G11: bool, the sequence's first segment, which continues from its compressor state.
+        tokens_GL: int64, batch rows of each segment's tokens, in order; padded at the end with a valid row.
+        missing_GL: bool, which places are padding; ``None`` if there is none.
+        first_G11: bool, whether this is the sequence's first segment, which continues from its compressor state.
         sequence_G: int64, index of the sequence in the step.
         last_S: int64, each sequence's last segment.
-        open_S11: bool, whether that segment's group remains unfinished.
-        closed_E: int64, segments whose group closes and whose entry is wanted, one each.
-        positions_E: int64, position of the first token of each closed group.
+        open_S11: bool, whether that segment's group is incomplete.
+        closed_E: int64, segments that complete a group whose entry is wanted.
+        positions_E: int64, position of the first token of each of these groups.
     """
 
     tokens_GL: Tensor
@@ -64,9 +64,9 @@ class Span(NamedTuple):
 
     Attributes:
         start: Position of the first one.
-        tokens: How many; at least one.
+        tokens: Number of tokens, at least 1.
         row: Batch row of the first one.
-        whole: Whether the entries that close in it are wanted.
+        whole: Whether the entries of the groups that it completes are wanted.
     """
 
     start: int
@@ -111,14 +111,14 @@ def make_segments(spans: Sequence[Span], ratio: int, device: torch.device | None
 
 
 def empty_state(*shape: int, device: torch.device | None = None) -> Tensor:
-    """Return accumulators float32 [*shape, 3, C] (last of ``shape`` is C) that have seen no token."""
+    """Return accumulators of no tokens, float32 [*shape[:-1], 3, C] for ``shape`` [..., C]."""
     state = torch.zeros(*shape[:-1], 3, shape[-1], dtype=torch.float32, device=device)
     state[..., 0, :] = float("-inf")
     return state
 
 
 def _accumulate(state: Tensor, scores_GLC: Tensor, values_GLC: Tensor) -> Tensor:
-    """Add L tokens, one after the other, to accumulators [G, 3, C]; a score of -inf adds nothing and changes no bit."""
+    """Add L tokens, one by one, to accumulators [G, 3, C]; a score of -inf changes no bit."""
     peak, total, weighted = state.unbind(1)
     for score, value in zip(scores_GLC.unbind(1), values_GLC.unbind(1), strict=True):
         new_peak = torch.maximum(peak, score)
@@ -130,10 +130,10 @@ def _accumulate(state: Tensor, scores_GLC: Tensor, values_GLC: Tensor) -> Tensor
 
 
 def compress(values_TK: Tensor, scores_TK: Tensor, state_SA3C: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """Pool a step's tokens into the entries that close in it.
+    """Pool a step's tokens into the entries of the groups that it completes.
 
     Args:
-        values_TK: float32 [T, C] without, [T, 2 C] with overlap (lower half first).
+        values_TK: float32 [T, C]; with overlap [T, 2 C], lower half first.
         scores_TK: The same shape, position term included.
         state_SA3C: float32 [S, A, 3, C], compressor state of each sequence before the step; A = 2 with overlap, else 1.
         segments: From ``make_segments`` with this compressor's ratio.
@@ -161,14 +161,14 @@ def compress(values_TK: Tensor, scores_TK: Tensor, state_SA3C: Tensor, segments:
 
 
 class CompressInputs(NamedTuple):
-    """What ``compress_step`` takes.
+    """Arguments of ``compress_step``.
 
     Attributes:
         projected: float32 [T, 2 columns or more], rows of any stride: values, then scores without their position term.
-        ape: float32 [ratio, columns], the position term; columns = C without, 2 C with overlap.
+        ape: float32 [ratio, columns], the position term; columns are C, with overlap 2 C.
         norm_weight: float32 [C].
-        state: float32 [slots, copies, A, 3, C], changed in place where ``paging`` names a slot; one copy more than drafts.
-        store: Entries, ``256 / ratio`` rows a page; the page of an entry follows from ``paging.grow_SP``.
+        state: float32 [slots, copies, A, 3, C], updated in place at the slots of ``paging``; one copy more than drafts.
+        store: Entries, ``256 / ratio`` rows per page; ``paging.grow_SP`` gives the page of an entry.
         paging: Positions, slots and pages of the tokens.
         ratio: Tokens of a group.
         cos_T, sin_T: float32 [T, rope / 2], angles of the first position of each token's group.
@@ -193,7 +193,7 @@ class CompressInputs(NamedTuple):
 
 @op("compress.triton:compress_step_triton")
 def compress_step(given: CompressInputs) -> None:
-    """Advance every sequence's compressor state, and store the entries that close: normed, rotated, packed."""
+    """Update every sequence's compressor state, and store the entries of completed groups: normed, rotated, packed."""
     projected, ape, norm_weight, state, store, paging, ratio, cos_T, sin_T, eps, hadamard, _ = given
     prefixes = paging.once(("prefixes", ratio), lambda: _prefixes(paging, ratio))
     if prefixes is None:
@@ -213,15 +213,15 @@ def compress_step(given: CompressInputs) -> None:
 
 
 class _Prefixes(NamedTuple):
-    """What the compressors of one ratio share in a step.
+    """The prefixes of a step's spans, which all compressors of one ratio share.
 
-    A span of tokens of which d are drafts counts 1 + d times: without drafts, with the first one, and so on. Each of these P
-    prefixes writes the state after it to a copy of its own.
+    A span with d drafts has 1 + d prefixes: without drafts, with the first draft, and so on. The state after each of these P
+    prefixes is stored in its own copy, because the accepted drafts are not known yet.
 
     Attributes:
-        segments: Of the prefixes; entries are those of whole spans.
+        segments: Of the prefixes; entries are stored only for whole spans.
         phase_T: int64, position within the group.
-        owner_P, slots_P, from_P, to_P: int64, sequence, slot, and copies of the state that a prefix starts from and writes.
+        owner_P, slots_P, from_P, to_P: int64, sequence, slot, and the copies of the state that the prefix reads and writes.
     """
 
     segments: Segments
@@ -233,7 +233,7 @@ class _Prefixes(NamedTuple):
 
 
 def _prefixes(paging: Paging, ratio: int) -> _Prefixes | None:
-    """Work out ``_Prefixes``; ``None`` if a step is all padding."""
+    """Return the step's ``_Prefixes``; ``None`` if all its tokens are padding."""
     spans, places_P4 = paging.once("prefixes", lambda: _spans(paging))
     if not spans:
         return None

@@ -1,8 +1,8 @@
-"""Kernels of ``compress_step``: a vector of C channels lies in rows of 64.
+"""Kernels of ``compress_step``; a vector of C channels is a tile with rows of 64.
 
-With few tokens of each sequence, or few in all, one program does everything for a sequence. Otherwise an entry that closes is made
-from its group's tokens of this step and the compressor state before it; then programs of their own write the state after it.
-All accumulate tokens in the same order with the same operations, so how a prompt is cut changes no bit.
+With few tokens per sequence, or few in all, one kernel does everything, one program per sequence. Otherwise ``_entry_kernel``
+computes each entry from its group's tokens of this step and the compressor state before the step; then ``_state_kernel`` writes the
+state after it. All add tokens in the same order with the same operations, so chunked prefill does not change a bit.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from dsv4lite.kernels.rows.triton import (
     store_row,
 )
 
-STAGES = 12  # how many tokens of a long group are read ahead, and one
-# One program takes all tokens of a sequence where a step has at most so many tokens, or each sequence at most so many rows.
+STAGES = 12  # pipeline stages of the loop over tokens, one more than the tokens that are prefetched
+# One program takes a sequence if the step has at most SEQUENCE_TOKENS tokens, or at most SEQUENCE_WIDTH rows per sequence.
 SEQUENCE_TOKENS, SEQUENCE_WIDTH = 16, 4
-STATE_ROWS = 2  # of 64 channels, in one program that writes compressor state
+STATE_ROWS = 2  # rows of 64 channels that one program of ``_state_kernel`` writes
 
 
 @triton.jit
 def _channels(block, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return where the channels of a block of ROWS rows of 64 lie, and which of them there are."""
+    """Return the channels of a block of ROWS rows of 64, and which of them exist."""
     at = (block * ROWS + tl.arange(0, ROWS)[:, None]) * 64 + tl.arange(0, 64)[None, :]
     return at, at < WIDTH
 
@@ -54,7 +54,7 @@ def _choose(condition, a, b):
 
 @triton.jit
 def _load_set(state, here, wanted, WIDTH: tl.constexpr):
-    """Return a set of accumulators; zeros where it is not wanted."""
+    """Return a set of accumulators; zeros unless ``wanted``."""
     at, mask = here
     mask = only_if(wanted, mask)
     peak = tl.load(state + at, mask=mask, other=0.0)
@@ -86,7 +86,7 @@ def _accumulate(sums, score, value):
 
 @triton.jit
 def _add_token(sums, inputs, here, row, phase, SCORES: tl.constexpr):
-    """Take one row."""
+    """Add one token, in the step's ``row``, to accumulators."""
     projected, ape, row_stride = inputs
     at, mask = here
     # scores_TK + ape[phase] and values_TK
@@ -98,7 +98,7 @@ def _add_token(sums, inputs, here, row, phase, SCORES: tl.constexpr):
 
 @triton.jit
 def _add_rows(sums, inputs, here, begin, end, phase, SCORES: tl.constexpr, STAGES: tl.constexpr):
-    """Take rows ``begin`` to ``end``, in order; ``phase`` is that of row ``begin``."""
+    """Add rows ``begin`` to ``end`` to accumulators, in order; ``phase`` is that of row ``begin``."""
     projected, ape, row_stride = inputs
     at, mask = here
     values = projected + begin.to(tl.int64) * row_stride + at
@@ -116,7 +116,7 @@ def _in_progress(
 ):
     """Return the accumulators of the entry in progress after the token at ``position``, in the step's ``row``.
 
-    ``state`` is the sequence's before this step, in which its tokens begin at position ``first``.
+    ``state`` is the sequence's state before this step; its first token of the step has position ``first``.
     """
     projected, ape, row_stride = inputs
     group = position // RATIO * RATIO
@@ -128,7 +128,7 @@ def _in_progress(
     sums = _empty(here)
     own = _load_set(state, here, started, WIDTH)
     if A == 2:
-        # previous = torch.cat([fresh, lower[:-1]]): the group before, as far as it lies in this step
+        # previous = torch.cat([fresh, lower[:-1]]): the tokens of the previous group that are in this step
         before = tl.maximum(group - RATIO, first)
         count = tl.maximum(group - before, 0)
         cut = (before == first) & (count > 0)
@@ -157,7 +157,7 @@ def _store_entry(
     ROPE: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """Norm, rotate, transform, pack and store the entry that the token at ``position`` closes."""
+    """Norm, rotate, transform, pack and store the entry of the group that the token at ``position`` completes."""
     norm_weight, memory, cos, sin, page_stride, eps = entries
     at, mask = here
     # rope(rms_norm(pooled.to(torch.bfloat16), norm_weight, eps), cos_T[closing_E], sin_T[closing_E])
@@ -182,7 +182,7 @@ def _sequence_kernel(
     A: tl.constexpr, RATIO: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, LOG: tl.constexpr,
     KIND: tl.constexpr, ROPE: tl.constexpr, GPU: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence takes its tokens one after the other, and stores entries that close and compressor state."""
+    """One program per sequence adds its tokens one by one, and stores completed entries and the compressor state."""
     if not SECOND:
         wait_for_predecessor()
     let_successor_in()
@@ -207,7 +207,7 @@ def _sequence_kernel(
         sums = _load_set(before, here, real, WIDTH)
         if A == 2:
             lower = _load_set(before + 3 * WIDTH, here, real, WIDTH)
-        tl.debug_barrier()  # the same program has read what it now overwrites
+        tl.debug_barrier()  # all threads have read the state before it is overwritten
         for i in range(length):
             phase = (position + i) % RATIO
             sums = _add_token(sums, upper, here, row + i, phase, A * WIDTH)
@@ -261,7 +261,7 @@ def _entry_kernel(
     GPU: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program per RATIO tokens: most often with one entry that closes, but among tokens of many sequences with any number."""
+    """One program per RATIO rows; mostly one of these tokens completes an entry, but with several sequences any number can."""
     row = tl.program_id(0) * RATIO + tl.arange(0, RATIO)
     position = tl.load(positions + row, mask=row < tokens, other=-1)
     closing = (position >= 0) & (position % RATIO == RATIO - 1)
@@ -302,7 +302,7 @@ def _state_kernel(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program per sequence and block of channels: the compressor state after the step, and before each of its drafts."""
+    """One program per sequence and block of channels writes the state before the step's drafts and after each of them."""
     sequence = tl.program_id(0)
     slot = tl.load(slots + sequence).to(tl.int64)
     length = tl.load(lens + sequence)
@@ -320,13 +320,13 @@ def _state_kernel(
         row = tl.load(rows + sequence) + length - 1 - num_drafts
         closed = position % RATIO == RATIO - 1
         lower = _empty(here)
-        # Without overlap a closed group leaves nothing; with it, its lower half is all that is left.
+        # After a completed group the state is empty without overlap, and with overlap the accumulators of its lower half.
         sums = _in_progress(inputs, before, here, position, row, begin, A, RATIO, WIDTH, STAGES)
         if A == 2:
             start = tl.maximum(position // RATIO * RATIO, begin)
             lower = _choose(start == begin, _load_set(before + 3 * WIDTH, here, start == begin, WIDTH), lower)
             lower = _add_rows(lower, inputs, here, row - (position - start), row + 1, start % RATIO, A * WIDTH, STAGES)
-        tl.debug_barrier()  # the same program has read what it now overwrites
+        tl.debug_barrier()  # all threads have read the state before it is overwritten
         sums = _choose(closed, lower, sums)
         lower = _choose(closed, _empty(here), lower)
         _store_state(state, here, sums, lower, A, WIDTH)
@@ -342,7 +342,7 @@ def _state_kernel(
 
 
 def compress_step_triton(given: CompressInputs) -> None:
-    """See ``compress_step``; widths of packed rows are multiples of 64, of which 64 channels rotate."""
+    """See ``compress_step``. Packed rows have a multiple of 64 channels, of which 64 rotate."""
     projected, ape, norm_weight, state, store, paging, ratio, cos_T, sin_T, eps, hadamard, overlaps = given
     tokens, width, rope, sets = projected.shape[0], norm_weight.shape[0], 2 * cos_T.shape[1], state.shape[2]
     fmt, memory, kind = store.format, memory_of(store), kind_of(store.format)
@@ -367,7 +367,7 @@ def compress_step_triton(given: CompressInputs) -> None:
         "KIND": kind,
         "ROPE": rope,
         "GPU": on_gpu(projected.device),
-        "num_warps": 4 if width > 256 else 2 if width > 128 else 1,  # four channels a thread
+        "num_warps": 4 if width > 256 else 2 if width > 128 else 1,  # four channels per thread
     }
     grow, slots, copies = paging.grow_SP, paging.slots_S, paging.state_copy_S
     strides = (state.shape[1], projected.stride(0), memory.stride(0), grow.stride(0), eps)

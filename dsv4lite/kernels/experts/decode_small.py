@@ -1,13 +1,13 @@
-"""Experts of few tokens, from the first products on: router, shared expert and routed ones together, in two launches.
+"""The experts of a layer for few tokens: routing, the shared expert and the routed experts, in two launches.
 
     experts, weights = route(logits)                     float32
     s   = fp8(swiglu(h)) @ shared_w2.T                   h: the shared expert's product with gate and up
-    y_k = what expert k makes of x, weighed              see ``experts``
+    y_k = weights_k * expert_k(x)                        see ``experts``, which says where the weight is applied
 
-What remains is their sum, ``sum_k y_k + s``: its consumer takes it, since it needs no product.
+The consumer of the result computes ``sum_k y_k + s`` (``ExpertSum``).
 
 Source: DeepSeek-V4 specification 3.8.  Numerics: those of ``route``, ``swiglu_quantize``, ``fp8_linear`` and
-``experts_outputs``; kernels have the bits of theirs.
+``experts_outputs``; the kernels here return the same bits as the kernels of these ops.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from dsv4lite.kernels.routing import Copies, Router, own_slots, route, take_copi
 from dsv4lite.kernels.swiglu import swiglu_quantize
 
 DECODE_SMALL_TOKENS = 16
-_MOST_EXPERTS = 8  # of a token: one program compares all pairs of token and expert with each other
+_MOST_EXPERTS = 8  # per token: one program compares all pairs of token and expert with each other
 
 
 class Held(NamedTuple):
     """Which part of a layer's experts a rank has.
 
     Attributes:
-        partial: Routed experts are cut by width: what they return is a part, float32.
-        shared_partial: So is the shared expert.
-        first: Slots are counted through all ranks: this rank's begin with this one. ``None``: it has all slots.
-        copies: Which slots experts have; ``None`` if each has the one of its id.
+        partial: Each rank has a slice of the routed experts' width; their outputs are float32 parts of a sum over ranks.
+        shared_partial: The same for the shared expert.
+        first: First of this rank's slots, which are numbered over all ranks. ``None``: this rank has all slots.
+        copies: Slots of each expert; ``None`` if expert i has slot i.
     """
 
     partial: bool = False
@@ -43,28 +43,28 @@ class Held(NamedTuple):
     copies: Copies | None = None
 
     def own_slots(self, chosen_TK: Tensor, count: int) -> Tensor:
-        """Return slots counted from this rank's first, of its ``count``; ``count`` for those of others."""
+        """Return slots relative to this rank's first; ``count``, the number of its slots, for slots of other ranks."""
         slots_TK = chosen_TK if self.copies is None else take_copies(chosen_TK, self.copies)
         return slots_TK if self.first is None else own_slots(slots_TK, self.first, count)
 
 
 def most_decode_small(top_k: int) -> int:
-    """Return the most tokens, of ``top_k`` experts each, that ``moe_decode_small`` is for."""
+    """Return the most tokens, with ``top_k`` experts each, that ``moe_decode_small`` supports."""
     return DECODE_SMALL_TOKENS if top_k <= _MOST_EXPERTS else 0
 
 
 class MoeInputs(NamedTuple):
-    """What ``moe_decode_small`` computes from.
+    """Arguments of ``moe_decode_small``.
 
     Attributes:
         logits_TE: float32 outputs of the gate.
-        router: Chooses by them.
-        x_codes, x_scales: Inputs in FP8, as ``ExpertInputs`` has them.
-        h_TI: The shared expert's gate and up, bfloat16 [T, 2 I]; ``None`` leaves that expert to another rank.
-        shared_codes, shared_scales: Its w2, as ``fp8_linear`` takes it.
+        router: How experts are chosen.
+        x_codes, x_scales: Inputs in FP8, see ``ExpertInputs``.
+        h_TI: The shared expert's gate and up, bfloat16 [T, 2 I]; ``None`` if another rank has the shared expert.
+        shared_codes, shared_scales: The shared expert's w2, as ``fp8_linear`` takes it.
         w13, w2: Routed experts.
-        limit: Of the activations.
-        held: What ``w13``, ``w2`` and the shared expert are, if not whole.
+        limit: Clamp of the activations.
+        held: The part of the experts that this rank has.
         row_tile: As for ``fp8_linear``.
     """
 
@@ -84,7 +84,7 @@ class MoeInputs(NamedTuple):
 
 @op("experts.decode_small_triton:moe_decode_small_triton")
 def moe_decode_small(given: MoeInputs) -> ExpertSum:
-    """Run few tokens through their experts."""
+    """Run up to ``most_decode_small`` tokens through their experts."""
     router, held, experts = given.router, given.held, given.w2.shape[0]
     chosen_TK, weight_TK = route.reference(given.logits_TE, router)
     shared_TD: Tensor | None = None

@@ -1,11 +1,12 @@
-"""Kernels of ``moe_decode_small``: two launches, as a launch takes longer than the little work of most parts.
+"""Kernels of ``moe_decode_small``: two launches, because most parts take less time than a launch.
 
-    prepare    a program routes each token, the last one of them groups all; beside them the shared expert's activation, and scales
-    experts    the routed experts' first product (``triton.py``), the shared expert's second, the routed ones' second
+    prepare    one program routes a token, and the last one to end groups them; others do the shared expert's activation, and scales
+    experts    the routed experts' first product (``triton.py``), the shared expert's second, the routed experts' second
 
-Each part does what its kernel for many tokens does, in the same order. Programs of the second product wait for those of the first
-one that compute their expert's block. A program's number is a ticket that it takes when it starts, so that those it waits for have
-started, and these wait for no other: the launch ends however few programs run at a time, in whatever order the chip starts them.
+Each part runs the same operations in the same order as its kernel for many tokens. A program of the routed experts' second product
+waits for the programs of the first product that compute its block. Each program takes a ticket when it starts, which is its number.
+So the programs that another one waits for have started, and they wait for no program themselves. The launch therefore ends however
+few programs run at the same time and in whatever order the GPU starts them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import by_most, capability_of, ceil_div, multiprocessors_of, power_of_2
 from dsv4lite.kernels.experts import HALF_ROWS, ExpertSum
 from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, MoeInputs
-from dsv4lite.kernels.experts.grouping_triton import Block, Blocks
+from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable
 from dsv4lite.kernels.experts.triton import Work, down_tile, gate_up_tile
 from dsv4lite.kernels.gemm import scale_rows
 from dsv4lite.kernels.gemm.triton import GROUPED_ROWS, product_tile, splits_of
@@ -28,29 +29,29 @@ from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.routing.triton import _router_constants, route_rows
 from dsv4lite.kernels.swiglu.triton import swiglu_groups
 
-_OUTS = 64  # of one program of the shared expert, as of any product of few rows
-# Blocks of the first product, by the most tiles that there are for each multiprocessor: where tiles are few, each has a program of
-# its own, which copies more of its weights ahead.
-GATE_UP: Blocks = (
-    (2, Block(rows=16, tiles=1, num_warps=4, num_stages=4, unroll=4)),
-    (5, Block(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=4)),
-    (12, Block(rows=16, tiles=2, num_warps=4, num_stages=4, unroll=2)),
-    (None, Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)),
+_OUTS = 64  # outputs of one program of the shared expert
+# Blocks of the first product; limits are tiles per multiprocessor. With few tiles a program takes one, and prefetches more of it.
+GATE_UP: BlockTable = (
+    (2, BlockConfig(rows=16, tiles=1, num_warps=4, num_stages=4, unroll=4)),
+    (5, BlockConfig(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=4)),
+    (12, BlockConfig(rows=16, tiles=2, num_warps=4, num_stages=4, unroll=2)),
+    (None, BlockConfig(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)),
 )
 # Block of the second product.
-_DOWN = Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)
-# Programs of a token's activation, and warps of every program, by the tile of tokens.
-_SHARERS = {1: (16, 1), 4: (16, 4), 8: (8, 4), DECODE_SMALL_TOKENS: (4, 4)}
+_DOWN = BlockConfig(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)
+# By the most tokens: programs that share a token's activation, and warps of every program.
+_ACTIVATION_PARTS = {1: (16, 1), 4: (16, 4), 8: (8, 4), DECODE_SMALL_TOKENS: (4, 4)}
 
 
 @triton.jit
 def _group_rows(
-    token, ids, place, used, order, owner, blocks, pairs, most, TOP_K: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr
+    token, ids, place, used, block_pairs, block_expert, num_blocks, pairs, most,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Give each expert a block, in the order of their ids; experts of tokens [TOKENS, TOP_TILE] are those that are used."""
+    """Give each expert a block, in the order of their ids. ``ids`` [TOKENS, TOP_TILE] are the experts of tokens where ``used``."""
     PAIRS: tl.constexpr = ids.shape[0] * ids.shape[1]
     fill = tl.arange(0, FILL)
-    tl.store(order + fill, pairs, mask=fill < most * ROWS)  # a number that is no pair
+    tl.store(block_pairs + fill, pairs, mask=fill < most * ROWS)  # marks all rows as unused
     wanted = tl.reshape(used, (PAIRS,))
     expert = tl.where(wanted, tl.reshape(ids, (PAIRS,)), -1)
     number = tl.reshape(tl.broadcast_to(token[:, None], ids.shape), (PAIRS,)).to(tl.int32)
@@ -60,22 +61,22 @@ def _group_rows(
     row = tl.sum((same & (number[None, :] < number[:, None])).to(tl.int32), 1)
     first = wanted & (row == 0)
     block = tl.sum((first[None, :] & (expert[None, :] < expert[:, None])).to(tl.int32), 1)
-    tl.store(blocks, tl.sum(first.to(tl.int32)))
-    tl.store(owner + block, expert, mask=first)
-    tl.debug_barrier()  # other threads have filled the blocks
-    tl.store(order + block * ROWS + row, pair, mask=wanted)
+    tl.store(num_blocks, tl.sum(first.to(tl.int32)))
+    tl.store(block_expert + block, expert, mask=first)
+    tl.debug_barrier()  # all threads have marked rows as unused
+    tl.store(block_pairs + block * ROWS + row, pair, mask=wanted)
 
 
 @triton.jit(do_not_specialize=["tokens", "most", "first"])
 def _prepare_kernel(
     logits, bias, table, token_ids, positions, copy_slots, copy_counts, load, h, x_scales,
-    chosen, weights, routed, order, owner, blocks, arrivals, done, ticket, x_words, s_codes, s_scales,
+    chosen, weights, routed, block_pairs, block_expert, num_blocks, arrivals, done, ticket, x_words, s_codes, s_scales,
     tokens, most, logits_stride, route_scale, width, limit, first,
     EXPERTS: tl.constexpr, HELD: tl.constexpr, COPIES: tl.constexpr, COUNTS: tl.constexpr,
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
     FIXED: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr,
     COLUMNS: tl.constexpr, COLUMNS_TILE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
-    SHARED: tl.constexpr, SHARERS: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
+    SHARED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     let_successor_in()
@@ -99,29 +100,30 @@ def _prepare_kernel(
         here = used & (ids >= first) & (ids < first + HELD)
         ids = tl.where(here, ids - first, HELD)
         tl.store(chosen + at, ids.to(tl.int64), mask=used)
-        tl.debug_barrier()  # all threads have written when one of them says so
+        tl.debug_barrier()  # all threads have written before one of them counts the program
         arrived = tl.atomic_add(routed, 1, sem="acq_rel", scope="gpu")
         if arrived == tokens - 1:
             every = tl.arange(0, TOKENS)
             each = tl.arange(0, TOP_TILE)[None, :] + tl.zeros((TOKENS, TOP_TILE), tl.int32)
             there = (every < tokens)[:, None] & (each < TOP_K)
             all_ids = tl.load(chosen + every[:, None] * TOP_K + each, mask=there, other=HELD, cache_modifier=".cg").to(tl.int32)
-            _group_rows(every, all_ids, each, all_ids < HELD, order, owner, blocks, tokens * TOP_K, most, TOP_K, ROWS, FILL)
-            tl.store(routed, 0)  # as the next step finds it
+            held = all_ids < HELD
+            _group_rows(every, all_ids, each, held, block_pairs, block_expert, num_blocks, tokens * TOP_K, most, TOP_K, ROWS, FILL)
+            tl.store(routed, 0)  # for the next kernel
     else:
-        mine = ((program - tokens) // SHARERS).to(tl.int64)
-        part = (program - tokens) % SHARERS
+        row = ((program - tokens) // PARTS).to(tl.int64)
+        part = (program - tokens) % PARTS
         if SHARED > 0:
-            group = part * (SHARED // SHARERS) + tl.arange(0, SHARED // SHARERS)
-            swiglu_groups(h, s_codes, s_scales, mine, group, width, (width + 127) // 128, limit, NATIVE, ALIGNED)
+            group = part * (SHARED // PARTS) + tl.arange(0, SHARED // PARTS)
+            swiglu_groups(h, s_codes, s_scales, row, group, width, (width + 127) // 128, limit, NATIVE, ALIGNED)
         if program == tokens:
             tl.store(ticket, 0)
         if part == 0:
             column = tl.arange(0, COLUMNS_TILE)
-            scale = tl.load(x_scales + mine * COLUMNS + column, mask=column < COLUMNS, other=0).to(tl.int32)
-            tl.store(x_words + mine * COLUMNS + column, scale << 23, mask=column < COLUMNS)
+            scale = tl.load(x_scales + row * COLUMNS + column, mask=column < COLUMNS, other=0).to(tl.int32)
+            tl.store(x_words + row * COLUMNS + column, scale << 23, mask=column < COLUMNS)
             choice = tl.arange(0, TOP_TILE)
-            block = mine * TOP_K + choice
+            block = row * TOP_K + choice
             wanted = (choice < TOP_K) & (block < most)
             tl.store(done + block, tl.zeros((TOP_TILE,), tl.int32), mask=wanted)
             hidden = tl.arange(0, GROUPS_TILE)[None, :]
@@ -131,7 +133,7 @@ def _prepare_kernel(
 
 @triton.jit(do_not_specialize=["pairs", "M"])
 def _experts_kernel(
-    x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
+    x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
     s_codes, s_scales, shared_codes, shared_scales, shared, M, N, K, k_blocks, k_part,
     u_numbers, w2_codes, w2_scales, y, done, ticket, gate_up_programs, shared_programs,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
@@ -143,8 +145,8 @@ def _experts_kernel(
     program = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
     if program < gate_up_programs:
         gate_up_tile(
-            program, x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
-            HIDDEN, WIDTH, TOP_K, ROWS, True, TILES, FP4, NATIVE, STAGES, UNROLL, done,
+            program, x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals,
+            pairs, limit, HIDDEN, WIDTH, TOP_K, ROWS, True, TILES, FP4, NATIVE, STAGES, UNROLL, done,
         )  # fmt: skip
     elif program < gate_up_programs + shared_programs:
         product_tile(
@@ -153,13 +155,13 @@ def _experts_kernel(
         )  # fmt: skip
     else:
         down_tile(
-            program - gate_up_programs - shared_programs, u_numbers, u_words, w2_codes, w2_scales, order, owner, blocks, y, pairs,
-            HIDDEN, WIDTH, ROWS, DOWN_TILES, FP4, NATIVE, DOWN_STAGES, DOWN_UNROLL, done,
+            program - gate_up_programs - shared_programs, u_numbers, u_words, w2_codes, w2_scales, block_pairs, block_expert,
+            num_blocks, y, pairs, HIDDEN, WIDTH, ROWS, DOWN_TILES, FP4, NATIVE, DOWN_STAGES, DOWN_UNROLL, done,
         )  # fmt: skip
 
 
-def _gate_up_block(given: MoeInputs) -> Block:
-    """Return how to multiply with w13, from sizes alone: this rank's experts are taken to get their average share of the tokens."""
+def _gate_up_block(given: MoeInputs) -> BlockConfig:
+    """Return the block of the first product from sizes alone, as if this rank's experts got their average share of the pairs."""
     held, _, width = given.w2.shape
     tokens, experts = given.logits_TE.shape
     tiles = tokens * given.router.top_k * min(1, held / experts) * (width // HALF_ROWS)
@@ -173,13 +175,13 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
     assert w13.shape == (experts, 2 * width, hidden) and w2.shape[1] == hidden and w13.fp4 == w2.fp4, (w13.shape, w2.shape)
     assert x_codes.dtype == torch.float8_e4m3fn and x_codes.is_contiguous() and x_scales.is_contiguous()
     work = Work.allocate(tokens, router.top_k, w2, _gate_up_block(given), by_token=True)
-    done, ticket = (torch.empty(n, dtype=torch.int32, device=x_codes.device) for n in (work.groups.most, 1))
+    done, ticket = (torch.empty(n, dtype=torch.int32, device=x_codes.device) for n in (work.groups.max_blocks, 1))
     shared = h_TI is not None
-    if h_TI is None:  # of no channel
+    if h_TI is None:  # no shared expert: zero channels
         h_TI = torch.empty(tokens, 0, dtype=torch.bfloat16, device=x_codes.device)
     slots_TK, weight_TK, s_codes, s_scales = _prepare(given, h_TI, work, done, ticket)
-    u_codes = work.room(width, torch.uint8)
-    y = work.room(hidden, torch.float32 if held.partial else torch.bfloat16)
+    u_codes = work.empty_rows(width, torch.uint8)
+    y = work.empty_rows(hidden, torch.float32 if held.partial else torch.bfloat16)
     shared_dtype = torch.float32 if held.shared_partial else h_TI.dtype
     shared_TD = torch.empty(tokens if shared else 0, hidden, dtype=shared_dtype, device=h_TI.device)
     inputs = shared_codes.shape[1]
@@ -200,7 +202,7 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
         inputs,
         blocks,
         ceil_div(blocks, splits_of(hidden, blocks)),
-        work.numbers(u_codes),
+        work.as_operand(u_codes),
         w2.codes,
         w2.scales,
         y,
@@ -225,7 +227,7 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
 
 
 def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Route and group; return slots, weights, and the codes uint8 [T, I] and scales of the shared expert's hidden channels."""
+    """Launch the first kernel; return slots, weights, and the shared expert's activation: codes uint8 [T, I] and scales."""
     logits_TE, router, x_scales, limit, held = given.logits_TE, given.router, given.x_scales, given.limit, given.held
     (tokens, experts), top_k, device, groups = logits_TE.shape, router.top_k, logits_TE.device, work.groups
     table, positions, bias, copies = router.table_VK, router.positions_T, router.bias_E, held.copies
@@ -236,19 +238,19 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: T
     load_E = None if copies is None else copies.load_E
     chosen_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
     weight_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
-    inputs, tile = h_TI.shape[1] // 2, next(tile for tile in _SHARERS if tokens <= tile)
-    most_sharers, num_warps = _SHARERS[tile]
+    inputs, tile = h_TI.shape[1] // 2, next(tile for tile in _ACTIVATION_PARTS if tokens <= tile)
+    most_parts, num_warps = _ACTIVATION_PARTS[tile]
     shared_groups = ceil_div(inputs, FP8_GROUP)
     s_codes = torch.empty(tokens, inputs, dtype=torch.uint8, device=device)
     s_scales = torch.empty(tokens, shared_groups, dtype=torch.uint8, device=device)
     shared = power_of_2(shared_groups) if inputs else 0
-    sharers = min(max(shared, 1), most_sharers)
+    parts = min(max(shared, 1), most_parts)
     columns, hidden_groups = x_scales.shape[1], groups.arrivals.shape[1]
     routing = (logits_TE, logits_TE if bias is None else bias, chosen_TK if table is None else table)
     padding = (router.token_ids_T, router.token_ids_T if positions is None else positions)
     copied = (*((chosen_TK,) * 2 if copies is None else copies[:2]), chosen_TK if load_E is None else load_E)
-    blocks = (groups.order, groups.owner, groups.count, groups.arrivals, done, ticket, groups.x_words)
-    _prepare_kernel[(tokens + tokens * sharers,)](
+    blocks = (groups.block_pairs, groups.block_expert, groups.num_blocks, groups.arrivals, done, ticket, groups.x_words)
+    _prepare_kernel[(tokens + tokens * parts,)](
         *routing,
         *padding,
         *copied,
@@ -261,7 +263,7 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: T
         s_codes,
         s_scales,
         tokens,
-        groups.most,
+        groups.max_blocks,
         logits_TE.stride(0),
         router.scale,
         inputs,
@@ -279,7 +281,7 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: T
         GROUPS=hidden_groups,
         GROUPS_TILE=power_of_2(hidden_groups),
         SHARED=shared,
-        SHARERS=sharers,
+        PARTS=parts,
         ALIGNED=inputs % FP8_GROUP == 0,
         NATIVE=work.native,
         num_warps=num_warps,

@@ -1,4 +1,4 @@
-"""Rows of each expert in blocks: where both products of routed experts find their work. The host learns nothing of it."""
+"""Grouping of rows by expert into blocks, the work units of both products of routed experts. The host reads nothing back."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import ceil_div, power_of_2
 from dsv4lite.kernels.quantize import FP8_GROUP
 
-COUNT_FROM = 4096  # pairs of token and expert, from which on they are counted once for all
+COUNT_FROM = 4096  # pairs of token and expert; from here on a kernel of its own counts the pairs of each expert
 _COUNT_CHUNK = 4096
 _SCAN_CHUNKS = (64, 1024)
 
 
-def most_blocks(pairs: int, experts: int, rows: int) -> int:
-    """Return the most blocks that any routing needs."""
+def max_blocks(pairs: int, experts: int, rows: int) -> int:
+    """Return the largest number of blocks that any routing needs."""
     return min(pairs, (pairs + min(experts, pairs) * (rows - 1)) // rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """How one program multiplies.
+class BlockConfig:
+    """Tile sizes and launch options of one program of a product.
 
     Attributes:
-        rows: Tokens of one block.
+        rows: Rows of a block, one for each pair of token and expert.
         tiles: Tiles of 64 weight rows.
-        num_stages: Of the weight stream.
-        unroll: Chunks of 128 inputs of FP4 weights that one turn of the loop takes; a stage is so much longer.
+        num_stages: Pipeline stages of the loop over weights.
+        unroll: Chunks of 128 inputs per iteration of that loop, with FP4 weights; a stage holds as many chunks.
     """
 
     rows: int
@@ -41,23 +41,23 @@ class Block:
     unroll: int = 1
 
     def unroll_of(self, fp4: bool, native: bool) -> int:
-        """Return how many chunks one turn of the loop takes: one of FP8, whose stages are long, and where e4m3 is unknown."""
+        """Return the chunks per iteration: 1 with FP8 weights, whose chunks are large, and on chips without e4m3."""
         return self.unroll if fp4 and native else 1
 
 
-Blocks = tuple[tuple[int | None, Block], ...]
+BlockTable = tuple[tuple[int | None, BlockConfig], ...]
 
 
-def block_for(pairs: int, experts: int, few: Blocks, many: Blocks) -> Block:
-    """Return how to multiply, from the numbers of pairs and of experts alone.
+def block_for(pairs: int, experts: int, by_pairs: BlockTable, by_load: BlockTable) -> BlockConfig:
+    """Return the block for a number of pairs of token and expert, and of experts.
 
     Args:
-        pairs: Of token and expert.
-        few: By the most pairs.
-        many: By the most pairs of each expert; the last has no limit.
+        pairs: Pairs of token and expert.
+        by_pairs: Tried first. Limits are numbers of pairs.
+        by_load: Tried next. Limits are pairs per expert; the last is ``None``.
     """
-    found = [block for most, block in few if most is None or pairs <= most]
-    return found[0] if found else next(block for most, block in many if most is None or pairs <= most * experts)
+    found = [block for most, block in by_pairs if most is None or pairs <= most]
+    return found[0] if found else next(block for most, block in by_load if most is None or pairs <= most * experts)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -70,7 +70,7 @@ def _count_kernel(chosen, counts, pairs, EXPERTS: tl.constexpr, BINS: tl.constex
 
 @triton.jit
 def _count_pairs(chosen, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
-    """Return how many pairs each expert has, int32 [BINS]; none where there is no expert."""
+    """Return how many pairs each expert has, int32 [BINS]; 0 from EXPERTS on."""
     count = tl.zeros((BINS,), tl.int32)
     for begin in range(0, pairs, CHUNK):
         at = begin + tl.arange(0, CHUNK)
@@ -79,19 +79,19 @@ def _count_pairs(chosen, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK
 
 
 @triton.jit
-def _own_blocks(count, expert, blocks, BINS: tl.constexpr, ROWS: tl.constexpr):
-    """Return an expert's first block and how many it has; the first expert stores how many there are in all."""
+def _own_blocks(count, expert, num_blocks, BINS: tl.constexpr, ROWS: tl.constexpr):
+    """Return an expert's first block and its number of blocks; the program of expert 0 stores the total number in ``blocks``."""
     bins = tl.arange(0, BINS)
     needed = (count + ROWS - 1) // ROWS
     if expert == 0:
-        tl.store(blocks, tl.sum(needed))
+        tl.store(num_blocks, tl.sum(needed))
     return tl.sum(tl.where(bins < expert, needed, 0)), tl.sum(tl.where(bins == expert, needed, 0))
 
 
 @triton.jit
-def _list_pairs(chosen, order, first, mine, expert, pairs, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """Store an expert's pairs, in ascending order, into its blocks, filled up with a number that is no pair."""
-    base = order + first.to(tl.int64) * ROWS
+def _list_pairs(chosen, block_pairs, first, mine, expert, pairs, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """Store an expert's pairs, ascending, into its ``mine`` blocks from ``first`` on; unused rows get the value ``pairs``."""
+    base = block_pairs + first.to(tl.int64) * ROWS
     found = tl.zeros((), tl.int32)
     for begin in range(0, pairs, CHUNK):
         at = begin + tl.arange(0, CHUNK)
@@ -104,7 +104,7 @@ def _list_pairs(chosen, order, first, mine, expert, pairs, ROWS: tl.constexpr, C
 
 @triton.jit(do_not_specialize=["pairs"])
 def _group_kernel(
-    chosen, counts, x_scales, order, owner, blocks, arrivals, x_words, pairs,
+    chosen, counts, x_scales, block_pairs, block_expert, num_blocks, arrivals, x_words, pairs,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TILE: tl.constexpr,
     GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, COUNTED: tl.constexpr,
     SCALED: tl.constexpr,
@@ -116,9 +116,9 @@ def _group_kernel(
         count = tl.load(counts + bins, mask=bins < EXPERTS, other=0)
     else:
         count = _count_pairs(chosen, pairs, EXPERTS, BINS, CHUNK)
-    first, mine = _own_blocks(count, expert, blocks, BINS, ROWS)
+    first, mine = _own_blocks(count, expert, num_blocks, BINS, ROWS)
     if mine > 0:
-        _list_pairs(chosen, order, first, mine, expert, pairs, ROWS, CHUNK)
+        _list_pairs(chosen, block_pairs, first, mine, expert, pairs, ROWS, CHUNK)
         if SCALED:
             tl.debug_barrier()  # the order is read again below, by other threads
             row = tl.arange(0, ROWS)
@@ -126,10 +126,10 @@ def _group_kernel(
             group = tl.arange(0, GROUPS_TILE)
         for block in range(mine):
             number = (first + block).to(tl.int64)
-            tl.store(owner + number, expert)
+            tl.store(block_expert + number, expert)
             if SCALED:
                 tl.store(arrivals + number * GROUPS + group, tl.zeros((GROUPS_TILE,), tl.int32), mask=group < GROUPS)
-                pair = tl.load(order + number * ROWS + row)
+                pair = tl.load(block_pairs + number * ROWS + row)
                 token = (pair // TOP_K).to(tl.int64)
                 wanted = (pair < pairs)[None, :] & (column < COLUMNS)[:, None]
                 scale = tl.load(x_scales + token[None, :] * COLUMNS + column[:, None], mask=wanted, other=127).to(tl.int32)
@@ -139,20 +139,20 @@ def _group_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Which rows each block has; kernels fill it.
+    """The rows of each block; written by kernels.
 
     Attributes:
-        pairs: Of token and expert.
-        order: Pairs by block, int32 [most, rows]; a number that is no pair fills a block up.
-        owner, count: Expert of each block [most], and how many there are [1].
-        arrivals: Programs that have written their part of 128 hidden channels, [most, I / 128], zero; of quantized experts.
-        x_words: Bits of the scales of inputs, int32: in the blocks' order [most, D / 128, rows], or by token [T, D / 128].
+        pairs: Number of pairs of token and expert.
+        block_pairs: Pairs of each block, int32 [blocks, rows]; the value ``pairs`` marks an unused row.
+        block_expert, num_blocks: Expert of each block [blocks], and number of used blocks [1].
+        arrivals: For quantized experts, programs that have written their part of 128 columns of ``u``, [blocks, I / 128].
+        x_words: Float32 bits of the inputs' scales, int32: by block [blocks, D / 128, rows], or by token [T, D / 128].
     """
 
     pairs: int
-    order: Tensor
-    owner: Tensor
-    count: Tensor
+    block_pairs: Tensor
+    block_expert: Tensor
+    num_blocks: Tensor
     arrivals: Tensor
     x_words: Tensor
 
@@ -160,34 +160,34 @@ class Groups:
     def allocate(
         cls, tokens: int, top_k: int, experts: int, sizes: tuple[int, int], rows: int, device: torch.device, *, by_token: bool
     ) -> Groups:
-        """Allocate for any routing; ``sizes`` are ``(D, I)``, zeros if experts are not quantized."""
+        """Allocate for any routing; ``sizes`` are ``(D, I)``, or zeros if there are no scales; ``by_token`` chooses ``x_words``."""
         pairs, (columns, groups) = tokens * top_k, (size // FP8_GROUP for size in sizes)
-        most = most_blocks(pairs, experts, rows)
+        most = max_blocks(pairs, experts, rows)
         empty = partial(torch.empty, dtype=torch.int32, device=device)
         return cls(
             pairs=pairs,
-            order=empty(most, rows),
-            owner=empty(most),
-            count=empty(1),
+            block_pairs=empty(most, rows),
+            block_expert=empty(most),
+            num_blocks=empty(1),
             arrivals=empty(most, groups),
             x_words=empty(tokens, columns) if by_token else empty(most, columns, rows),
         )
 
     @property
-    def most(self) -> int:
-        """Blocks that any routing needs."""
-        return len(self.order)
+    def max_blocks(self) -> int:
+        """Number of blocks that are allocated, enough for any routing."""
+        return len(self.block_pairs)
 
 
 def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups: Groups) -> None:
-    """Fill groups, not by token.
+    """Fill groups that were allocated with ``by_token=False``.
 
     Args:
-        slots_TK: Experts, int64; those of ``experts`` or more are none.
-        x_scales: Scale bytes of the inputs, uint8 [T, D / 128]; ``None`` if these are not quantized.
+        slots_TK: Experts, int64; ``experts`` and more mean none.
+        x_scales: Scale bytes of the inputs, uint8 [T, D / 128]; ``None`` if inputs are not quantized.
     """
     bins = power_of_2(experts + 1)
-    counts, counted = groups.count, groups.pairs >= COUNT_FROM
+    counts, counted = groups.num_blocks, groups.pairs >= COUNT_FROM
     if counted:
         counts = torch.zeros(experts, dtype=torch.int32, device=slots_TK.device)
         _count_kernel[(ceil_div(groups.pairs, _COUNT_CHUNK),)](
@@ -205,9 +205,9 @@ def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups
         slots_TK,
         counts,
         slots_TK if x_scales is None else x_scales,
-        groups.order,
-        groups.owner,
-        groups.count,
+        groups.block_pairs,
+        groups.block_expert,
+        groups.num_blocks,
         groups.arrivals,
         groups.x_words,
         groups.pairs,
@@ -218,7 +218,7 @@ def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups
         COLUMNS_TILE=power_of_2(columns),
         GROUPS=hidden_groups,
         GROUPS_TILE=power_of_2(hidden_groups),
-        ROWS=groups.order.shape[1],
+        ROWS=groups.block_pairs.shape[1],
         CHUNK=next(chunk for chunk in _SCAN_CHUNKS if groups.pairs <= chunk or chunk == _SCAN_CHUNKS[-1]),
         COUNTED=counted,
         SCALED=x_scales is not None,

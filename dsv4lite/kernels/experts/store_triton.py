@@ -1,4 +1,4 @@
-"""Kernel of ``store_matrix``: from a checkpoint's rows to tiles, in one pass."""
+"""Kernel of ``store_matrix``: writes a checkpoint's rows into tiles, in one pass."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def _store_tiles_kernel(
     chunk = tl.program_id(1)
     at = tile.to(tl.int64) * CHUNKS + chunk
     words += at * 64 + (i >> 3) * 16 + half * 8 + (i & 7)
-    # The 32-bit words of a piece, but for the half: (row 5-4, row 2-0, column 3-2, column 4, half).
+    # Address bits of a 32-bit word in a piece: row 5-4, row 2-0, column 3-2, column 4, half. ``q`` has those of the columns.
     q = tl.arange(0, 16 if FP4 else 32)[None, :]
     piece, column = q >> 3, (q & 1) * 16 + (q >> 1 & 3) * 4
     codes += at * (1024 if FP4 else 2048) + (i * 16 + half)[:, None] + piece * 512 + (q & 7) * 2
     if FP4:
-        # Reference: _fit, scale_words
+        # Reference: _fit_scales, scale_words
         group = tl.arange(0, GROUPS)[None, :]
         scale += row[:, None] * (CHUNKS * 4)
         largest = tl.max(tl.load(scale + group, mask=group < CHUNKS * 4, other=0).to(tl.int32), 1)
@@ -45,7 +45,7 @@ def _store_tiles_kernel(
         code = packed >> ((place & 1) * 4)
         own = tl.load(scale[:, :, None] + chunk * 4 + (place >> 5)).to(tl.int32)
         down = tl.minimum(tl.maximum(base[:, :, None] + 1 - own, 0), 5)
-        # A magnitude times two, divided by 2^down and rounded, ties to even: whole numbers below 4, and the code itself is even.
+        # ``near`` is twice the magnitude over 2^down, rounded, ties to even. It is the new code, but 6 has code 5.
         m = code & 7
         twice = tl.where(m < 2, m, (2 | (m & 1)) << (tl.maximum(m >> 1, 1) - 1))
         floor = twice >> down

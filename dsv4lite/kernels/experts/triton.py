@@ -1,12 +1,12 @@
-"""Kernels of quantized experts: four launches, the same whatever the routing; the host learns nothing of it.
+"""Kernels of quantized experts: four launches, which do not depend on the routing; the host reads nothing back.
 
     group     rows of each expert -> blocks of ``rows`` rows, and the expert of each block (``grouping_triton.py``)
-    gate_up   one block x 32 or 64 columns of ``u``; the last program of 128 columns quantizes them
-    down      one block x 64 or 128 columns of the result, one row per token and expert
+    gate_up   one program: one block x 32 or 64 columns of ``u``; the last program of 128 columns quantizes them
+    down      one program: one block x 64 or 128 columns of the result, one row per token and expert
     combine   sum over k, and the shared expert
 
-Weights are the left operand: 64 of their rows fill the tensor cores whatever the number of tokens. Codes come from memory in the
-order in which a thread needs them (``Tiles``), so they are widened, four at a time, and multiplied without changing places.
+Weights are the left operand: 64 of their rows fill the tensor cores whatever the number of tokens. Codes lie in memory in the order
+in which threads need them (``Tiles``), so a thread widens four at a time and multiplies them without a layout conversion.
 Every block size runs the same additions in the same order.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import ceil_div
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.experts import HALF_ROWS, TILE_ROWS, ExpertInputs, ExpertSum, Tiles
-from dsv4lite.kernels.experts.grouping_triton import Block, Blocks, Groups, block_for, group_triton
+from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, block_for, group_triton
 from dsv4lite.kernels.experts.unquantized_triton import unquantized_outputs_triton
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.four_bit.triton import four_bit_outputs_triton
@@ -32,25 +32,24 @@ from dsv4lite.kernels.widen_triton import place, side_by_side, widen_fp4, widen_
 
 _SUM_BLOCK = 1024
 
-
-# By the most pairs of token and expert there are: few need many programs.
-DECODE_BLOCKS: Blocks = (
-    (8, Block(rows=16, tiles=1, num_warps=4, num_stages=5)),
-    (16, Block(rows=16, tiles=2, num_warps=4, num_stages=4)),
-    (24, Block(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=2)),
-    (96, Block(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)),
+# Limits are pairs of token and expert. Few pairs need small tiles, for more programs.
+DECODE_BLOCKS: BlockTable = (
+    (8, BlockConfig(rows=16, tiles=1, num_warps=4, num_stages=5)),
+    (16, BlockConfig(rows=16, tiles=2, num_warps=4, num_stages=4)),
+    (24, BlockConfig(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=2)),
+    (96, BlockConfig(rows=16, tiles=2, num_warps=4, num_stages=3, unroll=2)),
 )
-# By the most pairs there are for each expert.
-BLOCKS: Blocks = (
-    (16, Block(rows=16, tiles=2, num_warps=4, num_stages=4)),
-    (32, Block(rows=32, tiles=2, num_warps=4, num_stages=4)),
-    (None, Block(rows=64, tiles=2, num_warps=4, num_stages=3)),
+# Limits are pairs per expert.
+BLOCKS: BlockTable = (
+    (16, BlockConfig(rows=16, tiles=2, num_warps=4, num_stages=4)),
+    (32, BlockConfig(rows=32, tiles=2, num_warps=4, num_stages=4)),
+    (None, BlockConfig(rows=64, tiles=2, num_warps=4, num_stages=3)),
 )
 
 
 @triton.jit
 def _inputs(x, valid, NATIVE: tl.constexpr):
-    """Return 128 columns of the inputs, [128, rows]; ``x`` points to e4m3, or to bytes where the chip does not know it."""
+    """Return 128 columns of the inputs, [128, rows]; ``x`` points to e4m3, or to its bytes on chips without e4m3."""
     if NATIVE:
         numbers = tl.load(x, mask=valid[None, :], other=0.0)
     else:
@@ -78,12 +77,12 @@ def _tile_product(
 
     Args:
         x: Pointers to the first 128 columns of the inputs, [128, rows].
-        valid: Which rows there are.
-        words: Pointers to the bits of the inputs' scales, [rows]; the next 128 columns' lie ``WORD_STEP`` further.
+        valid: Which rows are used.
+        words: Pointers to the bits of the inputs' scales, [rows]; those of the next 128 columns lie ``WORD_STEP`` further.
         codes, scales: Pointers to the first chunk of the tiles, [TILES, 2048] and [TILES, 64].
     """
     BYTES: tl.constexpr = 4096 if FP4 else 8192
-    LIFT: tl.constexpr = (14 if FP4 else 0) + (0 if NATIVE else 8 if FP4 else 16)  # what widening left out
+    EXPONENT: tl.constexpr = (14 if FP4 else 0) + (0 if NATIVE else 8 if FP4 else 16)  # of 2 that widened operands lack
     bits = tl.reshape(tl.load(scales), (TILES * 64,))
     base = bits & 3 | (bits >> 6) & 0xC | (bits >> 12) & 0x30 | (bits >> 18) & 0xC0
     acc = tl.zeros((TILES * 64, ROWS), tl.float32)
@@ -107,35 +106,35 @@ def _tile_product(
             part = tl.dot(widen_fp8(w, NATIVE), numbers) * s.to(tl.float32, bitcast=True)[:, None]
         acc += part * unit[None, :]
     if FP4:
-        acc *= ((base + LIFT) << 23).to(tl.float32, bitcast=True)[:, None]
+        acc *= ((base + EXPONENT) << 23).to(tl.float32, bitcast=True)[:, None]
     else:
-        acc *= 1 << LIFT
+        acc *= 1 << EXPONENT
     return acc
 
 
 @triton.jit
 def _quantize_last(
     u, u_codes, u_words, arrivals, block, group, pair, valid,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, SHARERS: tl.constexpr, NATIVE: tl.constexpr, done=None,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, WRITERS: tl.constexpr, NATIVE: tl.constexpr, done=None,
 ):  # fmt: skip
-    """Quantize a group of 128 columns of ``u`` if this is the last of the ``SHARERS`` that write them; count it in ``done``."""
+    """Quantize 128 columns of ``u`` if this is the last of the ``WRITERS`` programs that write them; then count it in ``done``."""
     # Reference: u = dequantize_fp8(*quantize_fp8(u, GROUP), GROUP)
-    tl.debug_barrier()  # all threads have written when one of them says so
+    tl.debug_barrier()  # all threads have written before one of them counts the program
     arrived = tl.atomic_add(arrivals + block * (WIDTH // 128) + group, 1, sem="acq_rel", scope="gpu")
-    if arrived == SHARERS - 1:
+    if arrived == WRITERS - 1:
         at = pair[:, None] * WIDTH + group * 128 + tl.arange(0, 128)[None, :]
         y = tl.load(u + at, mask=valid[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
         bits = fp8_scale_bits(y)
         tl.store(u_codes + at, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=valid[:, None])
         tl.store(u_words + (block * (WIDTH // 128) + group) * ROWS + tl.arange(0, ROWS), bits)
         if done is not None:
-            tl.debug_barrier()  # all threads have written when one of them says so
+            tl.debug_barrier()  # all threads have written before one of them counts the group
             tl.atomic_add(done + block, 1, sem="release", scope="gpu")
 
 
 @triton.jit
 def gate_up_tile(
-    program, x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
+    program, x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, BY_TOKEN: tl.constexpr,
     TILES: tl.constexpr, FP4: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, done=None,
 ):  # fmt: skip
@@ -145,9 +144,9 @@ def gate_up_tile(
     block = (program // PROGRAMS).to(tl.int64)
     program = program % PROGRAMS
     row = tl.arange(0, ROWS)
-    count = tl.load(blocks)
-    expert = tl.load(owner + block).to(tl.int64)
-    pair = tl.load(order + block * ROWS + row).to(tl.int64)
+    count = tl.load(num_blocks)
+    expert = tl.load(block_expert + block).to(tl.int64)
+    pair = tl.load(block_pairs + block * ROWS + row).to(tl.int64)
     if block < count:
         valid = pair < pairs
         pair = tl.where(valid, pair, 0)
@@ -175,7 +174,7 @@ def gate_up_tile(
             NATIVE,
         )
         mix = tl.load(weight + pair, mask=valid, other=0.0)
-        # A thread has row bit 3 of a tile, gate or up, in its own registers.
+        # Row bit 3 of a tile separates gate and up. It varies within a thread's registers, so the split moves no data.
         gate, up = tl.split(tl.permute(tl.reshape(both, (TILES * 4, 2, 8, ROWS)), (0, 2, 3, 1)))
         # Reference: u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
         gate = tl.minimum(gate.to(tl.float32), limit)
@@ -184,44 +183,44 @@ def gate_up_tile(
         activated = tl.reshape(activated, (TILES * 32, ROWS))
         column = program * (TILES * 32) + tl.arange(0, TILES * 32)
         tl.store(u + pair[None, :] * WIDTH + column[:, None], activated, mask=valid[None, :])
-        SHARERS: tl.constexpr = 4 // TILES
-        _quantize_last(u, u_codes, u_words, arrivals, block, program // SHARERS, pair, valid, WIDTH, ROWS, SHARERS, NATIVE, done)
+        WRITERS: tl.constexpr = 4 // TILES
+        _quantize_last(u, u_codes, u_words, arrivals, block, program // WRITERS, pair, valid, WIDTH, ROWS, WRITERS, NATIVE, done)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _gate_up_kernel(
-    x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
+    x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
     NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     gate_up_tile(
-        tl.program_id(0), x, x_words, codes, scales, order, owner, blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
-        HIDDEN, WIDTH, TOP_K, ROWS, False, TILES, FP4, NATIVE, STAGES, UNROLL,
+        tl.program_id(0), x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals,
+        pairs, limit, HIDDEN, WIDTH, TOP_K, ROWS, False, TILES, FP4, NATIVE, STAGES, UNROLL,
     )  # fmt: skip
 
 
 @triton.jit
 def down_tile(
-    program, u_codes, u_words, codes, scales, order, owner, blocks, y, pairs,
+    program, u_codes, u_words, codes, scales, block_pairs, block_expert, num_blocks, y, pairs,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
     NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, done=None,
 ):  # fmt: skip
-    """Compute ``TILES * 64`` columns of the result for one block; with ``done``, once that has counted all groups of its inputs."""
+    """Compute ``TILES * 64`` columns of the result for one block; with ``done``, wait first until it counts all input groups."""
     PROGRAMS: tl.constexpr = HIDDEN // 64 // TILES
     CHUNKS: tl.constexpr = WIDTH // 128
     block = (program // PROGRAMS).to(tl.int64)
     program = program % PROGRAMS
     row = tl.arange(0, ROWS)
-    count = tl.load(blocks)
-    expert = tl.load(owner + block).to(tl.int64)
-    pair = tl.load(order + block * ROWS + row).to(tl.int64)
+    count = tl.load(num_blocks)
+    expert = tl.load(block_expert + block).to(tl.int64)
+    pair = tl.load(block_pairs + block * ROWS + row).to(tl.int64)
     if block < count:
         valid = pair < pairs
         pair = tl.where(valid, pair, 0)
         tile = (expert * (HIDDEN // 64) + program * TILES) * CHUNKS + tl.arange(0, TILES) * CHUNKS
         BYTES: tl.constexpr = 4096 if FP4 else 8192
         if done is not None:
-            counted = tl.atomic_add(done + block, 0, sem="acquire", scope="gpu")  # reads it
+            counted = tl.atomic_add(done + block, 0, sem="acquire", scope="gpu")  # a load with acquire semantics
             while counted < CHUNKS:
                 counted = tl.atomic_add(done + block, 0, sem="acquire", scope="gpu")
         # Reference: y = u @ w2.dequantize(expert).T;  outputs[at] = y if partial else y.bfloat16()
@@ -250,12 +249,12 @@ def down_tile(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _down_kernel(
-    u_codes, u_words, codes, scales, order, owner, blocks, y, pairs,
+    u_codes, u_words, codes, scales, block_pairs, block_expert, num_blocks, y, pairs,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
     NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     down_tile(
-        tl.program_id(0), u_codes, u_words, codes, scales, order, owner, blocks, y, pairs,
+        tl.program_id(0), u_codes, u_words, codes, scales, block_pairs, block_expert, num_blocks, y, pairs,
         HIDDEN, WIDTH, ROWS, TILES, FP4, NATIVE, STAGES, UNROLL,
     )  # fmt: skip
 
@@ -269,7 +268,7 @@ def sum_of_token(
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(TOP_K):
         pair = token * TOP_K + k
-        end = tl.where(tl.load(chosen + pair) < EXPERTS, HIDDEN, 0)  # nothing was written where there is no expert
+        end = tl.where(tl.load(chosen + pair) < EXPERTS, HIDDEN, 0)  # outputs without an expert are not written
         total += tl.load(y + pair * HIDDEN + column, mask=column < end, other=0.0).to(tl.float32)
     return total
 
@@ -301,15 +300,15 @@ def _combine_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Sizes of one call, and what its kernels hand to each other.
+    """Sizes of one call, and buffers between its kernels.
 
     Attributes:
-        native: The chip knows e4m3; the interpreter widens codes as older chips do, for its own rounding differs.
-        groups: Which pairs of token and expert each block has.
-        u_words: Bits of the scales of ``u`` in the blocks' order, int32 [blocks, I / 128, rows].
+        native: The chip converts e4m3 in hardware. False in the interpreter, which widens codes as older chips do.
+        groups: The pairs of token and expert of each block.
+        u_words: Bits of the scales of ``u`` by block, int32 [blocks, I / 128, rows].
     """
 
-    block: Block
+    block: BlockConfig
     top_k: int
     w2: Tiles
     native: bool
@@ -317,8 +316,8 @@ class Work:
     u_words: Tensor
 
     @classmethod
-    def allocate(cls, tokens: int, top_k: int, w2: Tiles, block: Block | None = None, *, by_token: bool = False) -> Work:
-        """Make room for the pairs of some tokens; inputs have their scales by token, or in the blocks' order."""
+    def allocate(cls, tokens: int, top_k: int, w2: Tiles, block: BlockConfig | None = None, *, by_token: bool = False) -> Work:
+        """Allocate for some tokens; ``by_token`` stores the inputs' scales by token instead of by block."""
         (experts, hidden, width), device = w2.shape, w2.codes.device
         block = block or block_for(tokens * top_k, experts, DECODE_BLOCKS, BLOCKS)
         groups = Groups.allocate(tokens, top_k, experts, (hidden, width), block.rows, device, by_token=by_token)
@@ -328,37 +327,37 @@ class Work:
             w2=w2,
             native=native_e4m3(w2.codes),
             groups=groups,
-            u_words=torch.empty(groups.most, width // FP8_GROUP, block.rows, dtype=torch.int32, device=device),
+            u_words=torch.empty(groups.max_blocks, width // FP8_GROUP, block.rows, dtype=torch.int32, device=device),
         )
 
     @property
     def gate_up_programs(self) -> int:
-        """How many programs the first product has."""
-        return self.groups.most * (self.w2.shape[2] // HALF_ROWS // self.block.tiles)
+        """Number of programs of the first product."""
+        return self.groups.max_blocks * (self.w2.shape[2] // HALF_ROWS // self.block.tiles)
 
-    def down_programs(self, block: Block) -> int:
-        """Return how many programs the second product has."""
-        return self.groups.most * (self.w2.shape[1] // TILE_ROWS // block.tiles)
+    def down_programs(self, block: BlockConfig) -> int:
+        """Return the number of programs of the second product."""
+        return self.groups.max_blocks * (self.w2.shape[1] // TILE_ROWS // block.tiles)
 
-    def room(self, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return a place for a row of each pair, [pairs, columns]."""
+    def empty_rows(self, columns: int, dtype: torch.dtype) -> Tensor:
+        """Allocate one row for each pair, [pairs, columns]."""
         return torch.empty(self.groups.pairs, columns, dtype=dtype, device=self.u_words.device)
 
-    def numbers(self, codes: Tensor) -> Tensor:
-        """Return codes as the products read them."""
+    def as_operand(self, codes: Tensor) -> Tensor:
+        """Return FP8 codes in the dtype in which the products read them."""
         return codes.view(torch.float8_e4m3fn if self.native else torch.uint8)
 
     def gate_up_arguments(
         self, x_codes: Tensor, weight_TK: Tensor, w13: Tiles, limit: float, u_codes: Tensor
     ) -> tuple[Tensor | int | float, ...]:
-        """Return what ``gate_up_tile`` takes after its number; codes of ``u`` go to ``u_codes``, their scales to ``u_words``."""
-        groups, u = self.groups, self.room(self.w2.shape[2], torch.bfloat16)
-        blocks = (groups.order, groups.owner, groups.count)
-        places = (weight_TK, u, u_codes, self.u_words, groups.arrivals, groups.pairs, limit)
-        return (self.numbers(x_codes), groups.x_words, w13.codes, w13.scales, *blocks, *places)
+        """Return the arguments of ``gate_up_tile`` after ``program``; it writes ``u`` to ``u_codes`` and ``u_words``."""
+        groups, u = self.groups, self.empty_rows(self.w2.shape[2], torch.bfloat16)
+        blocks = (groups.block_pairs, groups.block_expert, groups.num_blocks)
+        results = (weight_TK, u, u_codes, self.u_words, groups.arrivals, groups.pairs, limit)
+        return (self.as_operand(x_codes), groups.x_words, w13.codes, w13.scales, *blocks, *results)
 
     def constants(self, weights: Tiles) -> dict[str, int | bool | None]:
-        """Return how both products are compiled and launched."""
+        """Return constants and launch options of a product with ``weights``."""
         return {
             "HIDDEN": self.w2.shape[1],
             "WIDTH": self.w2.shape[2],
@@ -374,7 +373,7 @@ class Work:
         }
 
 
-def experts_outputs_triton(given: ExpertInputs, *, block: Block | None = None) -> Tensor:
+def experts_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None = None) -> Tensor:
     """Launch ``experts_outputs``; ``block`` is for measurements."""
     if isinstance(given.w2, FourBit):
         return four_bit_outputs_triton(given, block=block)
@@ -390,13 +389,13 @@ def experts_outputs_triton(given: ExpertInputs, *, block: Block | None = None) -
     if tokens == 0:
         return torch.empty(shape, dtype=given.dtype, device=given.x.device)
     work = Work.allocate(tokens, top_k, w2, block)
-    groups, u_codes = work.groups, work.room(width, torch.uint8)
+    groups, u_codes = work.groups, work.empty_rows(width, torch.uint8)
     group_triton(given.slots_TK, given.x_scales, experts, groups)
     arguments = work.gate_up_arguments(given.x, given.weight_TK, w13, given.limit, u_codes)
     _gate_up_kernel[(work.gate_up_programs,)](*arguments, TOP_K=top_k, **work.constants(w13))
-    del arguments  # with ``u``, whose memory the results may take
-    y, blocks = work.room(hidden, given.dtype), (groups.order, groups.owner, groups.count)
-    down = (work.numbers(u_codes), work.u_words, w2.codes, w2.scales, *blocks, y, groups.pairs)
+    del arguments  # frees ``u``, so that ``y`` can reuse its memory
+    y, blocks = work.empty_rows(hidden, given.dtype), (groups.block_pairs, groups.block_expert, groups.num_blocks)
+    down = (work.as_operand(u_codes), work.u_words, w2.codes, w2.scales, *blocks, y, groups.pairs)
     _down_kernel[(work.down_programs(work.block),)](*down, **work.constants(w2))
     return y.view(shape)
 

@@ -1,10 +1,10 @@
-"""Kernels of unquantized experts: as many launches as ``triton.py`` has, of which they share the grouping and the sum.
+"""Kernels of unquantized experts. Grouping and the sum over experts are those of ``triton.py``.
 
-    gate_up   one block x 64 columns of ``u``, from twice as many rows of weights
-    down      one block x 64 columns of the result, one row per token and expert
+    gate_up   one program: one block x 64 columns of ``u``, from 128 rows of weights
+    down      one program: one block x 64 columns of the result, one row per token and expert
 
-Weights are the left operand: 64 of their rows fill the tensor cores whatever the number of tokens, and blocks of every size run the
-same additions in the same order. Products of float32 are three products of TF32; the tensor cores cut their sums, which costs a few
+Weights are the left operand: 64 of their rows fill the tensor cores whatever the number of tokens. Blocks of every size run the
+same additions in the same order. A float32 product is three TF32 products; the tensor cores truncate their sums, which costs a few
 of float32's last bits.
 """
 
@@ -17,17 +17,16 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import ceil_div, on_gpu
 from dsv4lite.kernels.experts import ExpertInputs
-from dsv4lite.kernels.experts.grouping_triton import Block, Blocks, Groups, block_for, group_triton
+from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, block_for, group_triton
 from dsv4lite.kernels.rows.triton import rounded
 
 OUTS = 64
-_INPUT_BYTES = 128  # of a row, multiplied at a time
+_INPUT_BYTES = 128  # of a row of inputs, per iteration
 
-
-# By the most pairs of token and expert there are for each expert.
-UNQUANTIZED_BLOCKS: Blocks = (
-    (16, Block(rows=16, tiles=1, num_warps=4, num_stages=4)),
-    (None, Block(rows=64, tiles=1, num_warps=4, num_stages=3)),
+# Limits are pairs per expert.
+UNQUANTIZED_BLOCKS: BlockTable = (
+    (16, BlockConfig(rows=16, tiles=1, num_warps=4, num_stages=4)),
+    (None, BlockConfig(rows=64, tiles=1, num_warps=4, num_stages=3)),
 )
 
 
@@ -41,17 +40,17 @@ def times(w, x, total, GPU: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pairs"])
 def _gate_up_kernel(
-    x, w13, order, owner, blocks, weight, u, pairs, limit,
+    x, w13, block_pairs, block_expert, num_blocks, weight, u, pairs, limit,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INPUTS: tl.constexpr,
     STAGES: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     PROGRAMS: tl.constexpr = (WIDTH + OUTS - 1) // OUTS
     block = (tl.program_id(0) // PROGRAMS).to(tl.int64)
     column = tl.program_id(0) % PROGRAMS * OUTS + tl.arange(0, OUTS)
-    if block >= tl.load(blocks):
+    if block >= tl.load(num_blocks):
         return
-    expert = tl.load(owner + block).to(tl.int64)
-    pair = tl.load(order + block * ROWS + tl.arange(0, ROWS))
+    expert = tl.load(block_expert + block).to(tl.int64)
+    pair = tl.load(block_pairs + block * ROWS + tl.arange(0, ROWS))
     valid = pair < pairs
     pair = tl.where(valid, pair, 0).to(tl.int64)
     channel = tl.arange(0, INPUTS)
@@ -76,17 +75,17 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _down_kernel(
-    u, w2, order, owner, blocks, y, pairs,
+    u, w2, block_pairs, block_expert, num_blocks, y, pairs,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
     GPU: tl.constexpr,
 ):  # fmt: skip
     PROGRAMS: tl.constexpr = (HIDDEN + OUTS - 1) // OUTS
     block = (tl.program_id(0) // PROGRAMS).to(tl.int64)
     column = tl.program_id(0) % PROGRAMS * OUTS + tl.arange(0, OUTS)
-    if block >= tl.load(blocks):
+    if block >= tl.load(num_blocks):
         return
-    expert = tl.load(owner + block).to(tl.int64)
-    pair = tl.load(order + block * ROWS + tl.arange(0, ROWS))
+    expert = tl.load(block_expert + block).to(tl.int64)
+    pair = tl.load(block_pairs + block * ROWS + tl.arange(0, ROWS))
     valid = pair < pairs
     pair = tl.where(valid, pair, 0).to(tl.int64)
     channel = tl.arange(0, INPUTS)
@@ -94,7 +93,7 @@ def _down_kernel(
     rows = w2 + (expert * HIDDEN + tl.minimum(column, HIDDEN - 1))[:, None] * WIDTH + channel[None, :]
     total = tl.zeros((OUTS, ROWS), tl.float32)
     for k in tl.range(0, WIDTH, INPUTS, num_stages=STAGES):
-        # Reference: matmul_rows(u_TI, w2[expert], row_tile).to(dtype); float32 if it is a part
+        # Reference: matmul_rows(u_TI, w2[expert], row_tile).to(dtype); float32 if ``partial``
         inside = (k + channel < WIDTH)[None, :]
         a = tl.load(inputs + k, mask=inside & valid[:, None], other=0.0)
         total = times(tl.load(rows + k, mask=inside, other=0.0), a, total, GPU)
@@ -102,7 +101,7 @@ def _down_kernel(
     tl.store(y + pair[None, :] * HIDDEN + column[:, None], total, mask=valid[None, :] & (column < HIDDEN)[:, None])
 
 
-def unquantized_outputs_triton(given: ExpertInputs, *, block: Block | None = None) -> Tensor:
+def unquantized_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None = None) -> Tensor:
     """Launch ``experts_outputs`` of unquantized weights; ``block`` is for tests."""
     (tokens, top_k), (experts, hidden, width), x, w13, w2 = given.slots_TK.shape, given.sizes, given.x, given.w13, given.w2
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor) and w13.is_contiguous() and w2.is_contiguous()
@@ -117,7 +116,7 @@ def unquantized_outputs_triton(given: ExpertInputs, *, block: Block | None = Non
     groups = Groups.allocate(tokens, top_k, experts, (0, 0), block.rows, device, by_token=False)
     group_triton(given.slots_TK, None, experts, groups)
     u = torch.empty(pairs, width, dtype=x.dtype, device=device)
-    work, most = (groups.order, groups.owner, groups.count), groups.most
+    work, most = (groups.block_pairs, groups.block_expert, groups.num_blocks), groups.max_blocks
     sizes = {"HIDDEN": hidden, "WIDTH": width, "ROWS": block.rows, "OUTS": OUTS, "INPUTS": _INPUT_BYTES // x.dtype.itemsize}
     launch = sizes | {
         "STAGES": block.num_stages, "GPU": on_gpu(device),

@@ -1,14 +1,14 @@
-"""Weights of four bits: codes in groups along the inputs, each group with a scale. Activations stay as they are.
+"""4-bit weights: codes in groups along the inputs, each group with a scale. Activations are not quantized.
 
     int4     w = (q - z) * s           q and z from 0 to 15; one s and one z for each group of inputs
     NVFP4    w = e2m1(q) * (s * m)     one s in e4m3 for each group of 16 inputs, one m in float32 for each row
     y = x @ w.T                        accumulated in float32, rounded once
 
-Source: AutoAWQ's and GPTQ's ``(q - z) * s``; NVFP4 of compressed-tensors and ModelOpt, whose number for the whole matrix is one for
-each row here, so that matrices can share a place.  Numerics: ``dequantize`` is float32 and defines the numbers: with scales in
-float16 or bfloat16 those of int4 are exact. The reference multiplies them in float32. The kernel rounds them to the dtype of ``x``
-first: with bfloat16 it differs by at most 2^-8 of the sum of absolute products, |x| @ |w|.T, and one rounding of the result; with
-float32 by 2^-14 of it. Its order of summation follows from the weights' shape alone.
+Source: AutoAWQ's and GPTQ's ``(q - z) * s``; NVFP4 of compressed-tensors and ModelOpt, whose factor per matrix is stored per row
+here, so that several matrices can be rows of one.  Numerics: ``dequantize`` returns float32 and defines the weights; those of int4
+are exact if scales are float16 or bfloat16. The reference multiplies in float32. The kernel first rounds weights to the dtype of
+``x``: with bfloat16 it differs by at most 2^-8 of the sum of absolute products, |x| @ |w|.T, and one rounding of the result; with
+float32 by 2^-14 of that sum. Its order of summation depends on the weights' shape alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.quantize import FP4_MAX, FP8_MAX, e2m1_codes, e2m1_values, pack_fp4, unpack_fp4
 
-_ZERO, _INT4_MAX = 8, 7  # of codes without zero points
+_ZERO, _INT4_MAX = 8, 7  # zero point of symmetric int4 codes, and the largest code minus it
 
 
 class FourBit(NamedTuple):
@@ -32,7 +32,7 @@ class FourBit(NamedTuple):
     Attributes:
         codes: uint8 [..., N, K / 2]; the even input is the low nibble.
         scales: [..., N, K / group]: float16, bfloat16 or float32 of int4, float8_e4m3fn of NVFP4.
-        offsets: Zero points of int4, uint8 [..., N, K / group]; factors of NVFP4's rows, float32 [..., N, 1].
+        offsets: Of int4 zero points, uint8 [..., N, K / group]; of NVFP4 factors of the rows, float32 [..., N, 1].
     """
 
     codes: Tensor
@@ -71,7 +71,7 @@ class FourBit(NamedTuple):
         return FourBit(*(part[expert] for part in self._parts()))
 
     def rows(self, begin: int, end: int) -> FourBit:
-        """Return rows, those of a stack counted through."""
+        """Return rows; those of a stack are numbered across its matrices."""
         return FourBit(*(part.flatten(0, -2)[begin:end] for part in self._parts()))
 
     def _parts(self) -> Iterator[Tensor]:
@@ -93,7 +93,7 @@ def round_four_bit(weight: Tensor, *, group: int, scale_dtype: torch.dtype) -> F
     Args:
         weight: Float [N, K].
         group: Divides K.
-        scale_dtype: Of the scales; ``float8_e4m3fn`` means NVFP4, of which the largest scale of each row is 448 times its factor.
+        scale_dtype: Of the scales; ``float8_e4m3fn`` means NVFP4, whose factors make the largest scale of each row 448.
     """
     groups, tiny = weight.float().unflatten(-1, (-1, group)), torch.finfo(torch.float32).tiny
     amax = groups.abs().amax(-1)
@@ -109,7 +109,7 @@ def round_four_bit(weight: Tensor, *, group: int, scale_dtype: torch.dtype) -> F
 
 
 def kernels_take(group: int) -> bool:
-    """Return whether the kernels take groups of this many inputs; their references take any."""
+    """Return whether the kernels take groups of this many inputs; the references take any."""
     return group in (16, 32) or group % 64 == 0
 
 
@@ -121,6 +121,6 @@ def four_bit_linear(x_MK: Tensor, w: FourBit, dtype: torch.dtype, row_tile: int 
         x_MK: float32 or bfloat16 [M, K].
         w: [N, K].
         dtype: Of the result.
-        row_tile: As for ``gemm.matmul_rows``; the kernel does without.
+        row_tile: As for ``gemm.matmul_rows``; the kernel ignores it.
     """
     return matmul_rows(x_MK.float(), w.dequantize(), row_tile).to(dtype)

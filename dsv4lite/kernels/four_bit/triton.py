@@ -1,7 +1,7 @@
-"""Kernel of products with weights of four bits: dense ones, and both products of routed experts.
+"""Kernel of products with 4-bit weights: dense ones, and both products of routed experts.
 
 One program computes up to 128 rows x 64 columns. Weights are the left operand, as in ``experts/unquantized_triton.py``: 64 of their
-rows fill the tensor cores whatever the number of tokens. A tile of weights is dequantized in registers, and rounded to the dtype of
+rows fill the tensor cores whatever the number of tokens. A tile of weights is dequantized in registers and rounded to the dtype of
 the inputs. Blocks of every size run the same additions in the same order.
 """
 
@@ -15,18 +15,18 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import by_most, ceil_div, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_values
 from dsv4lite.kernels.experts import ExpertInputs
-from dsv4lite.kernels.experts.grouping_triton import Block, Blocks, Groups, block_for, group_triton
+from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, block_for, group_triton
 from dsv4lite.kernels.experts.unquantized_triton import OUTS, times
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.rows.triton import rounded
 
-_INPUT_BYTES = 128  # of a row, multiplied at a time
+_INPUT_BYTES = 128  # of a row of inputs, per iteration
 
-# By the most rows; of experts, by the most pairs of token and expert there are for each expert.
-FOUR_BIT_BLOCKS: Blocks = (
-    (16, Block(rows=16, tiles=1, num_warps=4, num_stages=4)),
-    (64, Block(rows=64, tiles=1, num_warps=4, num_stages=3)),
-    (None, Block(rows=128, tiles=1, num_warps=8, num_stages=3)),
+# Limits are rows; for experts, pairs of token and expert per expert.
+FOUR_BIT_BLOCKS: BlockTable = (
+    (16, BlockConfig(rows=16, tiles=1, num_warps=4, num_stages=4)),
+    (64, BlockConfig(rows=64, tiles=1, num_warps=4, num_stages=3)),
+    (None, BlockConfig(rows=128, tiles=1, num_warps=8, num_stages=3)),
 )
 
 
@@ -35,7 +35,7 @@ def _weights(
     codes, scales, offsets, row, k, K: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr, NVFP4: tl.constexpr,
     WIDE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Return weights of some rows and of ``INPUTS`` inputs from ``k`` on, rounded to bfloat16 unless WIDE, in float32."""
+    """Return the weights of some rows for ``INPUTS`` inputs from ``k`` on: float32, rounded to bfloat16 unless WIDE."""
     byte = k // 2 + tl.arange(0, INPUTS // 2)
     pairs = tl.load(codes + row[:, None] * (K // 2) + byte[None, :], mask=(byte < K // 2)[None, :], other=0)
     q = tl.reshape(tl.join(pairs & 15, pairs >> 4), (row.shape[0], INPUTS)).to(tl.int32)
@@ -62,21 +62,21 @@ def _weights(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _four_bit_kernel(
-    x, codes, scales, offsets, order, owner, blocks, weight, y, pairs, x_row, limit,
+    x, codes, scales, offsets, block_pairs, block_expert, num_blocks, weight, y, pairs, x_row, limit,
     K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INPUTS: tl.constexpr,
     GROUP: tl.constexpr, NVFP4: tl.constexpr, GROUPED: tl.constexpr, SWIGLU: tl.constexpr, STAGES: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows of ``x`` by a matrix [N, K]; GROUPED: by those of their experts, and SWIGLU: by two, [2 N, K], to activate."""
+    """Multiply rows of ``x`` by a matrix [N, K]; if GROUPED by their experts' matrices; if SWIGLU by gate and up, and activate."""
     PROGRAMS: tl.constexpr = (N + OUTS - 1) // OUTS
     block = (tl.program_id(0) // PROGRAMS).to(tl.int64)
     column = tl.program_id(0) % PROGRAMS * OUTS + tl.arange(0, OUTS)
     row = tl.minimum(column, N - 1).to(tl.int64)
     pair = block * ROWS + tl.arange(0, ROWS)
     if GROUPED:
-        if block >= tl.load(blocks):
+        if block >= tl.load(num_blocks):
             return
-        row += tl.load(owner + block).to(tl.int64) * (2 * N if SWIGLU else N)
-        pair = tl.load(order + pair)
+        row += tl.load(block_expert + block).to(tl.int64) * (2 * N if SWIGLU else N)
+        pair = tl.load(block_pairs + pair)
     valid = pair < pairs
     pair = tl.where(valid, pair, 0).to(tl.int64)
     channel = tl.arange(0, INPUTS)
@@ -112,8 +112,8 @@ def four_bit_linear_triton(x_MK: Tensor, w: FourBit, dtype: torch.dtype, row_til
     return out
 
 
-def four_bit_outputs_triton(given: ExpertInputs, *, block: Block | None = None) -> Tensor:
-    """Launch ``experts_outputs`` of weights of four bits; ``block`` is for tests."""
+def four_bit_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None = None) -> Tensor:
+    """Launch ``experts_outputs`` with 4-bit weights; ``block`` is for tests."""
     (tokens, top_k), (experts, hidden, width), x, w13, w2 = given.slots_TK.shape, given.sizes, given.x, given.w13, given.w2
     assert isinstance(w13, FourBit) and isinstance(w2, FourBit) and x.shape == (tokens, hidden) and x.is_contiguous()
     assert w13.shape == (experts, 2 * width, hidden), (w13.shape, given.sizes)
@@ -126,13 +126,13 @@ def four_bit_outputs_triton(given: ExpertInputs, *, block: Block | None = None) 
     groups = Groups.allocate(tokens, top_k, experts, (0, 0), block.rows, device, by_token=False)
     group_triton(given.slots_TK, None, experts, groups)
     u = torch.empty(pairs, width, dtype=x.dtype, device=device)
-    _launch(block, groups.most, x, w13, u, pairs, groups, top_k, given.weight_TK, given.limit)
-    _launch(block, groups.most, u, w2, y.view(pairs, hidden), pairs, groups)
+    _launch(block, groups.max_blocks, x, w13, u, pairs, groups, top_k, given.weight_TK, given.limit)
+    _launch(block, groups.max_blocks, u, w2, y.view(pairs, hidden), pairs, groups)
     return y
 
 
 def _launch(
-    block: Block,
+    block: BlockConfig,
     blocks: int,
     x: Tensor,
     w: FourBit,
@@ -143,11 +143,11 @@ def _launch(
     weight_TK: Tensor | None = None,
     limit: float = 0.0,
 ) -> None:
-    """Launch a product of ``blocks`` blocks of rows; ``weight_TK`` is for the first product of experts."""
+    """Launch a product of ``blocks`` blocks of rows; only the first product of experts has ``weight_TK``."""
     assert all(part.is_contiguous() for part in (w.codes, w.scales, w.offsets, y)) and x.shape[1] == w.shape[-1], (x.shape, w.shape)
     assert x.dtype in (torch.bfloat16, torch.float32), x.dtype
     outs, gpu = y.shape[1], on_gpu(x.device)
-    work = (y, y, y) if groups is None else (groups.order, groups.owner, groups.count)
+    work = (y, y, y) if groups is None else (groups.block_pairs, groups.block_expert, groups.num_blocks)
     _four_bit_kernel[(blocks * ceil_div(outs, OUTS),)](
         x,
         w.codes,

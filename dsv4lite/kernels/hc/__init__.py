@@ -6,14 +6,14 @@
     C    = sinkhorn(softmax_rows(M[2N:] scale2 + base) + eps)   how the streams mix
     x    = sum_j pre_j X_j           X'_k = post_k y + sum_j C_jk X_j
 
-Source: DeepSeek-V4 specification 3.2.  Numerics: float32 inside; streams and x are rounded once to their dtype; coefficients agree
-with the official kernel to 1e-5, and so do those of all kernels with the references.
+Source: DeepSeek-V4 specification 3.2.  Numerics: float32 inside; streams and x are rounded once to their dtype. Coefficients of the
+references agree with the official kernel's to 1e-5, and those of all kernels with the references' to 1e-5.
 
-``hc_enter`` follows the data: it writes the previous sub-layer's output into the streams, projects them, and turns the projection
-into coefficients and the next sub-layer's normed input. Three kernels serve it: ``decode_small_triton`` does all of it in one
-launch for up to ``DECODE_SMALL_TOKENS`` tokens; ``prefill_triton`` takes four streams in bfloat16, of any number of tokens;
-``general_triton`` takes any others. Between the launches of the latter two, the projection is partial sums
-[parts, T, rows of fn + 1]: the last number of a row is the sum of squares.
+``hc_enter`` writes the previous sub-layer's output into the streams, projects them, and computes from the projection the
+coefficients and the next sub-layer's normed input. It has three kernels: ``decode_small_triton`` does all of this in one launch for
+up to ``DECODE_SMALL_TOKENS`` tokens; ``prefill_triton`` takes four bfloat16 streams and any number of tokens; ``general_triton``
+takes any streams. Between the two launches of the latter two, the projection is stored as partial sums [parts, T, rows of fn + 1],
+whose last column is the sum of squares.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import FP8_GROUP, quantize_fp8
 
 KERNEL_STREAMS = 4
-DECODE_SMALL_TOKENS = 16  # of a step that enters in one launch, if its bits may depend on the number of tokens
-DECODE_SMALL_WIDTH = 8192  # that one launch has memory for
-COLLAPSED_CHANNELS = 512  # of a token, by one program of that launch
-LEAST_RESIDENT = 2  # programs of four warps that a multiprocessor has registers for, however many each thread takes
+DECODE_SMALL_TOKENS = 16  # most tokens of the one-launch kernel
+DECODE_SMALL_WIDTH = 8192  # most channels for which that kernel's sums fit into the counters
+COLLAPSED_CHANNELS = 512  # channels of a token that one program of that kernel collapses
+LEAST_RESIDENT = 2  # programs of four warps that fit on a multiprocessor at the largest number of registers per thread
 
 Output = Tensor | ExpertSum
-"""A sub-layer's output: [T, D], or a sum over experts that is still to be taken."""
+"""A sub-layer's output: [T, D], or the terms of a sum over experts."""
 
 
 class HcWeights(NamedTuple):
@@ -56,23 +56,23 @@ class HcSettings(NamedTuple):
 
 
 class HcMix(NamedTuple):
-    """How a sub-layer's output returns to the streams, float32: post [T, N], comb [T, N, N] summed over its first stream index."""
+    """Coefficients that write a sub-layer's output: float32 post [T, N]; comb [T, N, N], summed over its first stream index."""
 
     post: Tensor
     comb: Tensor
 
 
 class HcInputs(NamedTuple):
-    """What ``hc_enter`` takes.
+    """Arguments of ``hc_enter``.
 
     Attributes:
         streams_TND: float32 or bfloat16.
-        pending: The previous sub-layer's output, if it is to be written, and the mix with which it is.
-        weights: Of the next sub-layer's connection, or of the model's head.
-        norm_weight: Of its norm, float32 [D]; ``None`` only for a head that is not normed.
-        settings: Of the model.
-        quantize: Return the input in FP8, too.
-        row_tile: As for ``gemm.matmul_rows``; any number makes a token's bits independent of the number of tokens.
+        pending: The previous sub-layer's output, which is not yet in the streams, and its mix; ``None`` if there is none.
+        weights: Parameters of the next sub-layer's connection, or of the model's head.
+        norm_weight: Weight of its norm, float32 [D]; ``None`` only for a head without a norm.
+        settings: Constants of the model.
+        quantize: Also return the input in FP8.
+        row_tile: As for ``gemm.matmul_rows``; unless ``None``, a token's bits do not depend on the number of tokens.
     """
 
     streams_TND: Tensor
@@ -85,18 +85,18 @@ class HcInputs(NamedTuple):
 
     @property
     def is_head(self) -> bool:
-        """The head of the model reads the streams, and writes no output to them."""
+        """Whether this is the model's head, which has no output to write back and therefore no mix."""
         return len(self.weights.fn) == self.streams_TND.shape[1]
 
 
 class HcEntered(NamedTuple):
-    """What a sub-layer starts from.
+    """Results of ``hc_enter``.
 
     Attributes:
-        streams_TND: The streams, with the previous sub-layer's output.
+        streams_TND: The streams, including the previous sub-layer's output.
         x_TD: The sub-layer's normed input.
-        rounded: Its codes float8_e4m3fn [T, D] and scale bytes uint8 [T, ceil(D / 128)], if they were asked for.
-        mix: How the sub-layer's output will be written; ``None`` for the head.
+        rounded: With ``quantize``, its codes float8_e4m3fn [T, D] and scale bytes uint8 [T, ceil(D / 128)]; otherwise ``None``.
+        mix: Coefficients with which the sub-layer's output will be written; ``None`` for the head.
     """
 
     streams_TND: Tensor
@@ -106,12 +106,12 @@ class HcEntered(NamedTuple):
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Logistic function with the same bits wherever an element lies (torch.sigmoid's vector tail differs by an ulp)."""
+    """Logistic function whose bits do not depend on an element's place (torch.sigmoid differs by an ulp after the last vector)."""
     return (1.0 + torch.exp(-x)).reciprocal()
 
 
 def sinkhorn(mix_TNN: Tensor, iters: int, eps: float) -> Tensor:
-    """Return the doubly stochastic projection, float32 [T, N, N]: columns end normalised, rows nearly.
+    """Return the doubly stochastic projection, float32 [T, N, N]; columns are normalised last, so rows only nearly sum to 1.
 
         m /= colsum(m) + eps;  (iters - 1) x { m /= rowsum(m) + eps; m /= colsum(m) + eps }
 
@@ -120,14 +120,14 @@ def sinkhorn(mix_TNN: Tensor, iters: int, eps: float) -> Tensor:
     transposed = mix_TNN.transpose(1, 2).contiguous()
     ones = torch.ones_like(mix_TNN[..., :1])
     row, col = ones.clone(), torch.baddbmm(ones, transposed, ones, beta=eps)
-    for _ in range(iters - 1):  # in place, which gradients allow: they need the reciprocals, not the vectors
+    for _ in range(iters - 1):  # in place: autograd saves the reciprocals, not ``row`` and ``col``
         row.baddbmm_(mix_TNN, col.reciprocal(), beta=eps)
         col.baddbmm_(transposed, row.reciprocal(), beta=eps)
     return mix_TNN / (row * col.transpose(1, 2))
 
 
 def has_kernel(dtype: torch.dtype, streams: int) -> bool:
-    """Return whether streams have kernels made for their number and dtype; others take those of ``general_triton``."""
+    """Return whether streams of this number and dtype have specialized kernels; others take ``general_triton``."""
     return dtype == torch.bfloat16 and streams == KERNEL_STREAMS
 
 
@@ -153,7 +153,7 @@ def weighted_sum(streams_TND: Tensor, weights_TN: Tensor) -> Tensor:
 
 
 def whole(output: Output) -> Tensor:
-    """Return a sub-layer's output, the sum over experts taken."""
+    """Return a sub-layer's output as a tensor [T, D]; sum over experts first if it is an ``ExpertSum``."""
     return sum_experts(output) if isinstance(output, ExpertSum) else output
 
 
@@ -186,15 +186,15 @@ def hc_enter(given: HcInputs) -> HcEntered:
 def hc_head(
     streams_TND: Tensor, weights: HcWeights, norm_weight: Tensor | None, eps: float, norm_eps: float, row_tile: int | None = None
 ) -> Tensor:
-    """Collapse the streams at the end of the model, and norm the result if there is a ``norm_weight``, [T, D]."""
+    """Return the weighted sum of the streams at the end of the model, [T, D], normed if there is a ``norm_weight``."""
     return hc_enter(HcInputs(streams_TND, None, weights, norm_weight, HcSettings(0, eps, norm_eps), row_tile=row_tile)).x_TD
 
 
 def suits_decode_small(streams_TND: Tensor, row_tile: int | None) -> bool:
-    """Return whether these streams are entered in one launch; its sums have another order than those of the other kernels.
+    """Return whether the one-launch kernel takes these streams; its sums have another order than those of the other kernels.
 
-    Some of its programs wait for others. They may do so only if all that wait leave room for one that does not: then the launch
-    ends in whatever order its programs start.
+    Some programs of that kernel wait for others. All waiting programs together must leave room on the GPU for one that does not
+    wait; then the launch ends in whatever order its programs start.
     """
     tokens, streams, width = streams_TND.shape
     waiting = tokens * (1 + -(-width // COLLAPSED_CHANNELS))

@@ -1,18 +1,19 @@
-"""Kernel of ``hc_enter`` for few tokens: leaving, projecting and collapse in one launch, as further launches would cost more.
+"""Kernel of ``hc_enter`` for few tokens: one launch, because a second launch would take longer than the work.
 
-    project     one token x 32 or 64 channels, in float32 without tensor cores: writes the streams, and sends their sums
+    project     one token x 32 or 64 channels, in float32 without tensor cores: writes the streams and sends partial sums
     mix         one token: waits for its sums, writes its ``post`` and ``comb``
-    collapse    one token x 512 channels: leaves for them, too, waits for the sums, and writes the next sub-layer's input
+    collapse    one token x 512 channels: computes these channels of the streams again, waits for the token's sums, and writes the
+                next sub-layer's input
 
-Consumers poll the value itself: memory holds 0 where nothing has been written, and 0 is sent as -0. So no program waits until a
-write is confirmed, and none sends a flag. Streams would need a flag, and are computed twice instead. Once all consumers have read
-a number, its place is cleared for the next kernel.
+Programs exchange sums through ``counters_of``. Consumers poll the value itself: 0 marks "not written yet", and a sum of 0 is sent
+as -0. So no program sends a flag or waits until its write is visible. Streams would need a flag, and are computed twice instead.
+Once all consumers have read a number, one of them sets it to 0 for the next kernel.
 
-Programs that project wait for no other. Those that mix and collapse do, the latter also for the others of their token, which
-exchange sums of squares. ``suits_decode_small`` admits a launch only if all that wait leave room on the chip for one that projects,
-so it ends in whatever order its programs start.
+Programs that project wait for no other program. Those that mix or collapse wait for them; those that collapse also wait for each
+other within a token, to add their sums of squares. ``suits_decode_small`` accepts a step only if all waiting programs together
+leave room on the GPU for one that projects, so the launch ends in whatever order its programs start.
 
-Sums differ in their last bits from those of ``prefill_triton.py``, and with how many channels a program projects.
+Sums differ in their last bits from those of ``prefill_triton.py``, and between the two numbers of channels per program.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_pr
 from dsv4lite.kernels.quantize import FP8_GROUP
 
 _WARPS = 4
-# Channels of a token that one program projects: of more tokens more, or not all programs would run at once.
-_FEWEST_TOKENS, _UNIT, _WIDER_UNIT = 4, 32, 64
-_RECORD = 32  # numbers that a program sends: those of the rows, and the sum of squares four times, so that they are read in pairs
-_MINUS_ZERO = tl.constexpr(-(1 << 31))  # bits of it
+# Channels that one program projects: ``_UNIT`` up to ``_NARROW_TOKENS`` tokens, else more, so that all programs run at once.
+_NARROW_TOKENS, _UNIT, _WIDER_UNIT = 4, 32, 64
+_RECORD = 32  # words of one program's sums: one for each row of fn, and four copies of the sum of squares, so that reads are paired
+_MINUS_ZERO = tl.constexpr(-(1 << 31))  # bits of -0.0
 
 
 @triton.jit
-def _written(
+def _output_of(
     y, chosen, shared, token, column, inside, WIDTH: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, GPU: tl.constexpr
 ):  # fmt: skip
-    """Return what a sub-layer has put out, float32 [UNIT]: ``y``, or the sum of its ``TOP_K`` experts and the shared one."""
+    """Return a sub-layer's output, float32 [UNIT]: ``y``, or the sum over ``TOP_K`` experts and the shared one."""
     if TOP_K:
-        # Reference: sum_experts; what was never written is read, too, so that no read waits for ``chosen``, and not used.
+        # Reference: sum_experts. Outputs without an expert are loaded but not used, so that no load waits for ``chosen``.
         total = tl.zeros(column.shape, tl.float32)
         for k in tl.static_range(TOP_K):
             pair = token * TOP_K + k
@@ -68,17 +69,17 @@ def _written(
 
 
 @triton.jit
-def _left(
+def _expanded(
     streams, pending, token, column, inside,
-    WIDTH: tl.constexpr, LEAVE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, GPU: tl.constexpr,
+    WIDTH: tl.constexpr, EXPAND: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Return some channels of a token's streams, bfloat16, once a sub-layer's output is written into them."""
+    """Return some channels of a token's streams, bfloat16, including the pending output of a sub-layer if EXPAND."""
     x0, x1, x2, x3 = load4(streams + token * (4 * WIDTH) + column, WIDTH, inside)
-    if LEAVE:
+    if EXPAND:
         y, chosen, shared, post, comb = pending
         # Reference: baddbmm(mix.post[..., None] * y_TD.float()[:, None], mix.comb.transpose(1, 2), streams_TND.float())
         f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-        w = _written(y, chosen, shared, token, column, inside, WIDTH, TOP_K, EXPERTS, GPU)
+        w = _output_of(y, chosen, shared, token, column, inside, WIDTH, TOP_K, EXPERTS, GPU)
         p0, p1, p2, p3 = load4(post + token * 4, 1, True)
         c00, c01, c02, c03 = load4(comb + token * 16, 1, True)
         c10, c11, c12, c13 = load4(comb + token * 16 + 4, 1, True)
@@ -94,15 +95,15 @@ def _left(
 
 
 @triton.jit
-def _sent(x):
-    """Return the bits of a number that is on its way: those of 0 say that nothing has come."""
+def _message_bits(x):
+    """Return a number's bits as they are sent: -0.0 instead of +0.0, because 0 marks a word that is not written yet."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits == 0, _MINUS_ZERO, bits)
 
 
 @triton.jit
-def _look(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
-    """Return the sums of ``UNITS`` numbers each, as far as these have come, and how many have not."""
+def _poll_once(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
+    """Return the sums of ``UNITS`` numbers each, and how many of these are not written yet."""
     missing = tl.zeros(p.shape, tl.int32)
     total = tl.zeros(p.shape, tl.float32)
     for unit in tl.static_range(UNITS):
@@ -114,14 +115,14 @@ def _look(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
 
 
 @triton.jit
-def _awaited(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
-    """Return the sums of ``UNITS`` numbers each, float32 [1, 32, 8], when all have come.
+def _poll(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
+    """Wait until all numbers are written; return the sums of ``UNITS`` numbers each, float32 [1, 32, 8].
 
-    They are no fewer than threads: two that looked at the same number might see it come at different times.
+    There are at least as many sums as threads: two threads that read the same number could see it written at different times.
     """
-    total, missing = _look(p, wanted, UNITS, RECORD)
+    total, missing = _poll_once(p, wanted, UNITS, RECORD)
     while missing > 0:
-        total, missing = _look(p, wanted, UNITS, RECORD)
+        total, missing = _poll_once(p, wanted, UNITS, RECORD)
     tl.debug_barrier()  # all threads have read
     return total
 
@@ -129,41 +130,41 @@ def _awaited(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
 @triton.jit
 def _clear(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
     for unit in tl.static_range(UNITS):
-        tl.store(p + unit * RECORD, tl.zeros(p.shape, tl.int32), mask=wanted)  # as the next kernel finds it
+        tl.store(p + unit * RECORD, tl.zeros(p.shape, tl.int32), mask=wanted)  # for the next kernel
 
 
 @triton.jit
 def _project(
-    program, streams, pending, fn, out, inbox, WIDTH: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr,
-    RECORD: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, LEAVE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
+    program, streams, pending, fn, out, exchange, WIDTH: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr,
+    RECORD: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, EXPAND: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
     GPU: tl.constexpr,
 ):  # fmt: skip
-    """Leave for one of a token's ``UNITS`` units of channels, and send their sums."""
+    """Compute the streams of one of a token's ``UNITS`` units of channels, write them if EXPAND, and send their sums."""
     token = (program // UNITS).to(tl.int64)
     column = program % UNITS * UNIT + tl.arange(0, UNIT)
     inside = column < WIDTH
     row = tl.arange(0, RECORD)
     wanted = (row < ROWS)[:, None] & inside[None, :]
     w0, w1, w2, w3 = load4(fn + row[:, None] * (4 * WIDTH) + column[None, :], WIDTH, wanted)
-    x0, x1, x2, x3 = _left(streams, pending, token, column, inside, WIDTH, LEAVE, TOP_K, EXPERTS, GPU)
+    x0, x1, x2, x3 = _expanded(streams, pending, token, column, inside, WIDTH, EXPAND, TOP_K, EXPERTS, GPU)
     # Reference: z = streams_TND.flatten(1).float(); matmul_rows(z, fn), z.square().sum(-1)
     f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     zeros = tl.zeros((RECORD, UNIT), tl.float32)
     product = weigh(f0[None, :], f1[None, :], f2[None, :], f3[None, :], w0, w1, w2, w3, zeros)
     squares = weigh(f0, f1, f2, f3, f0, f1, f2, f3, tl.zeros((UNIT,), tl.float32))
     numbers = tl.where(row < ROWS, tl.sum(product, 1), tl.sum(squares, 0))
-    # For one who waits rows 4 to 23 and the sum of squares twice, for the other rows 0 to 3 and the same.
+    # For ``_mix`` rows 4 to 23 and the sum of squares twice; for ``_collapse`` rows 0 to 3 and the sum of squares twice.
     place = tl.where(row < 4, row + ROWS + 2, tl.where(row < ROWS + 2, row, row + 4))
     read = (row < ROWS + 4) & ((row < 4) | (row >= (ROWS + 2 if HEAD else 4)))
     let_successor_in()
-    tl.store(inbox + program.to(tl.int64) * RECORD + place, _sent(numbers), mask=read)
-    if LEAVE:
+    tl.store(exchange + program.to(tl.int64) * RECORD + place, _message_bits(numbers), mask=read)
+    if EXPAND:
         store4(out + token * (4 * WIDTH) + column, WIDTH, x0, x1, x2, x3, inside)
 
 
 @triton.jit
 def _mix(
-    token, tokens, base, scale, inbox, post, comb, eps, norm_eps, WIDTH: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr,
+    token, tokens, base, scale, exchange, post, comb, eps, norm_eps, WIDTH: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr,
     RECORD: tl.constexpr, ROWS: tl.constexpr, ITERS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Wait for a token's sums, and write its ``post`` and ``comb``."""
@@ -171,9 +172,9 @@ def _mix(
     bias = tl.load(base + row, mask=row < ROWS, other=0.0)
     post_scale, comb_scale = tl.load(scale + 1), tl.load(scale + 2)
     part = (token * PARTS + tl.arange(0, PARTS)) * (UNITS * RECORD)
-    p = inbox + part[None, None, :] + row[None, :, None]
+    p = exchange + part[None, None, :] + row[None, :, None]
     wanted = tl.broadcast_to(((row >= 4) & (row < ROWS + 2))[None, :, None], p.shape)
-    total = _awaited(p, wanted, UNITS, RECORD)
+    total = _poll(p, wanted, UNITS, RECORD)
     let_successor_in()
     _clear(p, wanted, UNITS, RECORD)
     m = normalise(total, norm_eps, WIDTH, ROWS)
@@ -181,46 +182,46 @@ def _mix(
 
 
 @triton.jit
-def _whole_sum(part, notes, share, SHARES: tl.constexpr, RECORD: tl.constexpr, PARTS: tl.constexpr):
-    """Return the sum of what every share of a token has found; they wait for each other."""
+def _sum_over_chunks(part, squares_at, chunk, CHUNKS: tl.constexpr, RECORD: tl.constexpr, PARTS: tl.constexpr):
+    """Send ``part`` to all programs of the token, wait for theirs, and return the sum of all."""
     peer = tl.arange(0, RECORD)[None, :, None] * PARTS + tl.arange(0, PARTS)[None, None, :]
-    there = peer < SHARES
-    tl.store(notes + peer * SHARES + share, tl.broadcast_to(_sent(part), peer.shape), mask=there)
-    p = notes + share * SHARES + peer
-    total = _awaited(p, there, 1, 0)
+    there = peer < CHUNKS
+    tl.store(squares_at + peer * CHUNKS + chunk, tl.broadcast_to(_message_bits(part), peer.shape), mask=there)
+    p = squares_at + chunk * CHUNKS + peer
+    total = _poll(p, there, 1, 0)
     _clear(p, there, 1, 0)
     return tl.sum(total)
 
 
 @triton.jit
 def _collapse(
-    program, tokens, streams, pending, base, scale, normweight, inbox, x, codes, scales, eps, norm_eps,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr, SHARES: tl.constexpr, GROUPS: tl.constexpr,
-    RECORD: tl.constexpr, ROWS: tl.constexpr, LEAVE: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
+    program, tokens, streams, pending, base, scale, normweight, exchange, x, codes, scales, eps, norm_eps,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr,
+    RECORD: tl.constexpr, ROWS: tl.constexpr, EXPAND: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
     FP8: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Leave for a share of a token's channels, too, wait for its sums, and write the next sub-layer's input."""
-    token, share = (program // SHARES).to(tl.int64), program % SHARES
-    group = share * GROUPS + tl.arange(0, GROUPS)
+    """Compute the streams of one chunk of a token's channels, wait for the token's sums, write the next sub-layer's input."""
+    token, chunk = (program // CHUNKS).to(tl.int64), program % CHUNKS
+    group = chunk * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < WIDTH
     weight = tl.load(normweight + column, mask=inside, other=0.0)
     row = tl.arange(0, RECORD)
     bias = tl.load(base + row, mask=row < 4, other=0.0)
     pre_scale = tl.load(scale)
-    x0, x1, x2, x3 = _left(streams, pending, token, column, inside, WIDTH, LEAVE, TOP_K, EXPERTS, GPU)
+    x0, x1, x2, x3 = _expanded(streams, pending, token, column, inside, WIDTH, EXPAND, TOP_K, EXPERTS, GPU)
     part = (token * PARTS + tl.arange(0, PARTS)) * (UNITS * RECORD)
-    p = inbox + part[None, None, :] + (row + ROWS + 2)[None, :, None]
+    p = exchange + part[None, None, :] + (row + ROWS + 2)[None, :, None]
     wanted = tl.broadcast_to((row < 6)[None, :, None], p.shape)
-    m = normalise(_awaited(p, wanted, UNITS, RECORD), norm_eps, WIDTH, 4)
+    m = normalise(_poll(p, wanted, UNITS, RECORD), norm_eps, WIDTH, 4)
     v = weighted_sum(x0, x1, x2, x3, m, bias, pre_scale, eps, NATIVE).to(tl.float32)
     squares = tl.sum(v * v)
-    if SHARES > 1:
-        notes = inbox + tokens.to(tl.int64) * (PARTS * UNITS * RECORD) + token * (SHARES * SHARES)
-        squares = _whole_sum(squares, notes, share, SHARES, RECORD, PARTS)
+    if CHUNKS > 1:
+        squares_at = exchange + tokens.to(tl.int64) * (PARTS * UNITS * RECORD) + token * (CHUNKS * CHUNKS)
+        squares = _sum_over_chunks(squares, squares_at, chunk, CHUNKS, RECORD, PARTS)
     let_successor_in()
-    if share == 0:
-        _clear(p, wanted, UNITS, RECORD)  # all have read
+    if chunk == 0:
+        _clear(p, wanted, UNITS, RECORD)  # all programs of the token have read it
     rounded = normed(v, squares, weight, norm_eps, WIDTH, NATIVE)
     tl.store(x + token * WIDTH + column, rounded, mask=inside)
     if FP8:
@@ -229,10 +230,10 @@ def _collapse(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _enter_kernel(
-    streams, y, chosen, shared, post, comb, fn, base, scale, normweight, inbox,
+    streams, y, chosen, shared, post, comb, fn, base, scale, normweight, exchange,
     out, x, codes, scales, new_post, new_comb, tokens, eps, norm_eps,
-    WIDTH: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr, SHARES: tl.constexpr,
-    GROUPS: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, ITERS: tl.constexpr, LEAVE: tl.constexpr,
+    WIDTH: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr, CHUNKS: tl.constexpr,
+    GROUPS: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, ITERS: tl.constexpr, EXPAND: tl.constexpr,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
@@ -242,22 +243,23 @@ def _enter_kernel(
     mixing = 0 if HEAD else tokens
     if program < projecting:
         _project(
-            program, streams, pending, fn, out, inbox, WIDTH, UNIT, PARTS * UNITS, RECORD, ROWS, HEAD, LEAVE, TOP_K, EXPERTS, GPU
+            program, streams, pending, fn, out, exchange, WIDTH, UNIT, PARTS * UNITS, RECORD, ROWS, HEAD, EXPAND, TOP_K, EXPERTS,
+            GPU,
         )  # fmt: skip
     elif program < projecting + mixing:
         _mix(
-            (program - projecting).to(tl.int64), tokens, base, scale, inbox, new_post, new_comb, eps, norm_eps,
+            (program - projecting).to(tl.int64), tokens, base, scale, exchange, new_post, new_comb, eps, norm_eps,
             WIDTH, PARTS, UNITS, RECORD, ROWS, ITERS, NATIVE,
         )  # fmt: skip
     else:
         _collapse(
-            program - projecting - mixing, tokens, streams, pending, base, scale, normweight, inbox, x, codes, scales,
-            eps, norm_eps, WIDTH, PARTS, UNITS, SHARES, GROUPS, RECORD, ROWS, LEAVE, TOP_K, EXPERTS, FP8, NATIVE, GPU,
+            program - projecting - mixing, tokens, streams, pending, base, scale, normweight, exchange, x, codes, scales,
+            eps, norm_eps, WIDTH, PARTS, UNITS, CHUNKS, GROUPS, RECORD, ROWS, EXPAND, TOP_K, EXPERTS, FP8, NATIVE, GPU,
         )  # fmt: skip
 
 
 def enter_triton(given: HcInputs) -> HcEntered:
-    """See ``hc.hc_enter``; for what ``suits_decode_small``."""
+    """Launch ``hc.hc_enter`` for streams that ``suits_decode_small`` accepts."""
     streams_TND, pending, (fn, base, scale), norm_weight, settings, quantize, _ = given
     (tokens, streams, width), device, head = streams_TND.shape, streams_TND.device, given.is_head
     assert norm_weight is not None
@@ -267,46 +269,46 @@ def enter_triton(given: HcInputs) -> HcEntered:
     output, (post, comb) = pending or (streams_TND, (streams_TND,) * 2)
     y, chosen, shared, top_k, experts = streams_TND, streams_TND, streams_TND, 0, 0
     if isinstance(output, ExpertSum):
-        assert output.shared_TD is not None, "this rank has a part of the sum"
+        assert output.shared_TD is not None, "the sum over experts needs the shared expert's output on this rank"
         chosen, y, shared, experts = output.slots_TK, output.outputs_TKD, output.shared_TD, output.experts
         top_k = chosen.shape[1]
         assert y.shape == (tokens, top_k, width) and chosen.is_contiguous() and shared.is_contiguous(), y.shape
     elif pending is not None:
         y = output
     assert y.dtype == shared.dtype == torch.bfloat16 and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
-    inbox, sizes = counters_of(device), sizes_of(tokens, width, gpu=on_gpu(device))
-    assert 0 < tokens * room_of(sizes) <= len(inbox), (tokens, width)
+    exchange, sizes = counters_of(device), launch_sizes(tokens, width, gpu=on_gpu(device))
+    assert 0 < tokens * exchange_words(sizes) <= len(exchange), (tokens, width)
     out = streams_TND if pending is None else torch.empty_like(streams_TND)
     results = Results.allocate(given)
-    _enter_kernel[(tokens * (PARTS_OF_SUM * sizes["UNITS"] + sizes["SHARES"]) + len(results.post),)](
-        streams_TND, y, chosen, shared, post, comb, fn, base, scale, norm_weight, inbox,
+    _enter_kernel[(tokens * (PARTS_OF_SUM * sizes["UNITS"] + sizes["CHUNKS"]) + len(results.post),)](
+        streams_TND, y, chosen, shared, post, comb, fn, base, scale, norm_weight, exchange,
         out, *results, tokens, settings.eps, settings.norm_eps,
-        ROWS=len(fn), HEAD=head, ITERS=settings.iters, LEAVE=pending is not None, TOP_K=top_k, EXPERTS=experts, FP8=quantize,
+        ROWS=len(fn), HEAD=head, ITERS=settings.iters, EXPAND=pending is not None, TOP_K=top_k, EXPERTS=experts, FP8=quantize,
         NATIVE=native_e4m3(streams_TND), GPU=on_gpu(device), **sizes, num_warps=_WARPS, enable_fp_fusion=False,
         launch_pdl=dependent_launch(device),
     )  # fmt: skip
     return results.entered(out, given)
 
 
-def sizes_of(tokens: int, width: int, *, gpu: bool) -> dict[str, int]:
-    """Return how the work on a token is shared.
+def launch_sizes(tokens: int, width: int, *, gpu: bool) -> dict[str, int]:
+    """Return how the channels of a token are divided among programs.
 
-    The interpreter runs one program after the other: there one program collapses a token, and waits for no other of its kind.
+    The interpreter runs one program after the other, so there one program collapses a whole token.
     """
     groups = ceil_div(width, FP8_GROUP)
-    each = COLLAPSED_CHANNELS // FP8_GROUP if gpu else power_of_2(groups)
-    unit = _UNIT if tokens <= _FEWEST_TOKENS else _WIDER_UNIT
+    groups_per_chunk = COLLAPSED_CHANNELS // FP8_GROUP if gpu else power_of_2(groups)
+    unit = _UNIT if tokens <= _NARROW_TOKENS else _WIDER_UNIT
     return {
         "WIDTH": width,
         "UNIT": unit,
         "PARTS": PARTS_OF_SUM,
         "UNITS": ceil_div(width, unit * PARTS_OF_SUM),
-        "SHARES": ceil_div(groups, each),
-        "GROUPS": each,
+        "CHUNKS": ceil_div(groups, groups_per_chunk),
+        "GROUPS": groups_per_chunk,
         "RECORD": _RECORD,
     }
 
 
-def room_of(sizes: dict[str, int]) -> int:
-    """Return how many numbers programs send each other for a token."""
-    return PARTS_OF_SUM * sizes["UNITS"] * _RECORD + sizes["SHARES"] ** 2
+def exchange_words(sizes: dict[str, int]) -> int:
+    """Return how many words of ``counters_of`` a token takes."""
+    return PARTS_OF_SUM * sizes["UNITS"] * _RECORD + sizes["CHUNKS"] ** 2

@@ -1,9 +1,9 @@
-"""Kernels of ``hc_enter`` for any number of streams in float32 or bfloat16: one program per token, so its bits are its own.
+"""Kernels of ``hc_enter`` for any number of streams in float32 or bfloat16.
 
-    leave      writes a sub-layer's output into the streams, and sums the squares of what it writes
+    expand     writes a sub-layer's output into the streams, and the sum of squares of each token
     collapse   coefficients of the token, its weighted sum of the streams, and the norm
 
-Streams are projected by the library in between.
+One program takes one token, so a token's bits do not depend on the batch. Between the two, ``matmul_rows`` projects the streams.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dsv4lite.kernels.hc.prefill_triton import Results, sigmoid
 from dsv4lite.kernels.quantize import FP8_GROUP, quantize_fp8
 from dsv4lite.kernels.rows.triton import inverse_root, rounded
 
-_BLOCK = 1024  # channels at a time
+_BLOCK = 1024  # channels per iteration
 
 
 @triton.jit
-def _leave_kernel(
+def _expand_kernel(
     streams, y, post, comb, out, squares,
-    STREAMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LEAVE: tl.constexpr, GPU: tl.constexpr,
+    STREAMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EXPAND: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = out.dtype.element_ty == tl.float32
     token = tl.program_id(0).to(tl.int64)
@@ -36,7 +36,7 @@ def _leave_kernel(
         inside = column < WIDTH
         for k in tl.static_range(STREAMS):
             here = (token * STREAMS + k) * WIDTH + column
-            if LEAVE:
+            if EXPAND:
                 # Reference: hc_expand
                 added = tl.load(y + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
                 value = added * tl.load(post + token * STREAMS + k)
@@ -55,7 +55,7 @@ def _leave_kernel(
 
 @triton.jit
 def _mix(sums, base, scale, post, comb, factor, eps, STREAMS: tl.constexpr, TILE: tl.constexpr, ITERS: tl.constexpr):
-    """Store how a token's output returns to the streams."""
+    """Store ``post`` and ``comb`` of a token."""
     # Reference: hc_split
     j = tl.arange(0, TILE)
     here = j < STREAMS
@@ -68,7 +68,7 @@ def _mix(sums, base, scale, post, comb, factor, eps, STREAMS: tl.constexpr, TILE
     m = m * tl.load(scale + 2) + tl.load(base + 2 * STREAMS + at, mask=both, other=0.0)
     e = tl.where(both, tl.exp(m - tl.max(tl.where(both, m, float("-inf")), 1)[:, None]), 0.0)
     a = tl.where(both, e / tl.where(here, tl.sum(e, 1), 1.0)[:, None] + eps, 0.0)
-    # Reference: sinkhorn; places without a stream stay 1
+    # Reference: sinkhorn; padding stays 1
     row = tl.full((TILE,), 1.0, tl.float32)
     col = tl.where(here, tl.sum(a, 0) + eps, 1.0)
     for _ in range(ITERS - 1):
@@ -89,9 +89,7 @@ def _collapse_kernel(
     # Reference: hc_normalise
     factor = inverse_root(tl.load(sums + ROWS) / (STREAMS * WIDTH) + norm_eps)
     if not HEAD:
-        _mix(
-            sums, base, scale, post + token * STREAMS, comb + token * (STREAMS * STREAMS), factor, eps, STREAMS, TILE, ITERS
-        )  # fmt: skip
+        _mix(sums, base, scale, post + token * STREAMS, comb + token * (STREAMS * STREAMS), factor, eps, STREAMS, TILE, ITERS)
     # Reference: weighted_sum
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
@@ -108,10 +106,10 @@ def _collapse_kernel(
     tl.store(x + token * WIDTH + column, total.to(x.dtype.element_ty), mask=inside)
 
 
-def leave_enter_triton(
+def expand_project_triton(
     streams_TND: Tensor, pending: tuple[Tensor, HcMix] | None, fn: Tensor | None, row_tile: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Launch the first half of ``hc_enter``, as ``prefill_triton.leave_enter_triton`` does; the sums have one part."""
+    """Launch the first half of ``hc_enter``; see ``prefill_triton.expand_project_triton``. The sums have one part."""
     tokens, streams, width = streams_TND.shape
     y, (post, comb) = pending or (streams_TND, (streams_TND,) * 2)
     assert streams_TND.is_contiguous() and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
@@ -120,9 +118,9 @@ def leave_enter_triton(
     sums = torch.empty(1, tokens, rows + 1, dtype=torch.float32, device=streams_TND.device)
     squares = torch.empty(tokens, dtype=torch.float32, device=streams_TND.device)
     if tokens:
-        _leave_kernel[(tokens,)](
+        _expand_kernel[(tokens,)](
             streams_TND, y, post, comb, out, squares,
-            STREAMS=streams, WIDTH=width, BLOCK=min(_BLOCK, power_of_2(width)), LEAVE=pending is not None,
+            STREAMS=streams, WIDTH=width, BLOCK=min(_BLOCK, power_of_2(width)), EXPAND=pending is not None,
             GPU=on_gpu(streams_TND.device), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     if fn is not None:
@@ -132,7 +130,7 @@ def leave_enter_triton(
 
 
 def collapse_triton(streams_TND: Tensor, sums: Tensor, given: HcInputs) -> HcEntered:
-    """Launch the second half of ``hc_enter``, as ``prefill_triton.collapse_triton`` does."""
+    """Launch the second half of ``hc_enter``; see ``prefill_triton.collapse_triton``."""
     (tokens, streams, width), rows, head = streams_TND.shape, len(given.weights.base), given.is_head
     assert sums.shape == (1, tokens, rows + 1) and sums.is_contiguous() and streams_TND.is_contiguous(), sums.shape
     assert rows == (streams if head else streams * (streams + 2)), (rows, streams)

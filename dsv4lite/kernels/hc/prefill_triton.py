@@ -1,11 +1,12 @@
 """Kernels of ``hc_enter`` and ``hc_expand`` for four streams in bfloat16.
 
-    leave_enter   tokens x channels: writes a sub-layer's output into the streams, and sums of the projection over these channels
-    mix           one program per token for the next sub-layer's input, and one for some tokens' ``post`` and ``comb``
+    expand_project   tokens x channels: writes a sub-layer's output into the streams, and the projection's sums over these channels
+    collapse         one program per token writes the next sub-layer's input; others write ``post`` and ``comb`` of some tokens
 
-A sum over the channels has one order whatever the number of tokens: 32 channels of all streams on the tensor cores, such units in
-order within each of eight parts, parts in pairs. With few tokens a unit has a program of its own and ``mix`` adds them;
-with many a program takes a part. Streams are bfloat16, so weights in three bfloat16 terms make exact products.
+The order of a sum over channels does not depend on the number of tokens: a unit is 32 channels of all streams, on the tensor cores;
+units are added in order within each of eight parts, then the parts in pairs. With few tokens one program takes a unit, and
+``collapse`` adds the units; with many one program takes a part. Streams are bfloat16, and weights are split into three bfloat16
+terms, so products are exact.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from dsv4lite.kernels.hc import KERNEL_STREAMS, HcEntered, HcInputs, HcMix, has_
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 
-UNIT_CHANNELS = 32  # channels
+UNIT_CHANNELS = 32
 PARTS_OF_SUM = 8
-# Of how many tokens one program finds the coefficients, by the most tokens each is for. All warps of a program repeat a token's
-# numbers, so a program of one is done first and costs most; one of 32 takes 128 registers, which leaves room for two programs.
+# By the most tokens of a step: tokens whose ``post`` and ``comb`` one program computes. All warps of a program repeat the same
+# computation: programs of one token end first but cost most in total. With 32 tokens a thread takes 128 registers, and two programs
+# fit on a multiprocessor.
 _MIX_TOKENS: tuple[tuple[int | None, int], ...] = ((128, 1), (512, 4), (None, 16))
 
-# Two numbers by one instruction each; the compiler's own code has a slower one for each number, and more to take them apart.
+# Convert two numbers at a time; the compiler emits a slower instruction per number, and more to unpack pairs.
 _ROUND = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 _WIDEN = tl.constexpr("""{
     shl.b32 $0, $2, 16;
@@ -40,11 +42,11 @@ _WIDEN = tl.constexpr("""{
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """How ``leave_enter`` runs.
+    """Tile sizes and launch options of ``expand_project``.
 
     Attributes:
-        tokens: Of one program.
-        whole: A program takes a whole part of the channels, not a unit.
+        tokens: Tokens of one program.
+        whole: A program takes a whole part of the channels instead of a unit.
     """
 
     tokens: int
@@ -53,7 +55,7 @@ class Tile:
     num_stages: int
 
 
-# By the most tokens each is for.
+# Limits are tokens of a step.
 TILES: tuple[tuple[int | None, Tile], ...] = (
     (512, Tile(tokens=64, whole=False, num_warps=4, num_stages=1)),
     (None, Tile(tokens=64, whole=True, num_warps=4, num_stages=3)),
@@ -61,18 +63,18 @@ TILES: tuple[tuple[int | None, Tile], ...] = (
 
 
 def tile_for(tokens: int) -> Tile:
-    """Return how to run for a number of tokens."""
+    """Return the tile for a number of tokens."""
     return by_most(TILES, tokens)
 
 
 def units_of(width: int) -> int:
-    """Return how many units each part of the channels has; the last ones may be empty."""
+    """Return the number of units in each part of the channels; the last ones may be empty."""
     return -(-width // (UNIT_CHANNELS * PARTS_OF_SUM))
 
 
 @triton.jit
 def _rounded(x, NATIVE: tl.constexpr):
-    """Round to bfloat16. What is so rounded is computed once: the compiler cannot repeat it for another layout."""
+    """Round to bfloat16. The assembly is not pure, so the compiler cannot recompute the result in another layout."""
     if NATIVE:
         rounded = tl.inline_asm_elementwise(_ROUND, "=r,f,f", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
     else:
@@ -110,7 +112,7 @@ def load4(p, stride, mask):
 
 @triton.jit
 def _columns(p, mask):
-    """Return four numbers of each row as [rows, 1]; so loaded they need not change threads."""
+    """Return four numbers of each row as [rows, 1]; separate loads avoid a layout conversion."""
     a, b, c, d = load4(p, 1, mask)
     return a[:, None], b[:, None], c[:, None], d[:, None]
 
@@ -138,7 +140,7 @@ def _project(fn, inside, x, total, GPU: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def leave_enter_kernel(
+def expand_project_kernel(
     streams,
     y,
     post,
@@ -154,8 +156,8 @@ def leave_enter_kernel(
     UNIT: tl.constexpr,
     PROGRAMS: tl.constexpr,
     UNITS: tl.constexpr,
-    LEAVE: tl.constexpr,
-    ENTER: tl.constexpr,
+    EXPAND: tl.constexpr,
+    PROJECT: tl.constexpr,
     STAGES: tl.constexpr,
     GPU: tl.constexpr,
 ):
@@ -167,7 +169,7 @@ def leave_enter_kernel(
     streams += first * (4 * WIDTH)
     out += first * (4 * WIDTH)
     row = tl.arange(0, ROWS_TILE)
-    if LEAVE:
+    if EXPAND:
         y += first * WIDTH
         p0, p1, p2, p3 = _columns(post + first * 4 + token * 4, here)
         comb += first * 16 + token * 16
@@ -182,7 +184,7 @@ def leave_enter_kernel(
         inside = here[:, None] & (column < WIDTH)[None, :]
         at = token[:, None] * (4 * WIDTH) + column[None, :]
         x0, x1, x2, x3 = load4(streams + at, WIDTH, inside)
-        if LEAVE:
+        if EXPAND:
             # Reference: baddbmm(mix.post[..., None] * y_TD.float()[:, None], mix.comb.transpose(1, 2), streams_TND.float())
             w = _wide(tl.load(y + token[:, None] * WIDTH + column[None, :], mask=inside, other=0.0), GPU)
             f0, f1, f2, f3 = _wide(x0, GPU), _wide(x1, GPU), _wide(x2, GPU), _wide(x3, GPU)
@@ -193,7 +195,7 @@ def leave_enter_kernel(
                 _rounded(weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w), GPU),
             )
             store4(out + at, WIDTH, x0, x1, x2, x3, inside)
-        if ENTER:
+        if PROJECT:
             # Reference: z = streams_TND.flatten(1).float(); matmul_rows(z, fn), z.square().sum(-1)
             wanted = (row < ROWS)[:, None] & (column < WIDTH)[None, :]
             weights = fn + row[:, None] * (4 * WIDTH) + column[None, :]
@@ -206,7 +208,7 @@ def leave_enter_kernel(
             f0, f1, f2, f3 = _wide(x0, GPU), _wide(x1, GPU), _wide(x2, GPU), _wide(x3, GPU)
             squares += tl.sum(weigh(f0, f1, f2, f3, f0, f1, f2, f3, tl.zeros((TOKENS, UNIT), tl.float32)), 1)
     let_successor_in()
-    if ENTER:
+    if PROJECT:
         sums += (part.to(tl.int64) * tokens + first) * (ROWS + 1)
         tl.store(sums + token[:, None] * (ROWS + 1) + row[None, :], total, mask=here[:, None] & (row < ROWS)[None, :])
         tl.store(sums + token * (ROWS + 1) + ROWS, squares, mask=here)
@@ -215,7 +217,7 @@ def leave_enter_kernel(
 @triton.jit
 def normalise(total, norm_eps, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Return the normalised projection of tokens, float32 [TOKENS, ROWS_TILE], from what each part [TOKENS, ROWS_TILE, 8] adds."""
-    # The parts in pairs, and so on: tl.sum would leave the order to the layout.
+    # Parts are added in pairs, then the pairs: with tl.sum the order would depend on the layout.
     tl.static_assert(total.shape[2] == 8)
     a, b = tl.split(tl.reshape(total, (total.shape[0], total.shape[1], 4, 2)))
     a, b = tl.split(tl.reshape(a + b, (total.shape[0], total.shape[1], 2, 2)))
@@ -253,12 +255,12 @@ def _normed(
 
 @triton.jit
 def _column(x, i):
-    """Return column ``i`` of a tile, a scalar if it has one row: a scalar is in every thread, and none waits for another."""
-    mine = tl.where(tl.arange(0, x.shape[1])[None, :] == i, x, 0.0)
+    """Return column ``i`` of a tile [rows], or a scalar if the tile has one row: every thread then has it."""
+    masked = tl.where(tl.arange(0, x.shape[1])[None, :] == i, x, 0.0)
     if x.shape[0] == 1:
-        column = tl.sum(mine)
+        column = tl.sum(masked)
     else:
-        column = tl.sum(mine, 1)
+        column = tl.sum(masked, 1)
     return column
 
 
@@ -272,13 +274,13 @@ def _softmax(a, b, c, d, eps):
     """Return a row's softmax plus ``eps``."""
     most = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
     a, b, c, d = tl.exp(a - most), tl.exp(b - most), tl.exp(c - most), tl.exp(d - most)
-    share = 1.0 / (a + b + c + d)
-    return a * share + eps, b * share + eps, c * share + eps, d * share + eps
+    inverse = 1.0 / (a + b + c + d)
+    return a * inverse + eps, b * inverse + eps, c * inverse + eps, d * inverse + eps
 
 
 @triton.jit
 def _inverse(x, NATIVE: tl.constexpr):
-    """Return ``1 / x`` of numbers far from the ends of float32's range, to the last place but one."""
+    """Return ``1 / x`` within one unit in the last place, for numbers far from the limits of float32."""
     if NATIVE:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     return 1.0 / x
@@ -289,7 +291,7 @@ def write_mix(
     m, bias, post_scale, comb_scale, post, comb, tokens, eps, block,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, ITERS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Write ``post`` and ``comb`` of some tokens from their projection; a number of a token's matrix is in one register."""
+    """Write ``post`` and ``comb`` of some tokens from their projection; each number of a token's matrix is a variable."""
     token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     here = token < tokens
     row = tl.arange(0, m.shape[1])
@@ -409,7 +411,7 @@ def collapse_kernel(
                 WIDTH, ROWS, ROWS_TILE, PARTS, UNITS, MIX_TOKENS, ITERS, NATIVE,
             )  # fmt: skip
     else:
-        token = (mixers + tokens - 1 - program).to(tl.int64)  # those written last come first: the L2 cache has them
+        token = (mixers + tokens - 1 - program).to(tl.int64)  # last tokens first: they were written last and are in the L2 cache
         group = tl.arange(0, GROUPS_TILE)
         column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
         inside = column < WIDTH
@@ -431,9 +433,9 @@ def collapse_kernel(
 
 
 class Results(NamedTuple):
-    """What kernels write: x [T, D], its codes uint8 [T, D] and scale bytes, post [T, N] and comb [T, N, N].
+    """Tensors that kernels write: x [T, D], its codes uint8 [T, D] and scale bytes, post [T, N] and comb [T, N, N].
 
-    The head has no mix, and only what is quantized has codes and scales: these tensors are empty.
+    Without ``quantize`` codes and scales have no rows; post and comb of the head have none.
     """
 
     x: Tensor
@@ -455,20 +457,20 @@ class Results(NamedTuple):
         )
 
     def entered(self, streams_TND: Tensor, given: HcInputs) -> HcEntered:
-        """Return what a sub-layer starts from."""
+        """Return the results of ``hc_enter``."""
         rounded = (self.codes.view(torch.float8_e4m3fn), self.scales) if given.quantize else None
         return HcEntered(streams_TND, self.x, rounded, None if given.is_head else HcMix(self.post, self.comb))
 
 
-def leave_enter_triton(
+def expand_project_triton(
     streams_TND: Tensor, pending: tuple[Tensor, HcMix] | None, fn: Tensor | None, row_tile: int | None
 ) -> tuple[Tensor, Tensor]:
     """Launch the first half of ``hc_enter``.
 
     Args:
         pending: A sub-layer's output to write, and its mix; ``None`` writes nothing.
-        fn: By which the result is projected; ``None`` projects nothing.
-        row_tile: Any number means the same: a token's bits are its own.
+        fn: Projects the result; ``None`` projects nothing.
+        row_tile: Ignored: a token's bits never depend on the number of tokens.
 
     Returns:
         The streams, and the partial sums of their projection.
@@ -484,7 +486,7 @@ def leave_enter_triton(
     out = streams_TND if pending is None else torch.empty_like(streams_TND)
     sums = torch.empty(programs, tokens, rows + 1, dtype=torch.float32, device=streams_TND.device)
     if tokens:
-        leave_enter_kernel[(ceil_div(tokens, tile.tokens) * programs,)](
+        expand_project_kernel[(ceil_div(tokens, tile.tokens) * programs,)](
             streams_TND,
             y,
             post,
@@ -500,8 +502,8 @@ def leave_enter_triton(
             UNIT=UNIT_CHANNELS,
             PROGRAMS=programs,
             UNITS=units if tile.whole else 1,
-            LEAVE=pending is not None,
-            ENTER=fn is not None,
+            EXPAND=pending is not None,
+            PROJECT=fn is not None,
             STAGES=tile.num_stages,
             GPU=on_gpu(streams_TND.device),
             num_warps=tile.num_warps,
@@ -513,7 +515,7 @@ def leave_enter_triton(
 
 
 def collapse_triton(streams_TND: Tensor, sums: Tensor, given: HcInputs) -> HcEntered:
-    """Launch the second half of ``hc_enter``, from the streams and sums of the first; a head is not normed."""
+    """Launch the second half of ``hc_enter`` on the streams and sums of the first; a head is not normed here."""
     (tokens, _, width), rows, head = streams_TND.shape, len(given.weights.base), given.is_head
     assert has_kernel(streams_TND.dtype, streams_TND.shape[1]) and streams_TND.is_contiguous(), streams_TND.shape
     assert sums.shape[1:] == (tokens, rows + 1) and sums.is_contiguous() and rows == (4 if head else 24), sums.shape
@@ -546,7 +548,7 @@ def collapse_triton(streams_TND: Tensor, sums: Tensor, given: HcInputs) -> HcEnt
             HEAD=head,
             FP8=given.quantize,
             NATIVE=native_e4m3(streams_TND),
-            num_warps=min(8, max(4, groups_tile // 4)),  # the coefficients of many tokens want four, too
+            num_warps=min(8, max(4, groups_tile // 4)),  # programs that compute ``post`` and ``comb`` also need four
             enable_fp_fusion=False,
             launch_pdl=dependent_launch(streams_TND.device),
         )

@@ -1,4 +1,4 @@
-"""Launchers of ``hc_enter`` and ``hc_expand``, which choose among the kernels."""
+"""Launchers of ``hc_enter`` and ``hc_expand``; they choose the kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4lite.kernels.norm.triton import rms_norm_triton
 def hc_expand_triton(output: Output, streams_TND: Tensor, mix: HcMix) -> Tensor:
     """See ``hc.hc_expand``."""
     kernels = prefill if has_kernel(streams_TND.dtype, streams_TND.shape[1]) else general
-    expanded: Tensor = kernels.leave_enter_triton(streams_TND, (whole(output), mix), None, None)[0]
+    expanded: Tensor = kernels.expand_project_triton(streams_TND, (whole(output), mix), None, None)[0]
     return expanded
 
 
@@ -25,7 +25,7 @@ def hc_enter_triton(given: HcInputs) -> HcEntered:
         return enter_triton(given)
     kernels = prefill if has_kernel(streams_TND.dtype, streams_TND.shape[1]) else general
     written = None if pending is None else (whole(pending[0]), pending[1])
-    streams_TND, sums = kernels.leave_enter_triton(streams_TND, written, weights.fn, row_tile)
+    streams_TND, sums = kernels.expand_project_triton(streams_TND, written, weights.fn, row_tile)
     entered: HcEntered = kernels.collapse_triton(streams_TND, sums, given)
     if given.is_head and norm_weight is not None:
         entered = entered._replace(x_TD=rms_norm_triton(entered.x_TD, norm_weight, settings.norm_eps))

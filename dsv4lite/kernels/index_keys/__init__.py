@@ -1,11 +1,11 @@
 """Queries and keys of the indexer that selects tokens (DSA).
 
-    k  = rope_first(layer_norm(x) w + b)           stored in the place of the token's position
+    k  = rope_first(layer_norm(x) w + b)           stored at the token's position
     q  = rope_first(x), each head
-    FP8 keys: hadamard of both, and q rounded to e4m3 as k is
+    with FP8 keys, hadamard of both, and q is rounded to e4m3 like k
 
-Source: MLA specification 3.10 and 5.3.  Numerics: float32 throughout, so that scores do not tie; keys are rounded by the format of
-their rows alone. The kernels' sums have another order: results agree to 1e-5, and FP8 codes differ here and there.
+Source: MLA specification 3.10 and 5.3.  Numerics: float32 throughout, so that scores do not tie; only the row format rounds keys.
+The kernels' sums have another order: results agree to 1e-5, and a few FP8 codes differ.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from dsv4lite.kernels.quantize import hadamard, round_fp8
 from dsv4lite.kernels.rope import rope_first
 from dsv4lite.kernels.rows import Fp8Key, RowStore
 
-_EPS = 1e-6
+EPS = 1e-6
 
 
 class IndexKeyInputs(NamedTuple):
-    """What ``store_index_keys`` takes.
+    """Arguments of ``store_index_keys``.
 
     Attributes:
         key_TC: Projected keys.
         weight, bias: Of the layer norm, float32 [C].
         cos, sin: float32 [T, rope / 2].
-        interleaved: Neighbouring channels rotate together, else halves.
+        interleaved: Pairs of ``rope_first`` are neighbouring channels; otherwise one channel of each half.
         keys: Receives the keys, in grow pages.
         paging: Positions and pages of the tokens; padding is not stored.
     """
@@ -48,8 +48,8 @@ class IndexKeyInputs(NamedTuple):
 
 @op("index_keys.triton:store_index_keys_triton")
 def store_index_keys(given: IndexKeyInputs) -> Tensor:
-    """Store the keys of a step's tokens; return them as they were before their rows' rounding, float32 [T, C]."""
-    normed_TC = torch.nn.functional.layer_norm(given.key_TC.float(), given.weight.shape, given.weight, given.bias, _EPS)
+    """Store the keys of a step's tokens; return them before the row format's rounding, float32 [T, C]."""
+    normed_TC = torch.nn.functional.layer_norm(given.key_TC.float(), given.weight.shape, given.weight, given.bias, EPS)
     key_TC = rope_first(normed_TC, given.cos, given.sin, interleaved=given.interleaved)
     if isinstance(given.keys.format, Fp8Key):
         key_TC = hadamard(key_TC)
@@ -60,7 +60,7 @@ def store_index_keys(given: IndexKeyInputs) -> Tensor:
 
 @op("index_keys.triton:index_queries_triton")
 def index_queries(query_THC: Tensor, cos: Tensor, sin: Tensor, keys: RowStore, *, interleaved: bool) -> Tensor:
-    """Return index queries, float32 [T, H, C], as they meet the keys of a store."""
+    """Return index queries for the keys of a store, float32 [T, H, C]."""
     turned_THC = rope_first(query_THC.float(), cos, sin, interleaved=interleaved)
     if not isinstance(keys.format, Fp8Key):
         return turned_THC

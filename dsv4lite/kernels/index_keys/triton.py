@@ -1,4 +1,4 @@
-"""Kernels of ``index_keys``: one program for a token's key, or for some heads of its queries."""
+"""Kernels of ``index_keys``: one program takes a token's key, or eight heads of its queries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import ceil_div, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes, e4m3_values, to_bf16
-from dsv4lite.kernels.index_keys import _EPS, IndexKeyInputs
+from dsv4lite.kernels.index_keys import EPS, IndexKeyInputs
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows import Fp8Key, RowStore
 from dsv4lite.kernels.rows.triton import fp8_scale, hadamard_float32, inverse_root, mean_of, memory_of, store_fp8_key
@@ -19,7 +19,7 @@ _HEADS = 8  # of one program
 
 @triton.jit
 def _partner(channel, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Return the channels that turn with these, and the numbers of their angles."""
+    """Return the other channel of each channel's pair, itself if it does not rotate, and the index of the pair's angle."""
     HALF: tl.constexpr = ROPE // 2
     if INTERLEAVED:
         other, angle = channel ^ 1, channel // 2
@@ -31,7 +31,7 @@ def _partner(channel, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _turned(x, y, channel, cos, sin, t, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Return ``rope_first`` of vectors [R, C]; ``y`` has each channel's partner."""
+    """Return ``rope_first`` of vectors ``x`` [R, C]; ``y`` holds each channel's partner."""
     _other, angle = _partner(channel, ROPE, INTERLEAVED)
     c = tl.load(cos + t * (ROPE // 2) + angle)[None, :]
     s = tl.load(sin + t * (ROPE // 2) + angle)[None, :]
@@ -100,7 +100,7 @@ def _query_kernel(
 
 
 def _layer(cos: Tensor, sin: Tensor, keys: RowStore, channels: int, interleaved: bool) -> dict[str, object]:
-    """Check angles, and return what is compiled in."""
+    """Check the angles, and return constants and launch options."""
     assert cos.is_contiguous() and sin.is_contiguous() and channels & (channels - 1) == 0 and 2 * cos.shape[1] <= channels
     return {
         "CHANNELS": channels, "LOG": channels.bit_length() - 1, "ROPE": 2 * cos.shape[1], "INTERLEAVED": interleaved,
@@ -118,7 +118,7 @@ def store_index_keys_triton(given: IndexKeyInputs) -> Tensor:
     if tokens:
         _key_kernel[(tokens,)](
             key_TC, weight, bias, cos, sin, out, memory, paging.positions_T, paging.sequence_T, paging.grow_SP,
-            key_TC.stride(0), paging.grow_SP.stride(0), _EPS, PLACES=keys.rows_per_page, PAGE=memory.stride(0),
+            key_TC.stride(0), paging.grow_SP.stride(0), EPS, PLACES=keys.rows_per_page, PAGE=memory.stride(0),
             **_layer(cos, sin, keys, channels, interleaved),
         )  # fmt: skip
     return out

@@ -1,12 +1,12 @@
-"""Lightning indexer: which compressed entries a token attends to.
+"""Lightning indexer: selects the compressed entries that a token attends to.
 
     I(t, w) = sum_h a_th relu(iq_th . ik_w)         w < (t + 1) // 4
     S(t)    = the top_k largest
 
 Source: DeepSeek-V4 specification 3.6 and 4.5.  Numerics: in bfloat16 every step rounds, as in the official code (products, weighted
-products and the sum over heads); ties at the threshold are common then and go to the older entry. The chosen entries are returned
-in ascending order, so what is attended, and in which order, is a function of the scores alone. On packed pages scores equal the
-reference but for the order of the sum over heads; the selection is exact, whatever the scores.
+products and the sum over heads). Ties at the threshold are then common; the older entry is selected. Selected entries are returned
+in ascending order, so attention and its order of summation depend on the scores alone. Scores of the kernels differ from the
+reference's by the order of the sum over heads; the selection from given scores is exact.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dsv4lite.kernels.rows import Fp4Key, Fp8Key, RowStore, UnquantizedRow
 
 KEY_BLOCK = 64
 PAGE_TOKENS = 256
-SCORE_BYTES = 256 << 20  # that the scores of one round of tokens may take
-_REF_TOKENS = 64  # that the reference scores together
-_LEAST_SHARING = 2  # tokens of a sequence for which the reference reads its keys once
+SCORE_BYTES = 256 << 20  # most memory for scores; tokens are scored in rounds that fit
+_REF_TOKENS = 64  # tokens that the reference scores at a time
+_LEAST_SHARING = 2  # sequences with so many tokens are scored by the reference in blocks of their own, which read keys once
 
 
 def index_scores(queries_NHC: Tensor, weights_NH: Tensor, keys: Tensor, *, row_tile: int | None = None) -> Tensor:
@@ -36,7 +36,7 @@ def index_scores(queries_NHC: Tensor, weights_NH: Tensor, keys: Tensor, *, row_t
         queries_NHC: Index queries.
         weights_NH: Head weights, may be negative.
         keys: [E, C] shared by all tokens, or [N, E, C].
-        row_tile: Fixed shapes for every product, so that scores do not depend on N or E.
+        row_tile: As for ``gemm.matmul_rows``: products have fixed shapes, so that scores do not depend on N or E.
     """
     dtype = queries_NHC.dtype
     queries, weights, keys = queries_NHC.float(), weights_NH.float()[..., None], keys.float()
@@ -57,15 +57,15 @@ def index_scores(queries_NHC: Tensor, weights_NH: Tensor, keys: Tensor, *, row_t
 
 
 def _weigh(dots_NHE: Tensor, weights_NH1: Tensor, dtype: torch.dtype) -> Tensor:
-    closed = dots_NHE.to(dtype).float().relu()
-    return (closed * weights_NH1).to(dtype).float().sum(1).to(dtype).float()
+    positive = dots_NHE.to(dtype).float().relu()
+    return (positive * weights_NH1).to(dtype).float().sum(1).to(dtype).float()
 
 
 def select_entries(scores_NE: Tensor, visible_N: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Return the ``top_k`` best visible entries of each token.
 
     Returns:
-        int64 [N, min(top_k, E)] in ascending order, what is not valid last, and bool of the same shape.
+        Entries int64 [N, min(top_k, E)] in ascending order, invalid ones last; and which of them are valid, bool.
     """
     count = scores_NE.shape[1]
     hidden = torch.arange(count, device=scores_NE.device) >= visible_N[:, None]
@@ -75,18 +75,18 @@ def select_entries(scores_NE: Tensor, visible_N: Tensor, top_k: int) -> tuple[Te
 
 
 class IndexInputs(NamedTuple):
-    """What chooses the entries of a step's tokens.
+    """Arguments of the indexer for a step.
 
     Attributes:
-        iq_THC: bfloat16 index queries, already rounded to FP4; for unquantized keys as they are, in the keys' dtype or float32; for
-            FP8 keys rounded to FP8, in float32. The reference takes any dtype, in which it scores, and any keys.
+        iq_THC: Index queries: with FP4 keys bfloat16, rounded to FP4; with FP8 keys float32, rounded to FP8; with unquantized keys
+            in their dtype or float32. The reference takes all dtypes with all keys, and scores in the queries' dtype.
         weights_TH: Head weights, any stride; rounded to the dtype of ``iq``, multiplied by ``weight_scale``, and rounded again.
         keys: Packed or unquantized index keys.
         paging: Positions and pages of the tokens.
-        top_k: How many entries are chosen; tokens that see no more need no scores.
-        entries_max: Most entries that any token sees, as far as the host knows.
+        top_k: Number of selected entries; tokens that see no more entries need no scores.
+        entries_max: Upper bound of the entries that a token sees, as far as the host knows.
         weight_scale: See ``weights_TH``.
-        any_order: The reference may sum in an order that depends on the rest of the step. Kernels ignore it.
+        any_order: In the reference, the order of sums may depend on the rest of the step. Kernels ignore it.
     """
 
     iq_THC: Tensor
@@ -108,21 +108,21 @@ class IndexInputs(NamedTuple):
 
     @property
     def ratio(self) -> int:
-        """Tokens of an entry."""
+        """Tokens per entry."""
         return PAGE_TOKENS // self.keys.rows_per_page
 
 
 def choose_paged(given: IndexInputs) -> Tensor:
-    """Return the entries that each token attends to, int32 [T, top_k] ascending; anything where a token sees no more than that.
+    """Return the entries that each token attends to, int32 [T, top_k] ascending; undefined for tokens that see at most ``top_k``.
 
-    As many tokens are scored at a time as scores have room for.
+    Tokens are scored in rounds, whose scores take at most ``SCORE_BYTES``.
     """
     tokens, iq_THC = len(given.iq_THC), given.iq_THC
     round_tokens = max(1, SCORE_BYTES // (iq_THC.element_size() * max(1, given.entries_max)))
     selected_TK = torch.empty(tokens, given.top_k, dtype=torch.int32, device=iq_THC.device)
     for begin in range(0, tokens, round_tokens):
         end = min(begin + round_tokens, tokens)
-        # The argument alone holds the scores: there is no room for those of two rounds.
+        # The scores are a temporary, so that they are freed before those of the next round are allocated.
         select_paged(index_scores_paged(given, begin, end), given.paging, given.ratio, begin, selected_TK[begin:end])
     return selected_TK
 
@@ -132,7 +132,7 @@ def index_scores_paged(given: IndexInputs, begin: int, end: int) -> Tensor:
     """Score the visible entries of the tokens ``begin`` to ``end`` of a step; tokens of a sequence share its keys.
 
     Returns:
-        [N, entries_max] in the dtype of ``iq``; anything where the entry is not visible or the token needs no scores.
+        [N, entries_max] in the dtype of ``iq``; undefined where the entry is not visible or the token needs no scores.
     """
     iq_NHC, keys, paging = given.iq_THC[begin:end], given.keys, given.paging
     weights_NH = given.weights_TH[begin:end].to(iq_NHC.dtype) * given.weight_scale
@@ -157,13 +157,13 @@ def index_scores_paged(given: IndexInputs, begin: int, end: int) -> Tensor:
 
 @op("indexer.triton:select_paged_triton")
 def select_paged(scores_NE: Tensor, paging: Paging, ratio: int, begin: int, out: Tensor) -> Tensor:
-    """Write the best visible entries of the tokens ``begin`` to ``begin + N`` of a step, ascending; of equals the older.
+    """Write the best visible entries of the tokens ``begin`` to ``begin + N`` of a step, ascending; on ties the older ones.
 
     Args:
-        scores_NE: bfloat16 or float32; what is not visible may hold anything.
+        scores_NE: bfloat16 or float32; scores of invisible entries may hold anything.
         paging: Positions of the tokens.
-        ratio: Tokens of an entry.
-        out: Contiguous int32 [N, top_k]; tokens that see no more than ``top_k`` entries may leave anything.
+        ratio: Tokens per entry.
+        out: Contiguous int32 [N, top_k]; undefined afterwards for tokens that see at most ``top_k`` entries.
     """
     visible_N = _visible(paging, ratio, begin, len(scores_NE))
     rows_M = (visible_N > out.shape[1]).nonzero()[:, 0]
@@ -173,5 +173,5 @@ def select_paged(scores_NE: Tensor, paging: Paging, ratio: int, begin: int, out:
 
 
 def _visible(paging: Paging, ratio: int, begin: int, count: int) -> Tensor:
-    """Return how many entries tokens see, int64; none for padding."""
+    """Return how many entries tokens see, int64; 0 for padding."""
     return (paging.positions_T[begin : begin + count].long() + 1) // ratio

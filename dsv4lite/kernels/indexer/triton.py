@@ -1,12 +1,12 @@
-"""Kernels of the indexer on packed pages.
+"""Kernels of the indexer on packed or unquantized pages.
 
-    scores      a few tokens of one sequence x pieces of keys: a piece is widened once and stays in shared memory for all of them
-    select      one token whose scores fit into one program's registers: bisection for the threshold, then one running sum
-    segment     the same for more scores, cut into segments, in three passes: two histograms, one of each byte of the scores'
-                ordered bits; each program then knows the threshold and how many entries the segments before its own give
-    float32     the same for scores in float32, of any number: one program a token, and a pass for each byte
+    scores      a few tokens of one sequence x pieces of keys: a piece is widened once and stays in shared memory for all tokens
+    select      one token whose scores fit into one program's registers: bisection for the threshold, then one cumulative sum
+    segment     one segment of a token's scores if there are more, in three passes: a histogram of each of the two bytes of the
+                scores' ordered bits gives the threshold and the number of entries selected in earlier segments; then selection
+    float32     one token with any number of float32 scores: a pass for each byte of the scores' ordered bits
 
-Tokens that see no more entries than are wanted are passed over.
+Kernels skip tokens that see at most ``top_k`` entries.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_pr
 from dsv4lite.kernels.rows import Fp4Key, Fp8Key, UnquantizedRow
 from dsv4lite.kernels.rows.triton import bf16, memory_of
 
-KEYS, FLOAT32_KEYS = 128, 64  # of a piece; of float32
-TOKENS = 32  # that share a piece
-PROGRAMS = 4096  # that scores are spread over at most
-SEGMENT = 4096  # scores of one program, where there are too many for one
-MOST = 8192  # scores that one program holds
-_STAGES = 2  # of the tokens' queries
+KEYS, FLOAT32_KEYS = 128, 64  # keys of a piece; with float32 queries
+TOKENS = 32  # most tokens that share a piece
+PROGRAMS = 4096  # number of programs that the scores kernel aims at
+SEGMENT = 4096  # scores of one program if a token has more than MOST, or per iteration in float32
+MOST = 8192  # most scores that one program of ``select`` holds
+_STAGES = 2  # pipeline stages of the loop over queries
 
-
-# Bytes 0 and 1, then 2 and 3: their low nibbles, then their high ones. Every byte has its own scale: where k is multiplied from
-# registers, the four of a thread are of several keys.
+# Widens the low and the high nibbles of bytes 0 and 1, then of bytes 2 and 3. Every byte has its own scale: if the product reads k
+# from registers, the four bytes of a thread belong to several keys.
 _WIDEN = tl.constexpr("""{
 .reg .b32 t, s, m, f, z;
 mov.b32 f, 0x7E807E80; mov.b32 z, 0x80008000;
@@ -87,7 +86,7 @@ def _keys(
         factor = bits.to(tl.float32, bitcast=True)[:, :, None]
         low = _e2m1(codes.to(tl.int32) & 15, factor)
         high = _e2m1(codes.to(tl.int32) >> 4, factor)
-    # Triton 3.6 fails to compile a product for compute capability 10.0 whose operand is a reshaped tensor; a sum is none.
+    # Triton 3.6 cannot compile a product with a reshaped operand for compute capability 10.0; adding 0.0 avoids that.
     return tl.reshape(tl.join(low, high), (KEYS, GROUPS * 32)) + 0.0
 
 
@@ -156,8 +155,8 @@ def _score(k, q, weight, FLOAT32: tl.constexpr, GPU: tl.constexpr):
     if FLOAT32:
         score = tl.sum(tl.maximum(dots, 0.0) * weight[None, :], 1)
     else:
-        closed = tl.maximum(bf16(dots, GPU), 0.0)
-        score = bf16(tl.sum(bf16(closed * weight[None, :], GPU), 1), GPU)
+        positive = tl.maximum(bf16(dots, GPU), 0.0)
+        score = bf16(tl.sum(bf16(positive * weight[None, :], GPU), 1), GPU)
     return score
 
 
@@ -200,7 +199,7 @@ def _scores_kernel(
     n = tl.program_id(0) * TOKENS
     stop = tl.minimum(n + TOKENS, count)
     while n < stop:
-        # Tokens from n to end are of one sequence; padding is passed over one by one.
+        # Tokens n to end are of one sequence; padding is skipped one token at a time.
         position = tl.load(positions + begin + n)
         sequence = tl.load(sequences + begin + n).to(tl.int64)
         ends = tl.load(first_rows + sequence) + tl.load(lens + sequence) - begin
@@ -217,12 +216,12 @@ def _scores_kernel(
                     k = k.to(tl.float32)
             else:
                 k = _keys(keys, pages, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, KEYS, GPU)
-            # The first that needs scores and sees an entry of the piece.
+            # Index of the first token that needs scores and sees an entry of the piece.
             needs = n + RATIO * (tl.maximum(TOP_K, piece * KEYS) + 1) - 1 - position
             for token in tl.range(tl.maximum(n, needs), end, num_stages=STAGES):
                 row = token + tl.zeros((), tl.int64)
                 q, weight = _query(iq, weights, row, weight_stride, weight_scale, H, HEADS, CHANNELS, PADDED, GPU)
-                # Numbers of e4m3 times a power of two are bfloat16, and such a key's scale may multiply its score instead.
+                # FP8: an e4m3 number times a power of two is exact in bfloat16, and a key's scale multiplies its score.
                 score = _score(k, q.to(k.dtype) if FP8 else q, weight, FLOAT32, GPU)
                 score = score * scale if FP8 else score
                 at = piece * KEYS + e
@@ -233,7 +232,7 @@ def _scores_kernel(
 
 @triton.jit
 def _ordered(scores, at, visible):
-    """Return numbers in [0, 65536) in the order of the scores, -1 for what is not visible."""
+    """Return integers in [0, 65536) in the order of the bfloat16 scores; -1 for invisible entries."""
     # Reference: scores.masked_fill(hidden, -inf); -0 equals 0
     bits = tl.load(scores + at, mask=at < visible, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     bits = tl.where(bits == 0x8000, 0, bits)
@@ -242,7 +241,7 @@ def _ordered(scores, at, visible):
 
 @triton.jit
 def _gather(selected, at, number, threshold, above, equal, wanted):
-    """Store the entries ``at`` above the threshold, and of those equal to it the first ``wanted``; some lie before these."""
+    """Store entries ``at`` above the threshold and the first ``wanted`` equal to it; ``above`` and ``equal`` count those before."""
     # Reference: order = scores.sort(descending=True, stable=True).indices[:, :top_k]; order.sort()
     more = (number > threshold).to(tl.int32)
     same = (number == threshold).to(tl.int32)
@@ -264,7 +263,7 @@ def _select_kernel(
         return
     at = tl.arange(0, BLOCK)
     number = _ordered(scores + n * columns, at, visible)
-    # The largest number that TOP_K scores reach, bit by bit.
+    # The largest integer that TOP_K scores reach, bit by bit.
     threshold = 0
     for i in range(16):
         higher = threshold | (0x8000 >> i)
@@ -274,8 +273,8 @@ def _select_kernel(
 
 
 @triton.jit
-def _reach(count, wanted, BINS: tl.constexpr):
-    """Return the highest of some bins that, with those above, holds ``wanted``, and how many those above hold."""
+def _threshold_bin(count, wanted, BINS: tl.constexpr):
+    """Return the highest bin that, together with all higher bins, counts ``wanted``; and the count of the higher bins."""
     bins = tl.arange(0, BINS)
     from_here = tl.sum(count) - tl.cumsum(count, 0) + count
     found = tl.max(tl.where(from_here >= wanted, bins, 0))
@@ -283,16 +282,16 @@ def _reach(count, wanted, BINS: tl.constexpr):
 
 
 @triton.jit
-def _sums(counts, used, segment, SEGMENTS: tl.constexpr):
-    """Return the sum of the histograms [used, 256], and of those before ``segment``."""
+def _histogram_sums(counts, used, segment, SEGMENTS: tl.constexpr):
+    """Return the sum of the histograms [used, 256], and the sum of those before ``segment``."""
     each = tl.arange(0, SEGMENTS)[:, None]
     count = tl.load(counts + each * 256 + tl.arange(0, 256)[None, :], mask=each < used, other=0)
     return tl.sum(count, 0), tl.sum(tl.where(each < segment, count, 0), 0)
 
 
 @triton.jit
-def _count(counts, number):
-    """Store how often each of [0, 256) occurs."""
+def _store_histogram(counts, number):
+    """Store how often each integer in [0, 256) occurs."""
     bins = tl.arange(0, 512)
     tl.store(counts + bins, tl.histogram(number, 512), mask=bins < 256)
 
@@ -322,17 +321,17 @@ def _segment_kernel(
     number = _ordered(scores + n * columns, at, visible)
     row = n * tl.num_programs(1)
     if PASS == 0:
-        _count(highs + (row + segment) * 256, tl.where(number < 0, 256, number >> 8))
+        _store_histogram(highs + (row + segment) * 256, tl.where(number < 0, 256, number >> 8))
     else:
-        total, before = _sums(highs + row * 256, used, segment, SEGMENTS)
-        high, above = _reach(total, TOP_K, 256)
+        total, before = _histogram_sums(highs + row * 256, used, segment, SEGMENTS)
+        high, above = _threshold_bin(total, TOP_K, 256)
         if PASS == 1:
-            _count(lows + (row + segment) * 256, tl.where(number >> 8 == high, number & 255, 256))
+            _store_histogram(lows + (row + segment) * 256, tl.where(number >> 8 == high, number & 255, 256))
         else:
             bins = tl.arange(0, 256)
             more = tl.sum(tl.where(bins > high, before, 0))
-            total, before = _sums(lows + row * 256, used, segment, SEGMENTS)
-            low, between = _reach(total, TOP_K - above, 256)
+            total, before = _histogram_sums(lows + row * 256, used, segment, SEGMENTS)
+            low, between = _threshold_bin(total, TOP_K - above, 256)
             more += tl.sum(tl.where(bins > low, before, 0))
             equal = tl.sum(tl.where(bins == low, before, 0))
             _gather(selected + n * TOP_K, at, number, high * 256 + low, more, equal, TOP_K - above - between)
@@ -340,7 +339,7 @@ def _segment_kernel(
 
 @triton.jit
 def _ordered_float32(scores, at, visible):
-    """Return unsigned numbers in the order of float32 scores; 0, which no number has, for what is not visible."""
+    """Return unsigned integers in the order of float32 scores; 0, which stands for no number, for invisible entries."""
     # Reference: scores.masked_fill(hidden, -inf); -0 equals 0
     bits = tl.load(scores + at, mask=at < visible, other=0.0).to(tl.uint32, bitcast=True)
     bits = tl.where(bits == 0x80000000, 0, bits)
@@ -357,7 +356,7 @@ def _select_float32_kernel(
         return
     scores += n * columns
     bins = tl.arange(0, 512)
-    # The largest number that TOP_K scores reach, byte by byte.
+    # The largest integer that TOP_K scores reach, byte by byte.
     threshold = tl.zeros((), tl.uint32)
     wanted = TOP_K
     for i in range(4):
@@ -365,10 +364,10 @@ def _select_float32_kernel(
         count = tl.zeros((512,), tl.int32)
         for start in range(0, visible, CHUNK):
             at = start + tl.arange(0, CHUNK)
-            # Where the bytes so far are the threshold's, what is left is the next byte; else it is more than that.
+            # If the bytes so far equal the threshold's, this is the next byte; otherwise it is at least 256.
             byte = (_ordered_float32(scores, at, visible) ^ threshold) >> shift
             count += tl.histogram(tl.where((at < visible) & (byte < 256), byte, 256).to(tl.int32), 512)
-        found, above = _reach(tl.where(bins < 256, count, 0), wanted, 512)
+        found, above = _threshold_bin(tl.where(bins < 256, count, 0), wanted, 512)
         threshold = threshold | (found.to(tl.uint32) << shift)
         wanted -= above
     more = tl.zeros((), tl.int32)
@@ -445,7 +444,7 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
         _select_float32_kernel[(count,)](*inputs, out, begin, columns, **options, CHUNK=SEGMENT, num_warps=8)
         return out
     if columns <= MOST:
-        block, early = max(1024, power_of_2(columns)), dependent_launch(out.device)  # of a small set of sizes
+        block, early = max(1024, power_of_2(columns)), dependent_launch(out.device)  # few sizes, so that few kernels are compiled
         _select_kernel[(count,)](*inputs, out, begin, columns, **options, BLOCK=block, num_warps=block // 512, launch_pdl=early)
         return out
     segments = ceil_div(columns, SEGMENT)

@@ -1,15 +1,16 @@
-"""Multi-head latent attention over paged latent rows, in two forms that compute the same.
+"""Multi-head latent attention over paged latent rows, in two equivalent forms.
 
-    row t = (c_t [L], r_t [R])                  one for all heads; a query has q [P] without position and p [R] with
+    row t = (c_t [L], r_t [R])                  shared by all heads; a query is (q [P], p [R]), of which p is rotated
     absorbed       s_ht = scale (q_h UK_h . c_t + p_h . r_t)       o_h = UV_h (sum_t w_ht c_t)        w_h = softmax_t(s_h)
     up-projected   s_ht = scale (q_h . UK_h c_t + p_h . r_t)       o_h = sum_t w_ht (UV_h c_t)
 
-The absorbed form reads rows as they are and projects queries and results; the up-projected one makes keys and values of every row,
-a chunk of rows at a time, and merges the chunks by their log-sum-exp:
+The absorbed form reads latent rows directly and projects queries and results. The up-projected form computes keys and values of
+every row, a chunk of rows at a time, and merges the chunks' results by their log-sum-exp:
 
     m = max(S1, S2),  w_i = exp(S_i - m),  O = (w1 O1 + w2 O2) / (w1 + w2),  S = m + ln(w1 + w2)
 
-``absorbs`` chooses for each sequence by operations and bytes. Deterministic models and tokens with a selection are always absorbed.
+``absorbs`` chooses the form for each sequence by operations and bytes. Deterministic models and steps with a selection always use
+the absorbed form.
 
 Source: MLA specification 3.4 to 3.7 and 3.11.  Numerics: float32 from queries and rows to the results, one rounding to the dtype of
 the queries. The two forms agree to 1e-5 of the largest result in float32. Kernels round queries in the space of latents,
@@ -31,23 +32,23 @@ from dsv4lite.kernels.paging import Block, Paging
 from dsv4lite.kernels.rope import rope
 from dsv4lite.kernels.rows import RowStore
 
-CHUNK_ROWS = 1024  # that are up-projected at a time
-ROUND_BYTES = 1 << 28  # of keys and values that kernels up-project at a time
-ROUND_TOKENS = 1024  # whose queries kernels hold in the space of latents
-_FLOPS_PER_BYTE = 206  # of the chip for which the forms are weighed: H200, bfloat16
-_ITEM = 2  # bytes of a number there
-_TOKENS = 64  # that attend together
-_GATHERED_ROWS = 1 << 15  # that are read for them, of all tokens together
-PROGRAMS = 264  # of kernels that splitting aims at, on every chip, for the same bits
-MOST_HEADS = 64  # of one program
+CHUNK_ROWS = 1024  # rows that the reference up-projects at a time
+ROUND_BYTES = 1 << 28  # bytes of keys and values that kernels up-project at a time
+ROUND_TOKENS = 1024  # tokens whose latent queries kernels hold at a time
+_FLOPS_PER_BYTE = 206  # cost model: operations per byte of memory traffic of an H200, bfloat16
+_ITEM = 2  # cost model: bytes of a number
+_TOKENS = 64  # tokens that the reference processes at a time
+_GATHERED_ROWS = 1 << 15  # rows that the reference reads for them, all tokens together
+PROGRAMS = 264  # programs that ``splits_of`` aims at; the same on every chip, for the same bits
+MOST_HEADS = 64  # most heads of one program
 _MOST_SPLITS = 64
-_LEAST_SHARING = 2  # tokens of a sequence that share rows under a mask, if the order of summation is free
+_LEAST_SHARING = 2  # with ``any_order``, sequences with so many tokens read their rows once for all
 
 
 def splits_of(tokens: int, heads: int) -> int:
-    """Return how many programs share a token's rows: a power of two that lets a step of few tokens fill a chip.
+    """Return the number of KV splits of each token: a power of two with which a step of few tokens fills the GPU.
 
-    Programs of many heads have a multiprocessor for themselves; of others two run at the same time.
+    A program of ``MOST_HEADS`` heads takes a whole multiprocessor; two smaller ones share one.
     """
     wide = heads >= MOST_HEADS
     blocks = max(1, tokens) * -(-heads // (MOST_HEADS if wide else 16))
@@ -55,20 +56,20 @@ def splits_of(tokens: int, heads: int) -> int:
 
 
 class LatentAttentionInputs(NamedTuple):
-    """What ``latent_attention`` takes.
+    """Arguments of ``latent_attention``.
 
     Attributes:
-        q_THC: Queries [T, H, P + R], whose last R channels are rotated, here or before; each token's heads lie together.
-        rows: Rows [L + R] in grow pages, one for each token, those of this step included.
+        q_THC: Queries [T, H, P + R]; the last R channels are rotated here with ``cos`` and ``sin``, or by the caller.
+        rows: Rows [L + R] in grow pages, one per token, including those of this step.
         paging: Positions and pages of the tokens.
         up_HCL: Up-projections of keys, then of values, [H, P + V, L].
         rope: R.
-        scale: Of the logits.
-        selected_TK: int32 ascending positions for every token that sees more than K; others, and all tokens if it is ``None``,
-            attend to every position they see.
-        any_order: Sums may be in an order that depends on the rest of the step, and each sequence takes the form that suits it.
-        chunk_rows: Rows that are up-projected at a time; ``None`` for ``CHUNK_ROWS``, or from kernels for ``projected_rows``.
-        cos, sin: float32 [T, R / 2], the angles of queries that are not rotated yet.
+        scale: Multiplies the logits.
+        selected_TK: int32 ascending positions for every token that sees more than K; other tokens, and all tokens if it is
+            ``None``, attend to every position they see.
+        any_order: The order of sums may depend on the rest of the step, and each sequence uses the form that costs less.
+        chunk_rows: Rows that are up-projected at a time; ``None``: ``CHUNK_ROWS`` in the reference, ``projected_rows`` in kernels.
+        cos, sin: float32 [T, R / 2], angles of the tokens; ``None`` if the queries are rotated already.
     """
 
     q_THC: Tensor
@@ -97,7 +98,7 @@ class LatentAttentionInputs(NamedTuple):
 
     @property
     def projected(self) -> list[int]:
-        """The sequences that take the up-projected form."""
+        """The sequences that use the up-projected form."""
         if not self.any_order or self.selected_TK is not None:
             return []
         heads, width, latent = self.up_HCL.shape
@@ -108,28 +109,23 @@ class LatentAttentionInputs(NamedTuple):
 
 
 def projected_rows(heads: int, channels: int, itemsize: int) -> int:
-    """Return how many rows kernels up-project at a time, to so many channels of keys and values for each head."""
+    """Return how many rows kernels up-project at a time; each head has ``channels`` channels of keys and values."""
     return max(CHUNK_ROWS, ROUND_BYTES // (itemsize * heads * channels))
 
 
 def absorbs(new: int, context: int, heads: int, nope: int, rope: int, value: int, latent: int) -> bool:
-    """Return whether the absorbed form costs no more for ``new`` tokens of a sequence after ``context`` ones.
+    """Return whether the absorbed form costs no more than the other, for ``new`` tokens of a sequence after ``context`` tokens.
 
-    The cost of a form is the larger of its operations and of its bytes, weighed by the operations that a chip does in the time of
-    one. Without context the up-projected form is never the dearer one; with a long one it costs less from 171 new tokens on at the
-    sizes of V2 and V3, whatever the number of heads.
+    The cost of a form is the larger of its operations and of ``_FLOPS_PER_BYTE`` times its memory traffic. Without context the
+    up-projected form never costs more. With a long context it costs less from 171 new tokens on, at the sizes of V2 and V3 and for
+    any number of heads.
     """
     rows, pairs = context + new, new * context + new * (new + 1) // 2
     projection = 2 * heads * latent * (nope + value)  # of one row, or of one query and its result
     read = _ITEM * (latent + rope)
+    written = _ITEM * heads * (nope + value)  # keys and values of one row, which are read again
     absorbed = pairs * 2 * heads * (2 * latent + rope) + new * projection, rows * read
-    projected = (
-        pairs * 2 * heads * (nope + rope + value) + rows * projection,
-        rows
-        * (
-            read + 2 * _ITEM * heads * (nope + value)  # keys and values are written and read again
-        ),
-    )
+    projected = pairs * 2 * heads * (nope + rope + value) + rows * projection, rows * (read + 2 * written)
     costs = [max(flops, _FLOPS_PER_BYTE * moved) for flops, moved in (absorbed, projected)]
     return costs[0] <= costs[1]
 
@@ -153,7 +149,7 @@ def latent_attention(given: LatentAttentionInputs) -> Tensor:
 
 
 def absorbed(given: LatentAttentionInputs, block: Block) -> Tensor:
-    """Return the results of a block, float32 [N, H, V], in the absorbed form."""
+    """Return the results of a block in the absorbed form, float32 [N, H, V]."""
     part, padding_T, row_tile = slice(block.begin, block.end), given.paging.padding_T, None if given.any_order else ROW_TILE
     q_NHC, nope, up_HCL, latent = given.q_THC[part].float(), given.nope, given.up_HCL.float(), given.up_HCL.shape[2]
     addresses, seen = _seen_rows(given, block)
@@ -168,11 +164,11 @@ def absorbed(given: LatentAttentionInputs, block: Block) -> Tensor:
 
 
 def _seen_rows(given: LatentAttentionInputs, block: Block) -> tuple[Tensor, Tensor]:
-    """Return where the rows of a block are, and which each token sees; see ``attention.entry_addresses``."""
+    """Return the addresses of a block's rows, and which of them each token sees; see ``attention.entry_addresses``."""
     paging, per_page, selected_TK = given.paging, given.rows.rows_per_page, given.selected_TK
     if selected_TK is not None and block.newest >= selected_TK.shape[1]:
         return entry_addresses(block, paging, 1, per_page, selected_TK[block.begin : block.end])
-    if block.sequence is None and not paging.singles:  # addresses for each token of a prompt would take more than its rows
+    if block.sequence is None and not paging.singles:  # not cached: for prompts, addresses per token take more memory than rows
         return entry_addresses(block, paging, 1, per_page, None)
     return paging.once(("latent rows", block), lambda: entry_addresses(block, paging, 1, per_page, None))
 
@@ -206,7 +202,7 @@ def up_projected(given: LatentAttentionInputs, sequence: int, begin: int, new: i
 
 
 Part = tuple[Tensor, Tensor]
-"""Results over some rows, float32 [N, H, V], and the logarithms of their sums of exponentials [N, H]: zeros and -inf over none."""
+"""Results over some rows, float32 [N, H, V], and the log-sum-exp of their logits [N, H]; zeros and -inf if there are no rows."""
 
 
 def empty_part(q_NHC: Tensor, value: int) -> Part:
@@ -224,9 +220,9 @@ def attend(q_NHC: Tensor, keys_RHC: Tensor, values_RHV: Tensor, seen_NR: Tensor,
 
 
 def merged(one: Part, other: Part) -> Part:
-    """Return the results over the rows of both; of two empty ones zeros."""
+    """Return the results over the rows of both; zeros if both have no rows."""
     peak = torch.maximum(one[1], other[1])
     weights = [torch.exp(sums - peak.nan_to_num(neginf=0.0)) for _, sums in (one, other)]
     total = weights[0] + weights[1]
-    share = [(weight / total.clamp_min(torch.finfo(total.dtype).tiny))[..., None] for weight in weights]
-    return share[0] * one[0] + share[1] * other[0], peak + total.log().nan_to_num(neginf=0.0)
+    first, second = ((weight / total.clamp_min(torch.finfo(total.dtype).tiny))[..., None] for weight in weights)
+    return first * one[0] + second * other[0], peak + total.log().nan_to_num(neginf=0.0)

@@ -1,11 +1,11 @@
-"""The absorbed form: queries that meet latent rows as they are, and the sum over KV splits.
+"""The absorbed form: attention over latent rows, and the merge of KV splits.
 
-One program takes one token x a block of heads x one of ``splits`` parts of its rows. Rows are cut into pieces of fixed size; split
-s takes pieces s, s + splits, … A piece is read once, for both products and all heads of the block: the latents of its rows are keys
-and values. Codes of FP8 rows are widened to bfloat16 in registers. While one piece is summed up the next one is copied, so that
-programs that share a multiprocessor do not all wait for memory at the same time.
+One program takes one token x a block of heads x one of ``splits`` KV splits. Rows are cut into pieces of fixed size; split s takes
+pieces s, s + splits, … A piece is read once, for both products and all heads of the block: the latents of its rows are keys and
+values. Codes of FP8 rows are widened to bfloat16 in registers. The next piece is loaded while one is processed, so that programs on
+the same multiprocessor do not all wait for memory at the same time.
 
-Products of float32 are three products of TF32; the tensor cores cut their sums, which costs a few of float32's last bits.
+A float32 product is three TF32 products; the tensor cores truncate their sums, which costs a few of float32's last bits.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.attention.triton import _LARGE, Tile
+from dsv4lite.kernels.attention.triton import LARGE_SHARED_MEMORY, Tile
 from dsv4lite.kernels.dispatch import capability_of, ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.e4m3 import e4m3_values
 from dsv4lite.kernels.latent_attention import MOST_HEADS, LatentAttentionInputs
 from dsv4lite.kernels.latent_rows.triton import _row_elements
-from dsv4lite.kernels.rows.packed import _WIDEN, LOG2_E, narrowed
+from dsv4lite.kernels.rows.packed import LOG2_E, WIDEN_E4M3, narrowed
 from dsv4lite.kernels.rows.triton import memory_of, rotate_tail
 
-_CHUNK = 8  # splits that are added at a time
+_CHUNK = 8  # splits that are merged at a time
 
 
 def _tile_for(heads: int, fp8: bool, listed: bool, itemsize: int, capability: int) -> Tile:
-    """Return the tile, which follows from the layer alone on one kind of chip.
+    """Return the tile; it depends on the layer and the chip alone.
 
-    Stages are one more than the pieces that shared memory has room for: with two, a piece is requested when the one before it is
-    summed up; with three, one is always under way.
+    There is one stage more than pieces that fit into shared memory. With two stages the load of a piece starts when the previous
+    piece has been processed; with three, one load is always in flight.
 
     Args:
         heads: See ``attend_absorbed``.
-        fp8: Rows are codes.
-        listed: Tokens have selections, whose positions take shared memory as well.
-        itemsize: Of a query's number.
-        capability: Of the chip.
+        fp8: Rows are FP8.
+        listed: Tokens have selections, whose positions also take shared memory.
+        itemsize: Bytes of a number of the queries.
+        capability: Compute capability.
     """
-    large = capability in _LARGE
+    large = capability in LARGE_SHARED_MEMORY
     if itemsize == 4:
         return Tile(heads=16, rows=32 if large else 16, num_warps=4, num_stages=2 if large else 1)
     if not large:
@@ -52,11 +52,11 @@ def _tile_for(heads: int, fp8: bool, listed: bool, itemsize: int, capability: in
 @triton.jit
 def _widened(codes, scales, GPU: tl.constexpr):
     """Return e4m3 codes [R, C] times the powers of two of their groups, the bits of float32 [R, C / 128]; bfloat16 on a GPU."""
-    # Reference: Fp8Latent.unpack.  Exponent and mantissa four bits up are a bfloat16 of 2^-120 times the value.
+    # Reference: Fp8Latent.unpack.  Exponent and mantissa, shifted to bit 4 of a bfloat16, are 2^-120 times the value.
     grouped = tl.reshape(codes, (codes.shape[0], codes.shape[1] // 128, 128))
-    if GPU:  # not pure: the compiler else widens them once for each product
+    if GPU:  # not pure, or the compiler would widen them again for the second product
         factor = (scales >> 16).to(tl.int16)[:, :, None]
-        wide = tl.inline_asm_elementwise(_WIDEN, "=r,=r,r,r,r", [grouped, factor], dtype=tl.bfloat16, is_pure=False, pack=4)
+        wide = tl.inline_asm_elementwise(WIDEN_E4M3, "=r,=r,r,r,r", [grouped, factor], dtype=tl.bfloat16, is_pure=False, pack=4)
     else:
         wide = e4m3_values(grouped) * scales.to(tl.float32, bitcast=True)[:, :, None]
     return tl.reshape(wide, codes.shape)
@@ -66,7 +66,7 @@ def _widened(codes, scales, GPU: tl.constexpr):
 def _locate(
     piece, count, listed, memory, selected, grow, TOP_K: tl.constexpr, ROW: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Return pointers to a piece's rows, and which of them there are."""
+    """Return pointers to a piece's rows, and which of them exist."""
     # Reference: entry_addresses
     at = piece * ROWS + tl.arange(0, ROWS)
     live = at < count
@@ -85,7 +85,7 @@ def _locate(
 def _fetch(
     data, live, LATENT: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, TAIL: tl.constexpr, FP8: tl.constexpr
 ):  # fmt: skip
-    """Return the latents of a piece's rows, their scales, if they are codes, and the rotated channels."""
+    """Return the latents of a piece's rows, their scales if FP8, and the rotated channels."""
     column = tl.arange(0, PADDED)[None, :]
     pair = tl.arange(0, TAIL)[None, :]
     inside = live[:, None] if LATENT == PADDED else live[:, None] & (column < LATENT)
@@ -109,8 +109,8 @@ def _added(
     PRECISION: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Return the sums with the first ``rows`` rows of a piece added; ``always`` is true."""
-    # A product that the compiler sees going into another one is computed by each group of four warps as a whole. Where there are
-    # several groups a branch hides that it does, so that they share it.
+    # If the compiler sees that a product is an operand of another one, each group of four warps computes all of it. With several
+    # groups a branch hides this, so that they divide the product among them.
     if WIDE:
         if always:
             logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
@@ -180,8 +180,8 @@ def _absorbed_kernel(
         if FLOAT32 or not GPU:
             k0, k1 = k0.to(tl.float32), k1.to(tl.float32)
         rows = count - piece * ROWS
-        # The compiler requests the next piece after products, but before a branch: so it is under way during them, also where there
-        # is no room for three stages.
+        # The compiler issues the next piece's loads after products but before a branch. So they are in flight during the products,
+        # even if shared memory has no room for three stages.
         if WIDE and not FP8:
             if piece < pieces:
                 acc, peak, total = _added(
@@ -199,7 +199,7 @@ def _absorbed_kernel(
         tl.store(stat, peak, mask=head < H)
         tl.store(stat + 1, total, mask=head < H)
     else:
-        o = narrowed(acc / tl.where(total > 0.0, total, 1.0)[:, None], FLOAT32, GPU)  # zeros of padding, which has no rows
+        o = narrowed(acc / tl.where(total > 0.0, total, 1.0)[:, None], FLOAT32, GPU)  # padding has no rows: zeros
         tl.store(out + at * LATENT + column, o.to(out.dtype.element_ty), mask=valued)
 
 
@@ -235,12 +235,12 @@ def _merge_kernel(
 
 
 def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int = 0) -> Tensor:
-    """Return the weighted sums of latents [N, H, L] for queries in the space of latents, [N, H, L]; zeros for padding.
+    """Return the weighted sums of latents [N, H, L]; zeros for padding.
 
     Args:
         given: The step.
-        query_THL: Of its tokens from number ``begin`` on.
-        begin: See ``query_THL``.
+        query_THL: Latent queries [N, H, L] of the step's tokens from ``begin`` on.
+        begin: First token.
     """
     (tokens, heads, latent), rows, paging, q = query_THL.shape, given.rows, given.paging, given.q_THC
     memory, splits, device = memory_of(rows), paging.splits, q.device
@@ -252,8 +252,8 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
     assert given.selected_TK is None or given.selected_TK.is_contiguous()
     top_k = 0 if given.selected_TK is None else given.selected_TK.shape[1]
     tile = _tile_for(heads, fp8, top_k > 0, q.element_size(), capability_of(device))
-    # A row's address waits for its page's number, which may wait for its position: each load takes as many stages as the row. Where
-    # a branch in the kernel lets the next piece be requested, two stages do.
+    # A row's address depends on its page number, which may depend on its position: each of these loads needs as many stages as the
+    # row. If a branch in the kernel makes the compiler load the next piece early, two stages suffice.
     stages = 2 if tile.heads > 16 and not fp8 else 1 + (tile.num_stages - 1) * (3 if top_k else 2)
     layer = {
         "H": heads, "LATENT": latent, "PADDED": max(16, power_of_2(latent)), "TOP_K": top_k, "SPLITS": splits,

@@ -1,7 +1,7 @@
-"""The up-projected form: heads with keys and values of their own, made of latent rows a round at a time.
+"""The up-projected form: each head has its own keys and values, which are computed from latent rows in rounds.
 
-A round takes rows of one sequence or of several, reads and up-projects them once for all queries, and one program attends with a
-block of a sequence's tokens and one head. What a block has summed up when its sequence goes on in another round waits in float32.
+A round reads rows of one or several sequences and up-projects them once for all queries; then one program attends with a block of a
+sequence's tokens and one head. If a sequence continues in the next round, its blocks' partial sums are stored in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.attention.triton import _LARGE
+from dsv4lite.kernels.attention.triton import LARGE_SHARED_MEMORY
 from dsv4lite.kernels.dispatch import capability_of, on_gpu, power_of_2, send
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, projected_rows
 from dsv4lite.kernels.rows.packed import LOG2_E, narrowed
@@ -25,10 +25,10 @@ class Round(NamedTuple):
     """Rows that are up-projected together.
 
     Attributes:
-        addresses_R: Where they are, int64.
-        blocks: int32 [B, 8], for each block of queries: its first row of the step, number, first position; the first position of
-            its rows in this round, their number, and the first of them here; whether sums go on from a round before, and whether
-            they are complete.
+        addresses_R: Addresses of the rows, int64.
+        blocks: int32 [B, 8], for each block of queries: its first row in the step, its number of queries, its first position; the
+            first position of its sequence's rows in this round, their number, and the index of the first one in the round; whether
+            sums continue from the previous round, and whether they are complete after this one.
     """
 
     addresses_R: Tensor
@@ -36,7 +36,7 @@ class Round(NamedTuple):
 
 
 def _pieces(spans: Sequence[tuple[int, int, int, int]], most: int) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Cut the rows of sequences into rounds of ``most``; yield the parts of a round: which span, first position, count, place."""
+    """Cut the rows of sequences into rounds of ``most``; yield each round's parts: span index, first position, count, place."""
     parts: list[tuple[int, int, int, int]] = []
     used = 0
     for index, (_, _, new, first) in enumerate(spans):
@@ -53,7 +53,7 @@ def _pieces(spans: Sequence[tuple[int, int, int, int]], most: int) -> Iterator[l
 
 
 def plan_rounds(given: LatentAttentionInputs, sequences: Sequence[int], queries: int) -> list[Round]:
-    """Return the rounds of sequences whose places the host knows; blocks have up to ``queries`` tokens."""
+    """Return the rounds of some sequences, for which the host must know ``spans``; blocks have up to ``queries`` tokens."""
     paging, per_page = given.paging, given.rows.rows_per_page
     device, table_SP = paging.grow_SP.device, paging.grow_SP.long()
     spans = [(sequence, *paging.spans()[sequence]) for sequence in sequences]
@@ -110,7 +110,7 @@ def _projected_kernel(
         q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
     again = only_if(goes_on > 0, i < size)
     acc = tl.load(parts + at[:, None] * VALUE + value, mask=again[:, None] & (value < VALUE), other=0.0)
-    peak = tl.load(stats + at * 2, mask=again, other=-1e30)  # finite, so that the difference of two is a number
+    peak = tl.load(stats + at * 2, mask=again, other=-1e30)  # finite, so that a difference of two peaks is not NaN
     total = tl.load(stats + at * 2 + 1, mask=again, other=0.0)
     end = tl.minimum(count, position + size - first)
     for begin in tl.range(0, end, KEYS, num_stages=STAGES):
@@ -144,11 +144,11 @@ def _projected_kernel(
 
 
 def attend_projected(given: LatentAttentionInputs, sequences: Sequence[int], out_THV: Tensor) -> None:
-    """Write the results of some sequences' tokens; the host knows their places."""
+    """Write the results of some sequences' tokens in the up-projected form."""
     q, up_HCL, nope, device = given.q_THC, given.up_HCL, given.nope, given.q_THC.device
     (tokens, heads, _), (_, channels, latent) = q.shape, up_HCL.shape
     key, value = (max(16, power_of_2(size)) for size in (nope, channels - nope))
-    large = capability_of(device) in _LARGE and q.element_size() == 2 and key + value <= 256
+    large = capability_of(device) in LARGE_SHARED_MEMORY and q.element_size() == 2 and key + value <= 256
     queries, keys, stages = (128, 64, 3) if large else (32 if q.element_size() == 4 else 64, 32, 1 if key + value > 256 else 2)
     name = ("rounds", tuple(sequences), heads, channels, queries, given.chunk_rows, given.rows.rows_per_page)
     rounds = given.paging.once(name, lambda: plan_rounds(given, sequences, queries))

@@ -1,4 +1,4 @@
-"""Kernels of ``latent_attention``: products of each head's own matrix, around attention in either form."""
+"""Kernels of ``latent_attention``: products with each head's own matrix; attention itself is in the other modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed
 from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected
 from dsv4lite.kernels.rows.packed import narrowed
 
-_MANY_TOKENS = 64  # above, larger tiles, if any order of summation will do
+_MANY_TOKENS = 64  # above it, ``any_order`` uses larger tiles
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -66,14 +66,14 @@ def by_head_triton(x_THK: Tensor, w_HNK: Tensor, *, any_order: bool, out: Tensor
 
 
 def latent_attention_triton(given: LatentAttentionInputs) -> Tensor:
-    """See ``latent_attention.latent_attention``; sequences whose places only the device knows take the absorbed form."""
+    """See ``latent_attention.latent_attention``. Without ``host_spans`` all sequences use the absorbed form."""
     q_THC, up_HCL, nope, paging = given.q_THC, given.up_HCL, given.nope, given.paging
     assert q_THC.dtype in (torch.bfloat16, torch.float32), q_THC.dtype
     out_THV = torch.empty(*q_THC.shape[:2], up_HCL.shape[1] - nope, dtype=q_THC.dtype, device=q_THC.device)
     projected = [] if paging.host_spans is None else given.projected
     if projected:
         attend_projected(given, projected, out_THV)
-    # What the other sequences and padding have, between those.
+    # The other sequences' rows and padding, which lie between those of ``projected``.
     begin = 0
     for first, new, _ in (*(paging.spans()[sequence] for sequence in projected), (len(q_THC), 0, 0)):
         for start in range(begin, first, ROUND_TOKENS):
@@ -83,7 +83,7 @@ def latent_attention_triton(given: LatentAttentionInputs) -> Tensor:
 
 
 def _attend(given: LatentAttentionInputs, out_THV: Tensor, part: slice) -> None:
-    """Write the results of some tokens, in the absorbed form."""
+    """Write the results of some tokens in the absorbed form."""
     up_HCL, nope, any_order = given.up_HCL, given.nope, given.any_order
     query_THL = by_head_triton(given.q_THC[part, :, :nope], up_HCL[:, :nope].transpose(1, 2), any_order=any_order)
     by_head_triton(attend_absorbed(given, query_THL, part.start), up_HCL[:, nope:], any_order=any_order, out=out_THV[part])

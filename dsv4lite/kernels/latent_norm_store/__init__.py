@@ -1,13 +1,13 @@
-"""The norms of the two latents that all heads share, and the packed kv row that the window keeps.
+"""Norms of the query and kv latents that all heads share; rotation of the kv row, which is packed and stored in the window.
 
     qr = rms_norm(latent[:R]) q_norm            rounded to bfloat16, then to FP8, 1x128, for the product with wq_b
     kv = rope(rms_norm(latent[R:]) kv_norm)     rounded to bfloat16 twice, then packed
 
-With an unquantized window both stay as they are, in the dtype of the latents.
+With an unquantized window neither is quantized or packed; both keep the dtype of the latents.
 
 Source: DeepSeek-V4 specification 3.3 and 5.2.  Numerics: those of ``rms_norm``, ``rope``, ``quantize_fp8`` and ``Fp8Kv.pack``.
-The kernel's sum of squares has another order: about one bfloat16 in 10^4 is the neighbouring one before it is quantized;
-float32 agrees to 1e-6.
+The kernel's sum of squares has another order: before quantization about one bfloat16 in 10^4 is the neighbouring one; float32
+agrees to 1e-6.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ WINDOW_TOKENS = 128
 
 
 class LatentInputs(NamedTuple):
-    """What ``latent_norms`` takes.
+    """Arguments of ``latent_norms``.
 
     Attributes:
-        latent_TK: [T, R + C], bfloat16, or with an unquantized window in its dtype.
+        latent_TK: [T, R + C], bfloat16; with an unquantized window in the window's dtype.
         q_norm, kv_norm: float32 [R] and [C].
         cos, sin: float32 [T, rope / 2].
         eps: Of both norms.
-        window: Receives the rows of each sequence's drafts and of the last ``window_tokens`` tokens before them, where ``paging``
-            names a page.
-        paging: Positions and pages of the tokens. Padding gives zeros.
-        window_tokens: How far back later tokens look.
+        window: Receives the rows of each sequence's drafts and of the last ``window_tokens`` tokens before them, if ``paging`` has
+            a page for them.
+        paging: Positions and pages of the tokens. Results of padding are zeros.
+        window_tokens: Number of latest positions that a later token sees.
     """
 
     latent_TK: Tensor
@@ -54,7 +54,7 @@ class LatentInputs(NamedTuple):
 
 @op("latent_norm_store.triton:latent_norms_triton")
 def latent_norms(given: LatentInputs) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Normalise both latents, rotate and pack the kv row, and keep it in the window.
+    """Normalise both latents, rotate and pack the kv row, and store it in the window.
 
     Returns:
         Codes float8_e4m3fn [T, R] and scale bytes uint8 [T, ceil(R / 128)] of the query latent, or with an unquantized window
@@ -75,7 +75,7 @@ def latent_norms(given: LatentInputs) -> tuple[Tensor, Tensor | None, Tensor]:
 
 
 def _written(paging: Paging, window_tokens: int, rows_per_page: int) -> tuple[Tensor | None, Tensor]:
-    """Return which rows of a step the window keeps, int64 [N], ``None`` for all of them, and their addresses."""
+    """Return the rows of a step that the window stores, int64 [N] or ``None`` for all, and their addresses."""
     position_T, sequence_T = paging.positions_T.long(), paging.sequence_T.long()
     first_kept_S = paging.first_S + paging.lens_S - paging.drafts_S - window_tokens
     page_T = position_T // rows_per_page - paging.window_first_S[sequence_T]

@@ -63,7 +63,7 @@ def _latent_kernel(
         x = tl.where(real, tl.load(latent + RANK + at, mask=inside, other=0.0).to(tl.float32), 0.0)
         weight = tl.load(kv_norm + at, mask=inside, other=0.0)
         c, s, turned = row_angles(cos + t * (ROPE // 2), sin + t * (ROPE // 2), WIDTH, ROWS, ROPE)
-        # Where the row goes.  first_kept_S = paging.first_S + paging.lens_S - paging.drafts_S - window_tokens
+        # The row's page.  first_kept_S = paging.first_S + paging.lens_S - paging.drafts_S - window_tokens
         sequence = tl.load(sequences + t).to(tl.int64)
         end = tl.load(first + sequence) + tl.load(lens + sequence) - tl.load(drafts + sequence)
         kept = real & (position >= end - window_tokens)
@@ -78,7 +78,7 @@ def _latent_kernel(
 
 
 def latent_norms_triton(given: LatentInputs) -> tuple[Tensor, Tensor | None, Tensor]:
-    """See ``latent_norms``; of packed rows 64 channels rotate, after a multiple of 64 others."""
+    """See ``latent_norms``. Packed rows have a multiple of 64 FP8 channels and 64 rotated ones."""
     latent_TK, q_norm, kv_norm, cos, sin, eps, window, paging, window_tokens = given
     fmt, (tokens, columns), rank, device = window.format, latent_TK.shape, q_norm.shape[0], latent_TK.device
     assert columns == rank + fmt.width and latent_TK.stride(1) == 1, latent_TK.shape

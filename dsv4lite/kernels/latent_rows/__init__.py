@@ -1,10 +1,10 @@
-"""The latents that all heads of MLA share: the query's normalised, the row of keys and values normalised, rotated and stored.
+"""The latents that all heads of MLA share: the query latent is normalised; the kv row is normalised, rotated and stored.
 
     qr  = rms_norm(latent[:R]) q_norm                                            R may be 0
-    row = rms_norm(latent[R : R + L]) kv_norm | rope(latent[R + L:])             in the place of the token's position
+    row = rms_norm(latent[R : R + L]) kv_norm | rope(latent[R + L:])             stored at the token's position
 
 Source: MLA specification 3.3 and 5.1.  Numerics: those of ``rms_norm`` and ``rope``, then of the row's format. The kernel's sum of
-squares has another order: about one bfloat16 in 10^4 is the neighbouring one before it is quantized; float32 agrees to 1e-6.
+squares has another order: before quantization about one bfloat16 in 10^4 is the neighbouring one; float32 agrees to 1e-6.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dsv4lite.kernels.rows import RowStore
 
 
 class LatentRowInputs(NamedTuple):
-    """What ``store_latent_rows`` takes.
+    """Arguments of ``store_latent_rows``.
 
     Attributes:
         latent_TK: [T, R + L + rope], in the dtype of the model.
@@ -46,7 +46,7 @@ class LatentRowInputs(NamedTuple):
 
 @op("latent_rows.triton:store_latent_rows_triton")
 def store_latent_rows(given: LatentRowInputs) -> Tensor | None:
-    """Store the rows; return the normalised query latent [T, R]."""
+    """Store the rows; return the normalised query latent [T, R], or ``None`` without one."""
     rank = 0 if given.q_norm is None else len(given.q_norm)
     query_TR, latent_TL, key_TC = given.latent_TK.split([rank, len(given.kv_norm), 2 * given.cos.shape[1]], 1)
     rows_TC = torch.cat([rms_norm(latent_TL, given.kv_norm, given.eps), rope(key_TC, given.cos, given.sin)], 1)

@@ -1,4 +1,4 @@
-"""Kernel of ``store_latent_rows``: two programs a token, one for the query's latent and one for the row."""
+"""Kernel of ``store_latent_rows``: two programs per token, one for the query latent and one for the row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsv4lite.kernels.rows.triton import fp8_scale, inverse_rms, memory_of, roun
 
 @triton.jit
 def _normed(x, weight, at, eps, WIDTH: tl.constexpr, FLOAT32: tl.constexpr, GPU: tl.constexpr):
-    """Norm a vector of WIDTH channels, at ``at`` in two dimensions; zeros beyond."""
+    """Return a normed vector of WIDTH channels as a tile with the channels ``at``; zeros from WIDTH on."""
     # Reference: rms_norm
     inside = at < WIDTH
     y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -73,14 +73,14 @@ def _latent_rows_kernel(
 
 
 def _row_elements(fmt: object, memory: Tensor, places: int) -> tuple[int, bool]:
-    """Return the elements of a row in memory as kernels see it, and whether it is FP8 that they can read."""
+    """Return the number of elements of a row in ``memory``, and whether rows are FP8."""
     row, fp8 = memory.shape[1] // places, isinstance(fmt, Fp8Latent)
     assert not isinstance(fmt, Fp8Latent) or (fmt.latent % LATENT_GROUP == 0 and row == fmt.data_bytes), fmt
     return row, fp8
 
 
 def store_latent_rows_triton(given: LatentRowInputs) -> Tensor | None:
-    """See ``latent_rows.store_latent_rows``; the latent of FP8 rows has whole groups of 128 channels."""
+    """See ``latent_rows.store_latent_rows``. The latent of FP8 rows must have a multiple of 128 channels."""
     latent_TK, q_norm, kv_norm, cos, sin, eps, rows, paging = given
     tokens, rank, latent, rope = len(latent_TK), 0 if q_norm is None else len(q_norm), len(kv_norm), 2 * cos.shape[1]
     memory = memory_of(rows)

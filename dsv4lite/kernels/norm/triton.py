@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import power_of_2
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
-from dsv4lite.kernels.quantize.triton import _rows_of
+from dsv4lite.kernels.quantize.triton import _as_rows
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """See ``norm.rms_norm``."""
     assert x.dtype in (torch.bfloat16, torch.float32), x.dtype
     assert weight is None or (weight.is_contiguous() and weight.shape == x.shape[-1:]), weight
-    rows = _rows_of(x)
+    rows = _as_rows(x)
     count, width = rows.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = power_of_2(width)

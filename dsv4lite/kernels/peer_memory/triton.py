@@ -1,20 +1,20 @@
-"""Kernels of collectives: each rank writes into the memory of all, and waits until its own has what the peers have sent.
+"""Kernels of collectives: each rank writes into the buffers of all ranks, and waits until the peers have written into its own.
 
-``all_reduce``: consumers poll the value itself: buffers hold ``EMPTY`` before. So no program waits until a write is confirmed, and
-none sends a flag after it. A program clears the buffer of its last call, which the peers fill two calls later, when they have this
-rank's part of the call between, that is, when this kernel has ended.
+``all_reduce``: consumers poll the value itself; ``EMPTY`` marks "not written yet". So no program sends a flag or waits until its
+write is visible. A program clears its buffer of the previous call. Peers fill that buffer again two calls after this one, when they
+have received this rank's part of the call in between; by then this kernel has ended.
 
-``all_reduce_shards``: a rank adds up one shard of the numbers and sends the sums to the others, polled in the same way. Of R ranks
-each sends 6 (R - 1) / R bytes a number instead of 4 (R - 1).
+``all_reduce_shards``: a rank adds one shard of the numbers and sends the sums to its peers, which poll them in the same way. With R
+ranks, each sends 6 (R - 1) / R bytes per number instead of 4 (R - 1).
 
-``all_gather`` and ``reduce_scatter``: a number travels with the count of its call in one word of 64 bits, which is written and read
-as a whole: it is there when the count is. So any bits may be sent, and nothing has to be cleared. Peers fill a buffer again when
-they have this rank's block of a later call, that is, when this kernel has ended.
+``all_gather`` and ``reduce_scatter``: a number and the count of its call are sent in one 64-bit word, which is written and read
+atomically: the number has arrived when the count has. So any bits can be sent, and nothing has to be cleared. Peers fill a buffer
+again when they have received this rank's block of a later call; by then this kernel has ended.
 
-One program sends and receives one block of numbers, which is its own in every call, whatever the call's size, and counts its calls:
-they take the ``TURNS`` buffers in turn. A program waits for the same program of its peers, never for one of its own grid. If there
-are more than run at the same time, blocks are given out in the order in which programs start: so every rank is at work on the
-first block that is not done.
+One program sends and receives one block of numbers and counts the calls of that block; calls use the ``TURNS`` buffers in rotation.
+The block has the same place in every call, whatever the call's size. A program waits for the same block on its peers, never for
+another program of its grid. If not all programs run at the same time, they take blocks in the order in which they start, so every
+rank works on the first block that is not done.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from dsv4lite.kernels.experts.triton import sum_of_token
 from dsv4lite.kernels.peer_memory import BLOCK, EMPTY, TURNS, Inbox, TokenRows, most_rows, shard_numbers
 
 _WARPS = 8
-_RESIDENT = 2  # programs of a multiprocessor that run at the same time, whatever registers they take
-_PATIENCE = 1 << 12  # polls of what has arrived between two of the host's word, whose memory is far away
+_RESIDENT = 2  # programs that fit on a multiprocessor at the largest number of registers per thread
+_PATIENCE = 1 << 12  # polls of a buffer per poll of the host's flag, which is in host memory and slow to read
 
 
 @triton.jit
-def _still_missing(missing, looks, addresses, RANKS: tl.constexpr, PATIENCE: tl.constexpr):
-    """Return how many numbers have not arrived, or 0 once the host has ended the wait."""
-    if looks % PATIENCE == 0:
+def _still_missing(missing, polls, addresses, RANKS: tl.constexpr, PATIENCE: tl.constexpr):
+    """Return ``missing``, or 0 once the host has ended all waiting."""
+    if polls % PATIENCE == 0:
         abandoned = tl.load(tl.load(addresses + RANKS).to(tl.pointer_type(tl.int32)), volatile=True)
         missing = tl.where(abandoned != 0, 0, missing)
     return missing
@@ -46,15 +46,15 @@ def _still_missing(missing, looks, addresses, RANKS: tl.constexpr, PATIENCE: tl.
 
 @triton.jit
 def _poll(source, wanted, addresses, RANKS: tl.constexpr, EMPTY: tl.constexpr, PATIENCE: tl.constexpr):
-    """Return the words at ``source``, a tensor of two dimensions, once all that are wanted have arrived; the others are 0."""
+    """Wait until all wanted words at ``source``, which has two dimensions, have arrived; return them, and 0 for the others."""
     arrived = tl.load(source, mask=wanted, other=0, volatile=True)
     missing = tl.sum(tl.sum((arrived == EMPTY).to(tl.int32), axis=0), axis=0)
-    looks = 0
+    polls = 0
     while missing > 0:
         arrived = tl.load(source, mask=wanted, other=0, volatile=True)
         missing = tl.sum(tl.sum((arrived == EMPTY).to(tl.int32), axis=0), axis=0)
-        looks += 1
-        missing = _still_missing(missing, looks, addresses, RANKS, PATIENCE)
+        polls += 1
+        missing = _still_missing(missing, polls, addresses, RANKS, PATIENCE)
     return arrived
 
 
@@ -68,7 +68,7 @@ def _store_sum(out, at, total, inside, NATIVE: tl.constexpr):
 
 @triton.jit
 def _block_of(tickets, ORDERED: tl.constexpr):
-    """Return which block a program takes. Where not all run at the same time, they are counted as they start."""
+    """Return the block of this program: its number, or if ORDERED its place in the order in which programs start."""
     block = tl.program_id(0)
     if ORDERED:
         block = tl.atomic_add(tickets, 1, sem="relaxed")
@@ -82,12 +82,12 @@ def _part_of_block(
     part, chosen, also, first, size, BLOCK: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr,
     ADDED: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """Return the bits of a block of this rank's numbers from ``first`` on, +0.0 for -0.0; past ``size`` they are anything."""
+    """Return the bits of a block of this rank's numbers from ``first`` on, with +0.0 for -0.0; undefined from ``size`` on."""
     at = first + tl.arange(0, BLOCK)
     inside = at < size
     if TOP_K == 0:
         x = tl.load(part + at, mask=inside, other=0.0)
-    else:  # a block is of one token
+    else:  # HIDDEN is a multiple of BLOCK, so a block belongs to one token
         column = first % HIDDEN + tl.arange(0, BLOCK)
         token = tl.minimum(first, size - 1) // HIDDEN
         x = sum_of_token(part, chosen, token.to(tl.int64), column, EXPERTS, HIDDEN, TOP_K, BLOCK)
@@ -129,8 +129,8 @@ def all_reduce_shards_kernel(
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr, NATIVE: tl.constexpr,
     EMPTY: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    # A rank's words from each sender: its parts of this rank's shard, float32, then, from ``sums`` on, the sums of its own shard,
-    # bfloat16 in pairs.
+    # Words that a rank receives from a peer: the peer's part of this rank's shard, float32; from ``sums`` on, the sums of the
+    # peer's shard, bfloat16 in pairs.
     HALF: tl.constexpr = BLOCK // 2
     blocks = tl.num_programs(0)
     block = _block_of(tickets, ORDERED)
@@ -149,7 +149,7 @@ def all_reduce_shards_kernel(
     tl.store(cleared + number[None, :], tl.full((RANKS, BLOCK), EMPTY, tl.int32))
     tl.store(cleared + word[None, :], tl.full((RANKS, HALF), EMPTY, tl.int32))
     source = own + (turn * RANKS + sender) * numbers
-    # The sums of this rank's shard.
+    # Sums of this rank's shard.
     first = (rank * blocks + block) * BLOCK
     mine = _part_of_block(part, chosen, also, first, size, BLOCK, TOP_K, EXPERTS, HIDDEN, ADDED, EMPTY)
     wanted = (sender != rank) & (first + tl.arange(0, BLOCK) < size)[None, :]
@@ -165,7 +165,7 @@ def all_reduce_shards_kernel(
         tl.store(theirs + (turn * RANKS + rank) * numbers + word, words, mask=inside)
     out = out.to(tl.pointer_type(tl.int32))
     tl.store(out + at, words, mask=inside)
-    # And of the others'.
+    # Sums of the peers' shards.
     at = (sender * blocks + block) * HALF + tl.arange(0, HALF)[None, :]
     wanted = (sender != rank) & (at < size // 2)
     arrived = _poll(source + word[None, :], wanted, addresses, RANKS, EMPTY, PATIENCE)
@@ -174,23 +174,23 @@ def all_reduce_shards_kernel(
 
 
 def _constants(inbox: Inbox) -> dict[str, int]:
-    """Return what is compiled in, and how programs are launched, of every collective."""
+    """Return the constants and launch options that all collectives share."""
     sizes = {"RANKS": len(inbox.addresses) - 1, "BLOCK": BLOCK, "TURNS": TURNS, "PATIENCE": _PATIENCE}
     return {**sizes, "num_warps": _WARPS, "enable_fp_fusion": True}
 
 
 def _experts_of(parts: ExpertSum) -> dict[str, int]:
-    """Return the sizes of a sum over experts."""
+    """Return the sizes of a sum over experts, as kernel constants."""
     return {"TOP_K": parts.outputs_TKD.shape[1], "EXPERTS": parts.experts, "HIDDEN": parts.outputs_TKD.shape[2]}
 
 
-def _places(inbox: Inbox, tokens: int, count: int) -> tuple[Tensor, Tensor, int, int, int, int]:
-    """Return what kernels that send words take of an inbox, and of the numbers of tokens."""
+def _word_arguments(inbox: Inbox, tokens: int, count: int) -> tuple[Tensor, Tensor, int, int, int, int]:
+    """Return the arguments of ``all_gather_kernel`` and ``reduce_scatter_kernel`` from ``addresses`` to ``blocks``."""
     return inbox.addresses, inbox.calls, tokens, count, inbox.rank, inbox.numbers // (2 * BLOCK)
 
 
-def _reduced(part: Tensor | ExpertSum, also: Tensor | None) -> tuple[tuple[Tensor, Tensor, Tensor], torch.Size, dict[str, int]]:
-    """Return what kernels of ``all_reduce`` read, the shape of the result, and what is compiled in."""
+def _operands(part: Tensor | ExpertSum, also: Tensor | None) -> tuple[tuple[Tensor, Tensor, Tensor], torch.Size, dict[str, int]]:
+    """Return the tensors that an all-reduce reads, the shape of the result, and the kernel's constants."""
     chosen, sizes = None, {"TOP_K": 0, "EXPERTS": 0, "HIDDEN": BLOCK}
     if isinstance(part, ExpertSum):
         assert also is None and part.outputs_TKD.shape[2] % BLOCK == 0, part.outputs_TKD.shape
@@ -206,13 +206,13 @@ def _reduced(part: Tensor | ExpertSum, also: Tensor | None) -> tuple[tuple[Tenso
 
 
 def _ordered(blocks: int, out: Tensor) -> bool:
-    """Return whether programs may be more than run at the same time, whatever registers they take."""
+    """Return whether there may be more programs than run at the same time, at the largest number of registers per thread."""
     return blocks > _RESIDENT * multiprocessors_of(out.device)
 
 
 def all_reduce_triton(part: Tensor | ExpertSum, inbox: Inbox, dtype: torch.dtype, also: Tensor | None = None) -> Tensor:
     """Launch ``all_reduce``."""
-    read, shape, sizes = _reduced(part, also)
+    read, shape, sizes = _operands(part, also)
     assert shape.numel() <= inbox.numbers and dtype in (torch.bfloat16, torch.float32), (shape, dtype)
     out = torch.empty(shape, dtype=dtype, device=read[0].device)
     blocks = ceil_div(out.numel(), BLOCK)
@@ -224,16 +224,16 @@ def all_reduce_triton(part: Tensor | ExpertSum, inbox: Inbox, dtype: torch.dtype
 
 
 def all_reduce_shards_triton(part: Tensor | ExpertSum, inbox: Inbox, also: Tensor | None = None) -> Tensor:
-    """Launch ``all_reduce_shards``, as often as numbers fill the inbox."""
-    read, shape, sizes = _reduced(part, also)
+    """Launch ``all_reduce_shards``, in several launches if the rows do not fit into the inbox."""
+    read, shape, sizes = _operands(part, also)
     assert len(shape) == 2 and shape[1] % 2 == 0, shape
     ranks = len(inbox.addresses) - 1
     out = torch.empty(shape, dtype=torch.bfloat16, device=read[0].device)
     shard = shard_numbers(inbox)
-    most = ranks * (shard // BLOCK) * BLOCK // shape[1]  # rows
-    assert most > 0, shape
-    for begin in range(0, shape[0], most):
-        rows = slice(begin, begin + most)
+    rows_per_launch = ranks * (shard // BLOCK) * BLOCK // shape[1]
+    assert rows_per_launch > 0, shape
+    for begin in range(0, shape[0], rows_per_launch):
+        rows = slice(begin, begin + rows_per_launch)
         size = out[rows].numel()
         blocks = ceil_div(size, ranks * BLOCK)
         all_reduce_shards_kernel[(blocks,)](
@@ -245,13 +245,13 @@ def all_reduce_shards_triton(part: Tensor | ExpertSum, inbox: Inbox, also: Tenso
 
 @triton.jit
 def _words(addresses, peer):
-    """Return where the buffer of a rank begins."""
+    """Return the address of a rank's buffer, as words of 64 bits."""
     return tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(tl.int64)), 16)
 
 
 @triton.jit
 def _send(addresses, peer, rank, blocks, block, call, value, RANKS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr):
-    """Write a block of numbers, int32, into the memory of a rank."""
+    """Write a block of numbers, int32, and the call's count into a rank's buffer."""
     word = (call << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
     to = (((call % TURNS) * RANKS + rank) * blocks + block) * BLOCK + tl.arange(0, BLOCK)
     tl.store(_words(addresses, peer) + to, word)
@@ -261,18 +261,18 @@ def _send(addresses, peer, rank, blocks, block, call, value, RANKS: tl.constexpr
 def _receive(
     addresses, rank, blocks, block, call, RANKS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr
 ):  # fmt: skip
-    """Return the numbers that all ranks have sent, int32 [RANKS, BLOCK], once all have arrived, or the host has ended the wait."""
+    """Wait until all numbers have arrived, or the host ends all waiting; return those of all ranks, int32 [RANKS, BLOCK]."""
     first = (((call % TURNS) * RANKS + tl.arange(0, RANKS)) * blocks + block) * BLOCK
     source = _words(addresses, rank) + (first[:, None] + tl.arange(0, BLOCK)[None, :])
     expected = call.to(tl.int32)
     words = tl.load(source, volatile=True)
     missing = tl.sum(((words >> 32).to(tl.int32) != expected).to(tl.int32))
-    looks = 0
+    polls = 0
     while missing > 0:
         words = tl.load(source, volatile=True)
         missing = tl.sum(((words >> 32).to(tl.int32) != expected).to(tl.int32))
-        looks += 1
-        missing = _still_missing(missing, looks, addresses, RANKS, PATIENCE)
+        polls += 1
+        missing = _still_missing(missing, polls, addresses, RANKS, PATIENCE)
     return words.to(tl.int32)
 
 
@@ -286,7 +286,7 @@ def all_gather_kernel(
     row = (program // PARTS).to(tl.int64)
     here = row + tl.zeros((BLOCK,), tl.int64) < tokens
     call = tl.load(calls + program) + 1
-    # A row: numbers in pairs, codes in fours, scales, id, position.
+    # Words of a row: pairs of bfloat16 numbers, fours of codes, scales, token id, position.
     number = (program % PARTS) * BLOCK + tl.arange(0, BLOCK)
     code = number - X
     scale = code - CODES
@@ -350,7 +350,7 @@ def all_gather_triton(rows: TokenRows, inbox: Inbox, count: int) -> TokenRows:
     all_gather_kernel[(count * parts,)](
         *_as_sent(rows),
         *_as_sent(every),
-        *_places(inbox, tokens, count),
+        *_word_arguments(inbox, tokens, count),
         X=hidden // 2,
         CODES=hidden // 4,
         SCALES=scales,
@@ -378,7 +378,7 @@ def reduce_scatter_triton(parts: ExpertSum, inbox: Inbox, tokens: int, dtype: to
         parts.slots_TK,
         outputs if shared is None else shared,
         out,
-        *_places(inbox, tokens, count),
+        *_word_arguments(inbox, tokens, count),
         SHARED=shared is not None,
         PARTS=pieces,
         NATIVE=native_e4m3(outputs),

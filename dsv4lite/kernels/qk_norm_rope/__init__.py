@@ -1,12 +1,12 @@
-"""The norm and the rotation of every query head, and what the indexer's heads go through.
+"""Norm and rotation of query heads; rotation, Hadamard transform and FP4 rounding of the indexer's query heads.
 
     q  = rope(rms_norm_heads(query[:H C]))
     iq = round_fp4(hadamard(rope(query[H C:])))        unquantized models: rope(query[H C:])
 
 Source: DeepSeek-V4 specification 3.3, 3.6 and 4.3.  Numerics: those of ``rms_norm_heads``, ``rope``, ``hadamard`` and
-``round_fp4``. The kernel's sum of squares has another order, and the mean is rounded to bfloat16: where the sum lies between two,
-a head's factor is the neighbouring bfloat16 (seen in one of 10^4 heads), and the head differs by one unit in the last place.
-Index heads are equal. In float32 heads agree to 1e-6.
+``round_fp4``. The kernel's sum of squares has another order, and the mean is rounded to bfloat16: near a tie a head's factor is the
+neighbouring bfloat16 (seen in one of 10^4 heads), and the head differs by one unit in the last place. Index heads have the same
+bits. In float32 heads agree to 1e-6.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dsv4lite.kernels.rows import RowStore, UnquantizedRow
 
 
 class HeadInputs(NamedTuple):
-    """What ``head_norms`` takes.
+    """Arguments of ``head_norms``.
 
     Attributes:
         query_TK: [T, H C + Hi Ci], bfloat16; float32 only in unquantized models.
@@ -33,8 +33,8 @@ class HeadInputs(NamedTuple):
         index_heads, index_dim: Hi and Ci; no index heads if Hi is 0.
         cos, sin: float32 [T, rope / 2].
         eps: Of the norm.
-        window: Rows that the queries will attend to: if packed, index heads are transformed and rounded, as the keys are.
-        paging: The step.
+        window: Rows that the queries will attend to; if they are packed, index heads are transformed and rounded like the keys.
+        paging: Paging of the step.
     """
 
     query_TK: Tensor
@@ -55,7 +55,7 @@ class HeadInputs(NamedTuple):
 
     @property
     def normed_by_attention(self) -> bool:
-        """Attention of few tokens norms and rotates the queries itself: packed rows, ``DECODE_SPLITS`` or more, no index heads."""
+        """Whether attention norms and rotates the queries: with packed rows, ``DECODE_SPLITS`` or more, and no index heads."""
         return self.fp4 and self.paging.splits >= DECODE_SPLITS and not self.index_heads
 
 
@@ -64,8 +64,8 @@ def head_norms(given: HeadInputs) -> tuple[Tensor, Tensor | None, float | None]:
     """Normalise and rotate query heads; rotate index heads, and transform and round them.
 
     Returns:
-        Queries [T, H, C], and index queries [T, Hi, Ci] or ``None``, in the dtype of what was given; and the ``norm_eps`` for
-        ``paged_attention``: ``eps`` if it norms the queries, which are returned as given, else ``None``.
+        Queries [T, H, C], and index queries [T, Hi, Ci] or ``None``, in the dtype of ``query_TK``; and the ``norm_eps`` for
+        ``paged_attention``: ``None``, or ``eps`` if attention must norm the queries, which are then returned unchanged.
     """
     queries_TK = given.query_TK[:, : given.heads * given.channels]
     q_THC = queries_TK.unflatten(1, (given.heads, given.channels))

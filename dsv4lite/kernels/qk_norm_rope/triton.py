@@ -1,6 +1,6 @@
-"""Kernel of ``head_norms``: programs take a few heads of one token; whether query or index heads follows from their number.
+"""Kernel of ``head_norms``: a program takes a few heads of one token, the first programs query heads, the others index heads.
 
-How many heads a program takes follows from their width alone, and so does the order of every sum.
+The number of heads per program, and so the order of every sum, depends on the heads' width alone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _heads_kernel(
         q += t * heads * WIDTH
         at, mask, x = _load_rows(query, heads, block * BLOCK_HEADS, BLOCK_HEADS, WIDTH, PADDED)
         if ROPE & (ROPE - 1) == 0:
-            # Few channels rotate: they are read again, from the first cache.
+            # The few rotated channels are read again, from the L1 cache.
             head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
             tail = head * WIDTH + (WIDTH - ROPE) + tl.arange(0, ROPE)[None, :]
             end = tl.load(query + tail, mask=head < heads, other=0.0).to(tl.float32)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import op
 
-FP8_GROUP = 128  # numbers that share a scale: of activations in a row, of weights in a row and column
+FP8_GROUP = 128  # activations have a scale per 128 channels, weights per 128 x 128
 FP8_MAX = 448.0
 FP4_MAX = 6.0
 FP8_AMAX_FLOOR = 1e-4
@@ -54,7 +54,7 @@ def quantize_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Quantize groups of the last dimension to e4m3.
 
     Args:
-        x: Float [..., N]. A NaN stays one, and its group is lost with it (the official kernel's clamp turns it into a number).
+        x: Float [..., N]. A NaN stays NaN and makes its whole group NaN (the official kernel's clamp turns it into a number).
         group: Channels that share a scale; the last group may be shorter.
 
     Returns:
@@ -72,7 +72,7 @@ def _fp8_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_fp8(codes: Tensor, scales: Tensor, group: int) -> Tensor:
-    """Return float32 [..., N] from e4m3 codes and scale bytes (or float scales) per ``group``."""
+    """Return float32 [..., N] from e4m3 codes and a scale byte or float scale per ``group`` channels."""
     return (_groups(codes.float(), group) * e8m0_to_float(scales)[..., None]).flatten(-2)[..., : codes.shape[-1]]
 
 
@@ -85,7 +85,7 @@ def round_fp8(x: Tensor, group: int) -> Tensor:
 def e2m1_codes(x: Tensor) -> Tensor:
     """Return the 4-bit codes, uint8, of values in [-6, 6] rounded to nearest, ties to the even code."""
     a = x.abs()
-    # Thresholds half way between neighbours; a tie goes up exactly where the upper code is even.
+    # Thresholds are half way between neighbours; a tie rounds up if the upper code is even.
     code = (a > 0.25).to(torch.uint8) + (a >= 0.75) + (a > 1.25) + (a >= 1.75) + (a > 2.5) + (a >= 3.5) + (a > 5.0)
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
@@ -157,7 +157,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def quantize_matrix(weight: Tensor, *, fp4: bool) -> tuple[Tensor, Tensor]:
-    """Return a matrix as a quantized checkpoint stores it; what ``dequantize_matrix`` has made is restored to the same numbers.
+    """Return a matrix as a quantized checkpoint stores it. A result of ``dequantize_matrix`` keeps its numbers exactly.
 
     Args:
         weight: Float [out, in]; of FP4 ``in`` is a multiple of 32.

@@ -1,4 +1,4 @@
-"""Kernels that quantize: the reference's codes and scale bytes, bit for bit; in FP8 a group keeps its scale beside a NaN."""
+"""Kernels that quantize, with the reference's codes and scale bytes; but a NaN does not change the rest of its FP8 group."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def quantize_kernel(
     tl.store(scales + row * GROUPS + group, (bits >> 23).to(tl.uint8), mask=group < GROUPS)
 
 
-def _rows_of(x: Tensor) -> Tensor:
-    """Return ``x`` [..., N] as rows [M, N] whose channels lie side by side, copied only where that takes a copy."""
+def _as_rows(x: Tensor) -> Tensor:
+    """Return ``x`` [..., N] as rows [M, N] with contiguous channels, copied only if necessary."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
@@ -40,7 +40,7 @@ def _rows_of(x: Tensor) -> Tensor:
 def quantize_fp8_triton(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """See ``quantize.quantize_fp8``; ``group`` is a power of two."""
     assert group & (group - 1) == 0 and x.dtype in (torch.bfloat16, torch.float32), (group, x.dtype)
-    rows = _rows_of(x)
+    rows = _as_rows(x)
     count, width = rows.shape
     groups = ceil_div(width, group)
     tile = min(max(1, _TILE // group), 1 << (groups - 1).bit_length())  # groups of one program

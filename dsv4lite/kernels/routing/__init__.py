@@ -4,12 +4,12 @@
     experts: the k best of score + bias, or a table by token id
     w     = score[idx] / (sum(score[idx]) + 1e-20) * route_scale, or without the division
 
-With groups of experts, the k best are chosen from the groups of highest rank: with a bias by the sum of their two best, without by
-their best.
+With groups of experts, the k best are chosen from the best groups. With a bias, groups are ranked by the sum of their two best
+experts, otherwise by their best expert.
 
-Source: DeepSeek-V4 specification 3.8, MLA specification 3.8.  Numerics: float32; experts are in the order of their ids, in which
-their outputs are summed, so the result does not depend on what shares the batch. The kernel's weights agree to 1e-6 of their size,
-and so do the scores that its selection compares; it knows the first score, without groups.
+Source: DeepSeek-V4 specification 3.8, MLA specification 3.8.  Numerics: float32. Experts are in the order of their ids, and their
+outputs are summed in this order, so a token's result does not depend on the rest of the batch. The kernel's weights and the scores
+that it compares agree to a relative 1e-6.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import op
 
-_LEAST_SUM = 1e-20  # of scores that all underflow: changes no other sum
+_LEAST_SUM = 1e-20  # avoids a division by zero if all scores underflow; does not change any other sum
 
 
 class Router(NamedTuple):
-    """How experts are chosen, and where a step's tokens are.
+    """How experts are chosen, and the ids and positions of a step's tokens.
 
     Attributes:
         top_k: Experts per token.
-        scale: Of their weights.
+        scale: Multiplies the weights.
         bias_E: Added to the scores for the selection only, float32.
         table_VK: Experts of every token id, int64, instead of a selection (hash layers); scores still give the weights.
-        token_ids_T: The tokens' ids; needed for the table only.
-        positions_T: Position of each token; a negative one is padding: its experts are E, which is none, and its weights 0.
+        token_ids_T: The tokens' ids; needed only with a table.
+        positions_T: Position of each token; negative for padding, whose experts are E (none) and whose weights are 0.
         scoring: ``sqrtsoftplus``, ``softmax`` or ``sigmoid``.
-        groups: Equally large groups of consecutive experts.
-        top_groups: Groups that a token chooses from.
+        groups: Number of equally large groups of consecutive experts.
+        top_groups: Number of groups from which a token's experts are chosen.
         renormalize: Divide weights by their sum.
     """
 
@@ -68,7 +68,7 @@ def scores_of(logits_TE: Tensor, scoring: str) -> Tensor:
 
 
 def in_top_groups(selection_TE: Tensor, router: Router) -> Tensor:
-    """Return what the selection compares, with minus infinity for experts outside of a token's groups."""
+    """Return the selection scores, with minus infinity for experts outside of a token's groups."""
     if router.groups == router.top_groups:
         return selection_TE
     grouped_TGE: Tensor = torch.unflatten(selection_TE, -1, (router.groups, -1))
@@ -82,7 +82,7 @@ def route(logits_TE: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """Choose experts and their weights by float32 gate outputs.
 
     Returns:
-        Expert ids int64 [T, K], ascending, and weights float32 [T, K]. Of equal scores the kernel takes the lowest id.
+        Expert ids int64 [T, K], ascending, and weights float32 [T, K]. On ties the kernel chooses the lowest id.
     """
     scores = scores_of(logits_TE, router.scoring)
     if router.table_VK is None:
@@ -100,12 +100,12 @@ def route(logits_TE: Tensor, router: Router) -> tuple[Tensor, Tensor]:
 
 
 class Copies(NamedTuple):
-    """Which slots experts have, of which one may have several, and how often each expert was chosen.
+    """The slots of each expert, one or several (copies), and how often each expert was chosen.
 
     Attributes:
-        slots_EC: int64 [E + 1, C], in each row as many as count; the last row is for padding.
-        copies_E: How many do, int64 [E + 1].
-        load_E: int64 [E + 1]; goes on counting. ``None`` if another rank counts these tokens.
+        slots_EC: int64 [E + 1, C]; row e has ``copies_E[e]`` valid slots. The last row is for padding.
+        copies_E: int64 [E + 1], number of copies.
+        load_E: int64 [E + 1], number of choices, incremented here; ``None`` if another rank counts these tokens.
     """
 
     slots_EC: Tensor
@@ -114,14 +114,14 @@ class Copies(NamedTuple):
 
 
 def own_slots(slots_TK: Tensor, first: int, count: int) -> Tensor:
-    """Return slots counted from a rank's first, of its ``count``; ``count`` for those of others."""
-    # Slots before the first become the largest numbers.
+    """Return slots relative to a rank's first; ``count``, the number of its slots, for slots of other ranks."""
+    # The mask turns negative differences into large numbers.
     return ((slots_TK - first) & torch.iinfo(torch.int64).max).clamp_(max=count)
 
 
 def take_copies(chosen_TK: Tensor, copies: Copies) -> Tensor:
-    """Count the chosen experts, and return their slots; tokens take the copies of an expert in turn."""
-    # A pass that only asks which kernels there are leaves unwritten what was chosen.
+    """Count the chosen experts, and return their slots; token t takes copy t modulo the number of copies."""
+    # In a dry run, which records kernels, ``chosen_TK`` is uninitialized.
     chosen_TK = chosen_TK.clamp(0, len(copies.copies_E) - 1)
     if copies.load_E is not None:
         chosen = chosen_TK.flatten()

@@ -14,11 +14,11 @@ from dsv4lite.kernels.routing import Router
 
 @triton.jit
 def _score(logit, GPU: tl.constexpr):
-    # Reference: scores = softplus(logits_TE).sqrt(), with the device library's functions, which torch uses, too.
+    # Reference: scores = softplus(logits_TE).sqrt(); libdevice's functions are those that torch uses.
     if GPU:
         tail = libdevice.log1p(libdevice.exp(-tl.abs(logit)))
     else:
-        # The interpreter has no log1p; where 1 + e rounds, the quotient makes up for it.
+        # The interpreter has no log1p; the quotient corrects the rounding of 1 + e.
         e = tl.exp(-tl.abs(logit))
         rounded = 1.0 + e
         tail = tl.where(rounded == 1.0, e, tl.log(rounded) * (e / tl.where(rounded == 1.0, 1.0, rounded - 1.0)))
@@ -27,7 +27,7 @@ def _score(logit, GPU: tl.constexpr):
 
 @triton.jit
 def _row_sums(x):
-    """Return the sums of rows [R, N], N a power of two up to 64: neighbours first, whatever the layout, so always the same bits."""
+    """Return the sums of rows [R, N], N a power of two up to 64. Neighbours are added first: bits do not depend on the layout."""
     for _ in tl.static_range(6):
         if x.shape[1] > 1:
             a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
@@ -43,7 +43,7 @@ def best_experts(
     # Reference: (scores + bias_E).topk(top_k)
     expert = tl.arange(0, BLOCK)[None, :]
     slot = tl.arange(0, TOP_TILE)[None, :]
-    # Floats as integers of the same order; of equal ones the lowest id is first, and nothing is last.
+    # Keys: the floats as integers in the same order; ties go to the lowest id. LAST is below all keys.
     key = selection.to(tl.int32, bitcast=True)
     key ^= (key >> 31) & 0x7FFFFFFF
     LAST: tl.constexpr = -(1 << 63)
@@ -62,7 +62,7 @@ def route_rows(
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
     FIXED: tl.constexpr, PADDED: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Route the tokens that are here, [TOKENS]; return experts, their weights and their places in the row, [TOKENS, TOP_TILE]."""
+    """Route the tokens [TOKENS] where ``here``; return experts, their weights and their places in the row, [TOKENS, TOP_TILE]."""
     slot = tl.arange(0, TOP_TILE)[None, :]
     used = here[:, None] & (slot < TOP_K)
     logits += token[:, None] * logits_stride
@@ -78,7 +78,7 @@ def route_rows(
         ids = best_experts(selection, EXPERTS, BLOCK, TOP_K, TOP_TILE)
     picked = _score(tl.load(logits + ids, mask=used, other=0.0), GPU)
     at = tl.arange(0, ids.shape[1])
-    # Reference: chosen_TK.sort(-1); an expert's place is the number of those before it.
+    # Reference: chosen_TK.sort(-1); an expert's place is the number of experts before it.
     other = ids[:, None, :]
     before = (other < ids[:, :, None]) | ((other == ids[:, :, None]) & (at[None, None, :] < at[None, :, None]))
     place = tl.sum(before.to(tl.int32), 2)
@@ -101,7 +101,7 @@ def _scores(logit, inside, SOFTMAX: tl.constexpr, GPU: tl.constexpr):
         logit -= tl.max(logit, 1)[:, None]
     else:
         logit = -logit
-    power = tl.minimum(logit, 88.7)  # whose exponential is still a number
+    power = tl.minimum(logit, 88.7)  # the exponential of 88.7 is still finite
     power = libdevice.exp(power) if GPU else tl.exp(power)
     if SOFTMAX:
         scores = tl.div_rn(power, tl.zeros_like(power) + tl.sum(power, 1)[:, None])
@@ -143,7 +143,7 @@ def _grouped_rows(
     PADDED: tl.constexpr, SOFTMAX: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr,
     RENORMALIZE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Return what ``route_rows`` does, for softmax or sigmoid scores."""
+    """Return the same as ``route_rows``, for softmax or sigmoid scores."""
     expert = tl.arange(0, BLOCK)[None, :]
     inside = expert < EXPERTS
     logit = tl.load(logits + token[:, None] * logits_stride + expert, mask=inside, other=0.0)
@@ -216,7 +216,7 @@ def route_kernel(
 
 
 def _router_constants(logits_TE: Tensor, router: Router) -> dict[str, int]:
-    """Check a router's tensors, and return what is compiled in of it."""
+    """Check a router's tensors, and return its kernel constants."""
     experts, (top_k, _, bias_E, table_VK, token_ids_T, positions_T, *_) = logits_TE.shape[1], router
     assert logits_TE.dtype == torch.float32 and logits_TE.stride(1) == 1 and top_k <= experts, (logits_TE.shape, top_k)
     assert bias_E is None or (bias_E.dtype == torch.float32 and bias_E.is_contiguous())
@@ -237,7 +237,7 @@ def _router_constants(logits_TE: Tensor, router: Router) -> dict[str, int]:
 
 
 def route_triton(logits_TE: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """See ``routing.route``; scores of the first kind have no groups, and their weights are divided by their sum."""
+    """See ``routing.route``. ``sqrtsoftplus`` needs one group and ``renormalize``; the other scores allow no table."""
     rules = (router.groups, router.renormalize, router.table_VK is None)
     assert rules[:2] == (1, True) if router.scoring == "sqrtsoftplus" else rules[2], router
     tokens, (top_k, scale, bias_E, table_VK, token_ids_T, positions_T, *_) = len(logits_TE), router

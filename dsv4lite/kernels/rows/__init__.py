@@ -9,7 +9,7 @@ row's data (for 584-byte rows: row i at 576 i, its scales at 576 B + 8 i, page p
     656-byte latent   512 e4m3 | 4 float32 scales | 64 bf16           MLA specification 5.2, any split
     unquantized       the vector itself in float32 or bfloat16
 
-Rows are addressed by ``page * B + place``; -1 means no row: it is not written, and what is read there is row 0 (mask it).
+The address of a row is ``page * B + place``. Address -1 means no row: callers must not write it, and reading it returns row 0.
 Numerics: reading returns what ``round_fp8`` and ``round_fp4`` return for the written vector, exactly.
 """
 
@@ -56,12 +56,12 @@ class UnquantizedRow:
 
     def pack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         data = rows.to(self.dtype).contiguous()
-        if not data.requires_grad:  # bytes have no gradients; ``unpack`` takes both
+        if not data.requires_grad:  # bytes have no gradients, so these rows stay numbers; ``unpack`` takes both
             data = data.view(torch.uint8)
         return data, rows.new_empty(rows.shape[0], 0, dtype=torch.uint8)
 
     def unpack(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        numbers = data.view(self.dtype) if data.dtype == torch.uint8 else data  # a view as a dtype has no gradients, either
+        numbers = data.view(self.dtype) if data.dtype == torch.uint8 else data  # numbers with gradients
         return numbers.to(dtype)
 
 
@@ -194,7 +194,7 @@ def pack_rows(fmt: RowFormat, rows_NC: Tensor) -> Tensor:
 
 
 def unpack_rows(fmt: RowFormat, packed_NB: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows [N, C] that ``pack_rows`` has packed."""
+    """Return rows [N, C] from the result of ``pack_rows``."""
     if not fmt.scale_bytes:
         return fmt.unpack(packed_NB, packed_NB[:, :0], dtype)
     data, scales = packed_NB.split([fmt.data_bytes, fmt.scale_bytes], -1)
@@ -211,7 +211,7 @@ class RowStore:
     """Pages of rows on one device.
 
     Attributes:
-        memory: uint8 [pages, page_bytes], zero at first: the true bytes.
+        memory: uint8 [pages, page_bytes], the bytes of all pages; zero at first.
     """
 
     def __init__(self, fmt: RowFormat, num_pages: int, rows_per_page: int, device: torch.device) -> None:
@@ -251,7 +251,7 @@ class RowStore:
         return self.format.unpack(data, scales, dtype)
 
     def clear(self, addresses_N: Tensor) -> None:
-        """Make the rows at addresses int64 [N] zero."""
+        """Set the rows at addresses int64 [N] to zero."""
         page, place = addresses_N // self.rows_per_page, addresses_N % self.rows_per_page
         self._data[page, place] = 0
         if self._scales is not None:
@@ -263,9 +263,9 @@ class RowStore:
 
 
 class GradientStore(RowStore, ReferenceOnly):
-    """Rows of one differentiable pass: what is read has the gradients of what was written. Unquantized only.
+    """Rows of one differentiable pass: gradients flow from reads to writes. Unquantized only.
 
-    Its pages lie in a new tensor after each write, not in ``memory``.
+    Each write puts the pages into a new tensor instead of ``memory``.
     """
 
     def write(self, addresses_N: Tensor, rows_NC: Tensor) -> None:
@@ -275,6 +275,6 @@ class GradientStore(RowStore, ReferenceOnly):
 
 
 def store_for_pass(fmt: RowFormat, num_pages: int, rows_per_page: int, device: torch.device) -> RowStore:
-    """Return a store for one pass, which lets gradients through if there are any and its rows are numbers."""
+    """Return a store for one pass; gradients flow through it if they are enabled and rows are unquantized."""
     kind = GradientStore if torch.is_grad_enabled() and isinstance(fmt, UnquantizedRow) else RowStore
     return kind(fmt, num_pages, rows_per_page, device)

@@ -1,4 +1,4 @@
-"""Rows inside the kernels of attention: e4m3 codes widened to bfloat16, and results turned back by their angles."""
+"""Helpers of the attention kernels: e4m3 codes of rows widened to bfloat16, and results rotated back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def narrowed(x, FLOAT32: tl.constexpr, GPU: tl.constexpr):
-    """Round float32, if not FLOAT32, to the nearest bfloat16; the interpreter would cut, and knows no products of bfloat16."""
+    """Round float32 to bfloat16 unless FLOAT32; in the interpreter, which cannot multiply bfloat16, keep it in float32."""
     if FLOAT32:
         rounded = x
     elif GPU:
@@ -22,7 +22,7 @@ def narrowed(x, FLOAT32: tl.constexpr, GPU: tl.constexpr):
     return rounded
 
 
-_WIDEN = tl.constexpr("""{
+WIDEN_E4M3 = tl.constexpr("""{
 .reg .b32 t, m, f, z;
 mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;
 prmt.b32 t, $2, 0, 0x1404;
@@ -38,12 +38,12 @@ fma.rn.bf16x2 t, t, f, z; fma.rn.bf16x2 $1, t, $4, z;
 def _widen(codes, scale, GPU: tl.constexpr):
     """Return e4m3 codes [R, 64] times a power of two for each row, given as e8m0 byte int32 [R]."""
     # Reference: dequantize_fp8(codes, scales, KV_GROUP).to(dtype)
-    # Exponent and mantissa four bits up are a bfloat16 of 2^-120 times the value; the assembly takes four codes at a time,
-    # each with its own scale: which four a thread has side by side is the compiler's choice.
+    # Exponent and mantissa of a code, shifted to bit 4 of a bfloat16, are 2^-120 times the value. The assembly takes four codes at
+    # a time, each with its own scale, because the compiler chooses which four codes a thread has.
     if GPU:
         bits = tl.where(scale == 0, 0x0040, tl.where(scale == 255, 0x7FC0, scale << 7))
         factor = bits.to(tl.int16)[:, None]
-        wide = tl.inline_asm_elementwise(_WIDEN, "=r,=r,r,r,r", [codes, factor], dtype=tl.bfloat16, is_pure=True, pack=4)
+        wide = tl.inline_asm_elementwise(WIDEN_E4M3, "=r,=r,r,r,r", [codes, factor], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
         factor = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, scale << 23))
         wide = e4m3_values(codes) * factor.to(tl.float32, bitcast=True)[:, None]
@@ -78,7 +78,7 @@ def scaled(codes, words, number: tl.constexpr, GPU: tl.constexpr):
 
 @triton.jit
 def rotated_back(o, cos, sin, HEADS: tl.constexpr, WIDTH: tl.constexpr, BEGIN: tl.constexpr, ROPE: tl.constexpr):
-    """Turn ROPE channels, from number BEGIN on, of results [HEADS, WIDTH] by the token's angles; BEGIN may be negative."""
+    """Rotate back ROPE channels, from BEGIN on, of results [HEADS, WIDTH] by the token's angles; BEGIN may be negative."""
     # Reference: rope(o, cos, sin, inverse=True)
     pair = tl.arange(0, WIDTH // 2) - BEGIN // 2
     turned = (pair >= 0) & (pair < ROPE // 2)

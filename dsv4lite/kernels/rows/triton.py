@@ -1,11 +1,11 @@
-"""What kernels that write rows share: scales, codes, norms, rotation and the Hadamard transform, on blocks in registers.
+"""Helpers of kernels that write rows: scales, codes, norms, rotation and the Hadamard transform, on blocks in registers.
 
-Blocks are float32 and hold bfloat16 numbers where the references round. Everything is elementwise or exact, so it equals the
-references bit for bit, but for the sums of squares, whose order is the compiler's: ``inverse_rms`` is within two units in the last
-place of ``torch.rsqrt``'s. That may move a rounding to bfloat16 by one unit (seen in one of 10^4 numbers).
+Blocks are float32; they hold bfloat16 numbers where the references round. All operations are elementwise or exact and return the
+references' bits, except for sums of squares, whose order the compiler chooses: ``inverse_rms`` is within two units in the last
+place of ``torch.rsqrt``. That can change a rounding to bfloat16 by one unit (seen in one of 10^4 numbers).
 
-Launch with ``enable_fp_fusion=False``: the references round products before they add them. GPU is false in the interpreter, which
-does not round to bfloat16 but cuts.
+Launch with ``enable_fp_fusion=False``: the references round products before they add them. GPU is false in the interpreter, whose
+conversion to bfloat16 truncates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KV, FP4_KEY, FP8_KEY, UNQUANTIZED = tl.constexpr(0), tl.constexpr(1), tl.constex
 
 @triton.jit
 def only_if(condition, mask):
-    # ``mask & condition`` with one condition for all, which the interpreter would make integers of
+    # ``mask & condition`` with a scalar condition, which the interpreter would turn into integers
     return mask & (tl.broadcast_to(condition.to(tl.int32), mask.shape) != 0)
 
 
@@ -63,7 +63,7 @@ def e2m1_codes(x):
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x1FFFFF + ((magnitude >> 22) & 1)) >> 22) - (126 << 1)
-    # Below 1 codes are multiples of 0.5: the spacing of floats at 2^22.
+    # Below 1 numbers are multiples of 0.5: the spacing of floats at 2^22.
     small = (tl.abs(x) + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000
     code = tl.where(magnitude < 0x3F800000, small, normal)
     return (tl.minimum(code, 7) | ((bits >> 28) & 8)).to(tl.uint8)
@@ -98,7 +98,7 @@ def mean_of(total, WIDTH: tl.constexpr):
 
 @triton.jit
 def inverse_rms(x, eps, WIDTH: tl.constexpr):
-    # torch.rsqrt(y.square().mean() + eps), of a whole block of two dimensions
+    # torch.rsqrt(y.square().mean() + eps), over all of a two-dimensional block
     return inverse_root(mean_of(tl.sum(tl.sum(x * x, axis=1), axis=0), WIDTH) + eps)
 
 
@@ -116,7 +116,7 @@ def rotate_tail(
     x, cos, sin, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, FLOAT32: tl.constexpr,
     GPU: tl.constexpr,
 ):  # fmt: skip
-    # rope, of rows [ROWS, PADDED] of which the last ROPE of WIDTH channels turn by the angles at ``cos`` and ``sin``
+    # rope of rows [ROWS, PADDED]: rotates the last ROPE of WIDTH channels by the angles at ``cos`` and ``sin``
     pair = tl.arange(0, PADDED // 2) - (WIDTH - ROPE) // 2
     turned = (pair >= 0) & (pair < ROPE // 2)
     c = tl.load(cos + pair, mask=turned, other=1.0)
@@ -126,7 +126,7 @@ def rotate_tail(
 
 @triton.jit
 def row_angles(cos, sin, WIDTH: tl.constexpr, ROWS: tl.constexpr, ROPE: tl.constexpr):
-    """Return cos and sin of the pairs of a vector of WIDTH channels in ROWS of 64, and which pairs turn: those of its last ROPE."""
+    """Return cos and sin of the pairs of a vector of WIDTH channels in ROWS of 64, and which pairs rotate: the last ROPE / 2."""
     if ROPE == 64 and WIDTH % 64 == 0:
         pair = tl.arange(0, 32)
         c = tl.load(cos + pair)[None, :]
@@ -163,8 +163,8 @@ def hadamard_rows(x, ROWS: tl.constexpr, LOG: tl.constexpr, GPU: tl.constexpr):
     return bf16(hadamard_float32(x, ROWS, LOG), GPU)
 
 
-# Codes come by integer arithmetic on every chip: they are few. A scaled number exceeds 448 by a rounding error at most, which
-# rounds back to 448: nothing needs to be clamped.
+# Codes are computed by integer arithmetic on every chip, because there are few. A scaled number exceeds 448 at most by a rounding
+# error and then rounds to 448, so nothing is clamped.
 
 
 @triton.jit
@@ -186,14 +186,14 @@ def store_kv(x, data, scales, page, ROWS: tl.constexpr, NOPE: tl.constexpr, ROPE
     byte = tl.where(row < GROUPS, byte, 0).to(tl.uint8)
     tl.store(scales + row, byte, mask=only_if(wanted, row < BYTES))
     if BYTES > ROWS:
-        # ROWS is a power of two, so what is missing is a whole number of times ROWS
+        # BYTES - ROWS is a multiple of ROWS, because ROWS is a power of two
         for more in tl.static_range(ROWS, BYTES, ROWS):
             tl.store(scales + more + row, tl.zeros((ROWS,), tl.uint8), mask=only_if(wanted, more + row < BYTES))
 
 
 @triton.jit
 def store_fp4(x, data, scales, groups, GROUPS: tl.constexpr):
-    """quantize_packed_fp4, of numbers in rows of 32, of which the first ``groups`` are stored."""
+    """quantize_packed_fp4 of numbers in rows of 32; stores the first ``groups`` rows."""
     group = tl.arange(0, GROUPS)
     byte, inverse = fp4_scale(x, 1)
     low, high = tl.split(tl.reshape(e2m1_codes(x * inverse[:, None]), (GROUPS, 16, 2)))
@@ -242,5 +242,5 @@ def kind_of(fmt: RowFormat) -> int:
 
 
 def memory_of(store: RowStore) -> Tensor:
-    """Return a store's memory as kernels see it: bytes, or unquantized rows in their dtype."""
+    """Return a store's memory for kernels: bytes, or unquantized rows in their dtype."""
     return store.memory.view(store.format.dtype) if isinstance(store.format, UnquantizedRow) else store.memory

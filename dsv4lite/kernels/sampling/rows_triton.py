@@ -1,6 +1,6 @@
-"""Kernels of ``rows.sample_rows``. Where several programs share a row, the last to arrive puts their results together.
+"""Kernels of ``rows.sample_rows``. If several programs share a row, the last to arrive combines their results.
 
-A token's *rank number*, int64, orders a row: value from the best to the worst in its upper bits, token id in the lower 23.
+A token's *rank number*, int64, orders a row from best to worst: the upper bits hold the value, the lower 23 the token id.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from dsv4lite.kernels.sampling.rows import (
     State,
     apply_masks,
 )
-from dsv4lite.kernels.sampling.triton import arrive, ascending, best_key, best_token, log_of_shares, share, total_of
+from dsv4lite.kernels.sampling.triton import arrive, ascending, best_key, best_token, fixed_exp, log_of_fixed, total_of
 
-ROUNDS = 3  # of the race in nuclei, after the first one among all tokens; rows without a winner by then are searched
+ROUNDS = 3  # more draws with ``top_p`` after the first, among all tokens; rows without a result by then take ``_search_kernel``
 _NUM_WARPS = 8
 _SEARCH_BLOCK = 4096
 
@@ -45,7 +45,7 @@ _BEST = tl.constexpr(BEST)
 _CANDIDATES = tl.constexpr(CANDIDATES)
 _GROUPS = tl.constexpr(GROUPS)
 _HEADER = tl.constexpr(HEADER)
-_TOGETHER = tl.constexpr(16)  # candidates that all others are compared with at a time
+_COMPARED = tl.constexpr(16)  # candidates with which all candidates are compared at a time
 _TOP, _TOP_ID, _DRAWN, _LIMIT, _TOTAL, _CUT, _REACH, _COUNT, _LOG_SUM = map(tl.constexpr, map(int, State))
 _STATE = tl.constexpr(STATE_COLUMNS)
 _DONE = tl.constexpr(-1)
@@ -66,14 +66,14 @@ def _slot(slots, row, last):
 
 @triton.jit
 def _is_edited(line, position):
-    """Return whether a row has logits of its own, beside the model's."""
+    """Return whether a row is sampled from edited logits."""
     rows = (tl.load(line + _OCCURRENCES) != 0) | (tl.load(line + _EDITS) != 0)
     return rows | ((tl.load(line + _NUM_STOPS) > 0) & (position + 1 < tl.load(line + _STOPS_FROM)))
 
 
 @triton.jit
 def _source(line, row, position, logits, edited_logits, best_top, state, vocabulary):
-    """Return where, from the logits on, those begin from which a row is sampled, and the largest of them."""
+    """Return the offset from ``logits`` of the logits that a row is sampled from, edited or not, and the largest of them."""
     is_edited = _is_edited(line, position)
     shift = tl.multiple_of((edited_logits.to(tl.int64) - logits.to(tl.int64)) >> 2, 4)
     own = tl.load(state + row * _STATE + _TOP).to(tl.int32).to(tl.float32, bitcast=True)
@@ -83,7 +83,7 @@ def _source(line, row, position, logits, edited_logits, best_top, state, vocabul
 
 @triton.jit
 def _rank(value, token):
-    """Return rank numbers, int64 >= 0: less is better."""
+    """Return rank numbers, int64 >= 0: smaller is better."""
     return ((0x7FFFFFFF - ascending(value).to(tl.int64)) << _ID_BITS) | token.to(tl.int64)
 
 
@@ -127,7 +127,7 @@ def _stream(line, position):
 
 @triton.jit
 def _minus_u(token, a, b):
-    """Return what ``log_exponential`` makes of the bits of (stream, position, token id), in (-1, 0)."""
+    """Return ``minus_u`` of ``log_exponential`` for (stream, position, token id), in (-1, 0)."""
     bits = _mix(token.to(tl.uint32) ^ a, b) & 0x7FFFFFFF
     u = (bits.to(tl.int32).to(tl.float32) + 0.5) * -4.656612873077393e-10
     return tl.maximum(u, -0.999999940395355224609375)
@@ -137,14 +137,14 @@ def _minus_u(token, a, b):
 def _log_exponential(minus_u):
     # Reference: minus_u.log1p_().neg_().log_()
     w = 1.0 + minus_u
-    d = w - 1.0  # exact: what of minus_u has come into w
+    d = w - 1.0  # exact: the part of minus_u that is in w
     log1p = tl.where(d == 0.0, minus_u, tl.log(w) * tl.div_rn(minus_u, tl.where(d == 0.0, 1.0, d)))
     return tl.log(-log1p)
 
 
 @triton.jit
-def _lap(scaled, token, inside, a, b):
-    """Return the race's keys: the largest is that of the winner, the lowest id of several."""
+def _draw_keys(scaled, token, inside, a, b):
+    """Return the keys of a draw: the winner has the largest, and of equal ones the lowest id."""
     time = scaled - _log_exponential(_minus_u(token, a, b))
     key = (ascending(time).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
     return tl.where(inside, key, _NO_KEY)
@@ -168,7 +168,7 @@ def _edit_kernel(
         # Reference: penalize
         counts = tl.multiple_of(occurrences.to(tl.pointer_type(tl.int32)), 16)
         seen = tl.load(counts + token, mask=live, other=0)
-        for back in range(tl.load(places + row)):  # drafts that the row takes for granted
+        for back in range(tl.load(places + row)):  # earlier drafts of the sequence count as generated
             seen += (token == tl.load(tokens + row - back)).to(tl.int32)
         count = seen & 0x7FFFFFFF
         repetition = tl.load(line + _REPETITION).to(tl.float32)
@@ -194,7 +194,7 @@ def _edit_kernel(
 
 
 @triton.jit(do_not_specialize=["last", "pieces"], do_not_specialize_on_alignment=["slots", "positions"])
-def _race_kernel(
+def _draw_kernel(
     logits,
     edited,
     best_top,
@@ -235,19 +235,19 @@ def _race_kernel(
     if not FIRST:
         inside = inside & (_rank(scaled, token) < limit)
     a, b = _stream(line, position)
-    # The best token is in every race. A token that beats it has an exponential variate, and so a u, below exp(scaled - its time):
-    # mostly few, and logarithms are for them alone.
+    # Every draw includes the best token, ``best_id``. A token that beats it has an exponential variate, and hence a u, below
+    # exp(scaled - rival). Mostly few have, and only for them are logarithms computed.
     own = tl.load(state + row * _STATE + _TOP_ID).to(tl.int32)
     best_id = tl.where(_is_edited(line, position), own, tl.load(best_ids + row).to(tl.int32))
     rival = -_log_exponential(_minus_u(best_id, a, b))
     fast = inside & (-0.999 * _minus_u(token, a, b) <= tl.exp(scaled - rival))
     place = partial + row * 2 * pieces + tl.program_id(1)
     if tl.max(fast.to(tl.int32), 0) > 0:
-        tl.store(place, tl.max(_lap(scaled, token, fast, a, b), 0))
+        tl.store(place, tl.max(_draw_keys(scaled, token, fast, a, b), 0))
     else:
         tl.store(place, _NO_KEY)
     if top_p < 1:
-        tl.store(place + pieces, tl.sum(tl.where(inside, share(scaled), 0), 0))
+        tl.store(place + pieces, tl.sum(tl.where(inside, fixed_exp(scaled), 0), 0))
     if arrive(arrivals, row, pieces):
         winner = tl.minimum(best_token(partial + row * 2 * pieces, pieces, PIECES), vocabulary - 1)
         mine = state + row * _STATE
@@ -260,15 +260,15 @@ def _race_kernel(
                 tl.store(mine + _TOTAL, mass)
                 tl.store(mine + _LIMIT, next_limit)
             else:
-                # Reference: _mass_before(share) >= mass is outside
+                # Reference: _mass_before(mass) < wanted
                 kept = mass.to(tl.float64) < top_p * tl.load(mine + _TOTAL).to(tl.float64)
                 tl.store(mine + _DRAWN, _id_of(limit))
                 tl.store(mine + _LIMIT, tl.where(kept, _DONE, next_limit))
 
 
 @triton.jit
-def _listed(line, vocabulary, SCORE: tl.constexpr):
-    """Return how many of a row's best tokens are wanted: to draw from, or to list."""
+def _num_best(line, SCORE: tl.constexpr):
+    """Return how many of a row's best tokens are needed: to list them if SCORE, otherwise to draw from them."""
     if SCORE:
         return tl.load(line + _NUM_LOGPROBS).to(tl.int32)
     top_k = tl.load(line + _TOP_K).to(tl.int32)
@@ -277,7 +277,7 @@ def _listed(line, vocabulary, SCORE: tl.constexpr):
 
 @triton.jit
 def _distribution(line, row, position, logits, edited, best_top, state, vocabulary, SCORE: tl.constexpr):
-    """Return what a row's values are made of: where its logits begin, their maximum, temperature (0: as they are), min_p, cut."""
+    """Return the parameters of ``_values``: offset of the row's logits, maximum, temperature (0: raw logits), log min_p, cut."""
     begin, top = _source(line, row, position, logits, edited, best_top, state, vocabulary)
     temperature = tl.load(line + _TEMPERATURE).to(tl.float32)
     log_min_p = tl.load(line + _LOG_MIN_P).to(tl.float32)
@@ -308,7 +308,7 @@ def _peaks_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     line = settings + _slot(slots, row, last) * _COLUMNS
-    k = _listed(line, vocabulary, SCORE)
+    k = _num_best(line, SCORE)
     if k <= 0:
         return
     position = tl.load(positions + row)
@@ -324,7 +324,7 @@ def _peaks_kernel(
         used = at < pieces * _GROUPS
         every = tl.load(peaks + row * pieces * _GROUPS + at, mask=used, other=0, cache_modifier=".cg")
         height = tl.where(used, every.to(tl.int64) + 0x80000000, -1)
-        # The largest that k groups reach, bit by bit: so at least k tokens do, and not many more.
+        # The largest value that k group maxima reach, bit by bit. At least k tokens reach it, and not many more.
         reach = tl.zeros((), tl.int64)
         for i in range(32):
             higher = reach | (tl.full((), 0x80000000, tl.int64) >> i)
@@ -335,7 +335,7 @@ def _peaks_kernel(
 
 @triton.jit
 def _pick(logits, begin, vocabulary, top, temperature, log_min_p, cut, k, mine, BLOCK: tl.constexpr):
-    """Write down the k best tokens one after the other, where too many are as good as the candidates; return how many there are."""
+    """Store the k best tokens one by one, for rows with too many candidates because of ties; return how many there are."""
     count = tl.zeros((), tl.int32)
     last = tl.full((), -1, tl.int64)
     for i in range(k):
@@ -372,7 +372,7 @@ def _best_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     line = settings + _slot(slots, row, last) * _COLUMNS
-    k = _listed(line, vocabulary, SCORE)
+    k = _num_best(line, SCORE)
     if k <= 0:
         return
     position = tl.load(positions + row)
@@ -386,7 +386,7 @@ def _best_kernel(
     counter = (state + row * _STATE + _COUNT).to(tl.pointer_type(tl.int32))
     mine = candidates + row * _CANDIDATES
     if found > 0:
-        # In any order: they are ranked against each other.
+        # The order of candidates is arbitrary; they are ranked below.
         at = tl.atomic_add(counter, found, sem="relaxed", scope="gpu") + tl.cumsum(take.to(tl.int32), 0) - 1
         tl.store(mine + at, _rank(x, token), mask=take & (at < _CANDIDATES))
     if arrive(arrivals, row, tl.num_programs(1)):
@@ -398,15 +398,15 @@ def _best_kernel(
         rank = tl.load(mine + j, mask=j < count, other=_BEYOND, cache_modifier=".cg")
         place, before = tl.zeros((_CANDIDATES,), tl.int32), tl.zeros((_CANDIDATES,), tl.int64)
         taken = tl.zeros((_CANDIDATES,), tl.int32)  # whether a token of the lowest ids is a candidate
-        for start in range(0, count, _TOGETHER):
-            at = start + tl.arange(0, _TOGETHER)
+        for start in range(0, count, _COMPARED):
+            at = start + tl.arange(0, _COMPARED)
             other = tl.load(mine + at, mask=at < count, other=_BEYOND, cache_modifier=".cg")
             ahead = other[None, :] < rank[:, None]
             place += tl.sum(ahead.to(tl.int32), 1)
             if SCORE:
                 taken += tl.sum((_id_of(other)[None, :] == j[:, None]).to(tl.int32), 1)
             else:
-                weight = share(tl.where(at < count, _value_of(other), float("-inf")))
+                weight = fixed_exp(tl.where(at < count, _value_of(other), float("-inf")))
                 before += tl.sum(tl.where(ahead, weight[None, :], 0), 1)
         chosen = (j < count) & (place < k)
         value = tl.where(chosen, _value_of(rank), float("-inf"))
@@ -426,10 +426,10 @@ def _best_kernel(
         else:
             # Reference: keep_best
             top_p = tl.load(line + _TOP_P)
-            mass = top_p * tl.sum(share(value), 0).to(tl.float64)
+            mass = top_p * tl.sum(fixed_exp(value), 0).to(tl.float64)
             kept = chosen & (before.to(tl.float64) < tl.where(top_p == 1, float("inf"), mass))
             a, b = _stream(line, position)
-            winner = tl.max(_lap(value, token_id, kept, a, b), 0)
+            winner = tl.max(_draw_keys(value, token_id, kept, a, b), 0)
             tl.store(state + row * _STATE + _DRAWN, 0x7FFFFFFF - (winner & 0x7FFFFFFF))
             tl.store(state + row * _STATE + _CUT, tl.max(tl.where(kept, rank, 0), 0))
 
@@ -454,16 +454,16 @@ def _search_kernel(
         return
     log_min_p = tl.load(line + _LOG_MIN_P).to(tl.float32)
     cut = tl.full((), _BEYOND, tl.int64)
-    for stage in range(2):  # top_k, then top_p of what it has left
+    for stage in range(2):  # top_k, then top_p of the tokens that top_k keeps
         goal = top_k.to(tl.float64)
         if stage == 1:
             total = tl.zeros((BLOCK,), tl.int64)
             for start in range(0, vocabulary, BLOCK):
                 token = start + tl.arange(0, BLOCK)
-                total += share(_values(logits, begin, token, vocabulary, top, temperature, log_min_p, cut))
+                total += fixed_exp(_values(logits, begin, token, vocabulary, top, temperature, log_min_p, cut))
             goal = top_p * tl.sum(total, 0).to(tl.float64)
         if tl.where(stage == 0, top_k > 0, top_p < 1):
-            # The largest rank number before which less than the goal lies: tokens, or shares.
+            # The largest rank number before which there is less than the goal: a number of tokens, or a mass.
             found = tl.zeros((), tl.int64)
             for i in range(_RANK_BITS):
                 trial = found | (tl.full((), _HIGHEST_BIT, tl.int64) >> i)
@@ -471,7 +471,7 @@ def _search_kernel(
                 for start in range(0, vocabulary, BLOCK):
                     token = start + tl.arange(0, BLOCK)
                     x = _values(logits, begin, token, vocabulary, top, temperature, log_min_p, cut)
-                    weight = tl.where(stage == 0, (token < vocabulary).to(tl.int64), share(x))
+                    weight = tl.where(stage == 0, (token < vocabulary).to(tl.int64), fixed_exp(x))
                     before += tl.where(_rank(x, token) < trial, weight, 0)
                 found = tl.where(tl.sum(before, 0).to(tl.float64) < goal, trial, found)
             cut = tl.minimum(cut, found)
@@ -480,7 +480,7 @@ def _search_kernel(
     for start in range(0, vocabulary, BLOCK):
         token = start + tl.arange(0, BLOCK)
         x = _values(logits, begin, token, vocabulary, top, temperature, log_min_p, cut)
-        best = tl.maximum(best, tl.max(_lap(x, token, x > float("-inf"), a, b), 0))
+        best = tl.maximum(best, tl.max(_draw_keys(x, token, x > float("-inf"), a, b), 0))
     tl.store(mine + _DRAWN, 0x7FFFFFFF - (best & 0x7FFFFFFF))
     tl.store(mine + _CUT, cut)
 
@@ -495,7 +495,7 @@ def _finish_kernel(
     row = tl.program_id(0).to(tl.int64)
     if tl.load(places + row) > 0:
         return
-    more, counts = row < rows, row < rows  # whether there is another row, and whether all drafts so far were right
+    more, counts = row < rows, row < rows  # whether there is another row; whether all earlier samples equal the drafts
     while more:
         slot = _slot(slots, row, last)
         line = settings + slot * _COLUMNS
@@ -538,10 +538,10 @@ def _score_kernel(
         sampled = _scaled(sampled, top, temperature, log_min_p)
         top = 0.0
     mine = partial + row * 2 * pieces + tl.program_id(1)
-    tl.store(mine, tl.sum(share(x - top), 0))
+    tl.store(mine, tl.sum(fixed_exp(x - top), 0))
     tl.store(mine + pieces, tl.sum((x > sampled).to(tl.int64), 0))
     if arrive(arrivals, row, pieces):
-        log_sum = log_of_shares(total_of(partial + row * 2 * pieces, pieces, PIECES))
+        log_sum = log_of_fixed(total_of(partial + row * 2 * pieces, pieces, PIECES))
         tl.store(out + 3 * rows + row, (1 + total_of(partial + (row * 2 + 1) * pieces, pieces, PIECES)).to(tl.int32))
         tl.store(out + 4 * rows + row, (sampled - top - log_sum).to(tl.int32, bitcast=True))
         tl.store(state + row * _STATE + _LOG_SUM, log_sum.to(tl.int32, bitcast=True))
@@ -551,7 +551,7 @@ def sample_rows_triton(given: SampleInputs) -> Tensor:
     """Launch ``sample_rows``."""
     logits, (top, best_ids, finite), slots, positions, settings, last_token, space, needs, drafts, scored, masks = given
     (rows, vocabulary), device = logits.shape, logits.device
-    tokens, places = (slots, space.single) if drafts is None else drafts  # of single rows no kernel reads what they saw
+    tokens, places = (slots, space.single) if drafts is None else drafts  # kernels read no ``tokens`` of single rows
     assert tokens.dtype == places.dtype == torch.int32 and tokens.is_contiguous() and places.is_contiguous()
     assert logits.dtype == torch.float32 and logits.is_contiguous() and rows <= min(len(space.state), COUNTERS), logits.shape
     assert slots.dtype == positions.dtype == torch.int32 and slots.is_contiguous() and positions.is_contiguous()
@@ -573,9 +573,9 @@ def sample_rows_triton(given: SampleInputs) -> Tensor:
         apply_masks(space, masks)
     source = (logits, space.edited, top)
     if needs & (Needs.DRAWS | Needs.NUCLEI):
-        racing = (*source, best_ids, *common, space.partial, arrivals, last, vocabulary, pieces)
+        drawing = (*source, best_ids, *common, space.partial, arrivals, last, vocabulary, pieces)
         for number in range(1 + ROUNDS if Needs.NUCLEI in needs else 1):
-            _race_kernel[grid](*racing, FIRST=number == 0, **shape, **options)
+            _draw_kernel[grid](*drawing, FIRST=number == 0, **shape, **options)
 
     def list_best(score: bool) -> None:
         peaking = (*source, *common, space.peaks, arrivals, last, vocabulary, pieces)

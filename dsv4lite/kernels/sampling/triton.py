@@ -1,8 +1,8 @@
 """Kernels of ``sampling.argmax_finite`` and ``sampling.token_logprobs``.
 
-A row's vocabulary is cut into pieces, one program each; the last program of a row to arrive puts their results together. Results
-have the same bits however the work is cut: values become integers in their order with the token id beneath, and the largest key
-is the same in whatever order they are compared; what exponentials add up to is counted in integers, too.
+A row's vocabulary is cut into pieces, one program each; the last program of a row to end combines their results. The bits of a
+result do not depend on the pieces: a maximum is taken over integer keys, value above token id, and exponentials are summed in fixed
+point.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def ascending(x):
 
 @triton.jit
 def arrive(arrivals, row, pieces):
-    """Return whether this program is the last of a row; what all have written can be read then, past the first cache."""
-    tl.debug_barrier()  # everything is written before the thread that counts says so
+    """Return whether this program is the last of a row to arrive; it can then read what all have written, bypassing L1 (.cg)."""
+    tl.debug_barrier()  # all threads have written before one of them counts the program
     arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
     last = arrived == pieces - 1
     if last:
-        tl.store(arrivals + row, 0)  # as the next kernel finds it
+        tl.store(arrivals + row, 0)  # for the next kernel
     return last
 
 
 @triton.jit
 def best_key(value, token):
-    """Return the largest key of some logits: larger for the better token, and of equal ones for the lowest id."""
+    """Return the largest key of some logits; of two tokens the better one, or on a tie the lower id, has the larger key."""
     # Reference: top, token_ids = logits.max(dim=-1, keepdim=True): -0.0 equals 0.0, and a NaN wins over every number
     ordered = tl.where(value == value, ascending(value), 0x7FFFFFFF)
     return tl.max((ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64), axis=0)
@@ -49,7 +49,7 @@ def best_key(value, token):
 
 @triton.jit
 def best_token(keys, pieces, PIECES: tl.constexpr):
-    """Return the token of the largest of a row's keys, one for each piece."""
+    """Return the token id of the largest of a row's keys, one per piece."""
     piece = tl.arange(0, PIECES)
     every = tl.load(keys + piece, mask=piece < pieces, other=-0x8000000000000000, cache_modifier=".cg")
     return 0x7FFFFFFF - (tl.max(every, axis=0) & 0x7FFFFFFF)
@@ -57,7 +57,7 @@ def best_token(keys, pieces, PIECES: tl.constexpr):
 
 @triton.jit
 def total_of(partial, pieces, PIECES: tl.constexpr):
-    """Return the sum of a row's integers, one for each piece."""
+    """Return the sum of a row's integers, one per piece."""
     piece = tl.arange(0, PIECES)
     return tl.sum(tl.load(partial + piece, mask=piece < pieces, other=0, cache_modifier=".cg"), 0)
 
@@ -91,15 +91,15 @@ def _argmax_kernel(
 
 
 @triton.jit
-def share(x):
-    """Return ``exp(x)`` of x <= 0 in units of 2**-40, int64: sums do not depend on their order."""
+def fixed_exp(x):
+    """Return ``exp(x)``, x <= 0, in units of 2**-40, int64: sums do not depend on their order."""
     # Reference: torch.exp(scaled).mul_(_FIXED_POINT).to(torch.int64)
     return (tl.exp(x) * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
-def log_of_shares(total):
-    """Return the logarithm of a sum of shares."""
+def log_of_fixed(total):
+    """Return the logarithm of a sum of ``fixed_exp``."""
     return tl.log((total.to(tl.float64) * 9.094947017729282e-13).to(tl.float32))
 
 
@@ -125,11 +125,11 @@ def _score_kernel(
     best = tl.load(top + row)
     own = tl.load(logits + row * row_stride + tl.load(token_ids + row))
     mine = partial + row * 2 * pieces + tl.program_id(1)
-    tl.store(mine, tl.sum(share(value - best), 0))
+    tl.store(mine, tl.sum(fixed_exp(value - best), 0))
     tl.store(mine + pieces, tl.sum((value > own).to(tl.int64), 0))
     if arrive(arrivals, row, pieces):
         # Reference: log_softmax(logits)[token_ids], (logits > logits[token_ids]).sum(-1) + 1
-        log_sum = log_of_shares(total_of(partial + row * 2 * pieces, pieces, PIECES))
+        log_sum = log_of_fixed(total_of(partial + row * 2 * pieces, pieces, PIECES))
         tl.store(logprobs + row, own - best - log_sum)
         tl.store(ranks + row, (1 + total_of(partial + (row * 2 + 1) * pieces, pieces, PIECES)).to(tl.int32))
         tl.store(log_sums + row, log_sum)

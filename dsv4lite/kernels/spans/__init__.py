@@ -1,4 +1,4 @@
-"""Scheduled spans of a captured step, laid out as rows: each begins where the host says, or where one of the step before ended.
+"""Scheduled spans of a captured step, laid out as rows; a span starts where the host says, or after a span of the previous step.
 
     follows   = column_S >= 0
     start     = next[0, column] if follows else given             copy of the compressor state: next[1, column] likewise
@@ -19,8 +19,8 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import op
 
 FIELDS = 6
-"""Rows that say of each span: position, -1 for padding; slot, -1 for padding; copy of the compressor state; number of drafts; first
-window page; column of the span that it follows, -1 if the host knows where it begins. A row for each of its W tokens follows."""
+"""Rows of ``given_XS`` before the W rows of tokens: position, -1 for padding; slot, -1 for padding; copy of the compressor state;
+number of drafts; first window page; column of the previous step's span that it continues, -1 if the host knows its start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,9 +28,9 @@ class PlacedSpans:
     """Positions and rows of a step's tokens.
 
     Attributes:
-        spans_XS: int32 [3 + W, S]: position, number of drafts, copy of the compressor state, tokens; any after the drafts.
-        places_S: int64, the slot; that of padding is the last one.
-        rows_S, lens_S: int32, first row and number of rows that are taken.
+        spans_XS: int32 [3 + W, S]: position, number of drafts, copy of the compressor state, tokens; undefined after the drafts.
+        places_S: int64, the slot; for padding the last one.
+        rows_S, lens_S: int32, first row, and number of rows with tokens.
         sequence_T, positions_T: int32 [S W].
         tokens_T: int64 [S W].
     """
@@ -51,9 +51,9 @@ def place_spans(given_XS: Tensor, width: int, last_token: Tensor, next_3C: Tenso
     Args:
         given_XS: int32 [at least FIELDS + W, S].
         last_token: int64 [slots + 1], the token sampled last in each slot.
-        next_3C: int64, of what follows the accepted tokens of each span of the step before: its position, the copy of the
-            compressor state that holds there, the token.
-        drafts_KC: int64, draft tokens that follow that, -1 from where there are none.
+        next_3C: int64, for each span of the previous step: the next position after its accepted tokens, the copy of the compressor
+            state before that position, and the token there.
+        drafts_KC: int64, draft tokens after that token; -1 from the first missing one on.
     """
     size, device = given_XS.shape[1], given_XS.device
     start_S, slot_S, copy_S, wanted_S, _, column_S = given_XS[:FIELDS]

@@ -1,4 +1,4 @@
-"""Kernel of ``place_spans``: a program for a few sequences."""
+"""Kernel of ``place_spans``: one program for 32 spans."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The clamped activation between two products: of plain numbers, or of FP8 and then quantized for the second.
+"""SwiGLU with clamped inputs; with FP8 products the result is quantized for the second product.
 
     u = silu(min(gate, limit)) * clamp(up, -limit, limit)      rounded to the activations' dtype
     fp8(u)                                                     per 128 channels
 
 Source: DeepSeek-V4 specification 3.8 and 4.1.  Numerics: the activation in float32, one rounding to the activations' dtype, then
-the official quantizer. The kernel's exponential differs in its last place, which here and there moves a code by one.
+the official quantizer. The kernel's exponential differs in the last place, which changes a few codes by one.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _GROUPS = 4  # of one program
 def swiglu_groups(h, codes, scales, token, group, width, groups, limit, NATIVE: tl.constexpr, ALIGNED: tl.constexpr):
     """Activate and quantize groups [GROUPS] of 128 channels of a token."""
     if ALIGNED:
-        width = groups * 128  # the compiler sees that rows are aligned
+        width = groups * 128  # tells the compiler that rows are aligned
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < width
     # gate, up = h_TI.chunk(2, -1)

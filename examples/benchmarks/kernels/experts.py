@@ -10,7 +10,7 @@ import sys
 import torch
 
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_forward, experts_outputs, scale_words, sum_experts
-from dsv4lite.kernels.experts.grouping_triton import Block
+from dsv4lite.kernels.experts.grouping_triton import BlockConfig
 from dsv4lite.kernels.experts.triton import experts_outputs_triton
 from dsv4lite.kernels.quantize import quantize_fp8
 from examples.benchmarks.kernels.timing import BANDWIDTH, distance, microseconds
@@ -18,7 +18,7 @@ from examples.benchmarks.kernels.timing import BANDWIDTH, distance, microseconds
 HIDDEN, WIDTH, EXPERTS, TOP_K = 4096, 2048, 256, 6
 COPIES = 3
 SWEEP = tuple(
-    Block(rows=rows, tiles=tiles, num_warps=warps, num_stages=stages)
+    BlockConfig(rows=rows, tiles=tiles, num_warps=warps, num_stages=stages)
     for rows, tiles, warps, stages in (
         (32, 2, 4, 4),
         (64, 2, 4, 3),
@@ -58,7 +58,11 @@ def main() -> None:
             error = distance(experts_forward(given), sum_experts.reference(parts))
             assert error < 5e-3, error
 
-        def run(i: int, block: Block | None = None, args: tuple = (*x, chosen, weight)) -> torch.Tensor:  # type: ignore[type-arg]
+        def run(
+            i: int,
+            block: BlockConfig | None = None,
+            args: tuple = (*x, chosen, weight),  # type: ignore[type-arg]
+        ) -> torch.Tensor:
             given = ExpertInputs(*args, *layers[i], 10.0)
             return sum_experts(ExpertSum(given.slots_TK, experts_outputs_triton(given, block=block), None, EXPERTS))
 

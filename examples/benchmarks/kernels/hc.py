@@ -13,7 +13,7 @@ import torch
 
 from dsv4lite.kernels.hc import HcInputs, HcMix, HcSettings, HcWeights, hc_enter, hc_expand
 from dsv4lite.kernels.hc import prefill_triton as hc_triton
-from dsv4lite.kernels.hc.prefill_triton import Tile, collapse_triton, leave_enter_triton
+from dsv4lite.kernels.hc.prefill_triton import Tile, collapse_triton, expand_project_triton
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Router, route
@@ -46,7 +46,7 @@ def cases(tokens: int, width: int) -> dict[str, tuple[Op, int, int, float]]:
     settings = HcSettings(20, EPS, EPS)
     small = slice(0, 256)
 
-    left, sums = leave_enter_triton(streams[0], (ys[0], mix), weights[0].fn, None)
+    left, sums = expand_project_triton(streams[0], (ys[0], mix), weights[0].fn, None)
     wanted = hc_expand.reference(ys[0][small], streams[0][small], HcMix(mix.post[small], mix.comb[small]))
     leave_error = distance(left[small], wanted)
     inputs = [HcInputs(x, None, w, norm, settings, quantize=True) for x, w in zip(streams, weights, strict=True)]
@@ -70,8 +70,8 @@ def cases(tokens: int, width: int) -> dict[str, tuple[Op, int, int, float]]:
     head_error = distance(hc_enter(head_inputs[0]).x_TD[small], hc_enter.reference(few).x_TD)
     row = 2 * tokens * width
     return {
-        "leave_enter": (
-            lambda i: leave_enter_triton(streams[i], (ys[i], mix), weights[i].fn, None),
+        "expand_project": (
+            lambda i: expand_project_triton(streams[i], (ys[i], mix), weights[i].fn, None),
             copies,
             9 * row + weights[0].fn.numel() * 4,
             leave_error,
@@ -109,7 +109,7 @@ def main() -> None:
             rate = moved / us * 1e6
             speed = f"{us:>9.1f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>10.0%}"
             print(f"{name:<20}{width:>6}{tokens:>8}{speed}{error:>10.1e}", flush=True)
-            if name == "leave_enter" and "--sweep" in sys.argv:
+            if name == "expand_project" and "--sweep" in sys.argv:
                 sweep(op, copies)
 
 
