@@ -1,4 +1,4 @@
-"""What a model keeps of its sequences, as plain data: stores of rows in pages, and slots, by layer.
+"""The state that a model keeps of its sequences, as plain data: stores of rows in pages, and slots, by layer.
 
     lifetime   page                  content                                         kept
     grow       256 tokens            rows of all tokens, one per ``tokens_per_row``   with the sequence
@@ -6,8 +6,8 @@
     slot       one per sequence      tensors that every token changes                while the sequence runs
     snapshot   one per cached prefix parts of a slot at a 256-token boundary          with the cached prefix
 
-The family of a model makes its ``StateSpec``; everything else (allocation, memory plan, copies, dumps) iterates it. A model without
-windows or slots has none, and pages or slots then take no bytes.
+The family of a model makes its ``StateSpec``; allocation, memory plan, copies and dumps iterate it. For a model without sliding
+window or slots, window pages or slots take no bytes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SharedStore(NamedTuple):
 
     Attributes:
         name: Of the store, in both layers.
-        layer: Index of the layer that has it, in the same spec, which is that of one pipeline stage, and before this one.
+        layer: Index of the layer that has the store: an earlier layer of the same spec, hence of the same pipeline stage.
     """
 
     name: str
@@ -68,8 +68,8 @@ class SlotSpec(NamedTuple):
     Attributes:
         name: Of the tensor within its layer.
         shape: Of one copy, at least two dimensions.
-        fill: What a sequence begins with, by index of the last dimension but one.
-        snapshot: How many of the first dimension a cached prefix keeps; the others begin anew at a 256-token boundary.
+        fill: Initial values, by index of the second-to-last dimension.
+        snapshot: Length of the part of the first dimension that a cached prefix keeps; the rest restarts at 256-token boundaries.
     """
 
     name: str
@@ -97,7 +97,7 @@ class StateSpec:
 
     Attributes:
         layers: What each layer keeps: the hidden layers of this rank, then those of a drafter.
-        copies: Of every slot: one, and one more for each draft token that a step can verify.
+        copies: Copies of every slot: one, and one more for each draft token that a step can verify.
     """
 
     layers: tuple[LayerSpec, ...]
