@@ -201,7 +201,7 @@ def _writable(folder: Path) -> Path:
 
 def _not_finite(step: _Step) -> set[int]:
     """Return the sequences of a step that have a number which is not finite. Waits for the device."""
-    bad = set() if step.samples is None else step.samples.ill()
+    bad = set() if step.samples is None else step.samples.not_finite()
     if step.finite_T is not None:
         parts = step.finite_T.cpu().split([len(s.token_ids) for s in step.plan.sequences])
         bad |= {s.seq_id for s, finite in zip(step.plan.sequences, parts, strict=True) if not finite.all()}

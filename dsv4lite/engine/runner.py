@@ -29,7 +29,7 @@ from dsv4lite.parallel.pipeline import StageLink, TokenBroadcast
 from dsv4lite.planning.workspace import SCORED_ROWS, scored_logits
 from dsv4lite.request import Logprobs, Replay, Request
 from dsv4lite.sampling.sampler import Sampler
-from dsv4lite.sampling.samples import Arrival, Given, Samples, Scores, cut
+from dsv4lite.sampling.samples import GivenSpan, HostCopy, Samples, Scores, slice_spans
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, StepPlan, StepShape, sampled_of
 from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.speculation.draft_state import AcceptedLengths, DraftState
@@ -77,7 +77,7 @@ class InFlightStep:
     samples: Samples | None
     scores: Scores
     chosen: dict[int, Chosen]
-    drafts: Arrival | None
+    drafts: HostCopy | None
 
     def wait(self) -> StepResult:
         """Wait for the device; return the results."""
@@ -338,7 +338,7 @@ class Runner:
             prompts = None if recorder is not None else self._run_prompts(plan, shape)
             forward = prompts or self._run_eagerly(plan, shape)
         save_snapshots(plan, self.cache)
-        if shape.unresolved and self.sampler is not None and self.sampler.prepare(plan.sequences).positions:
+        if shape.unresolved and self.sampler is not None and self.sampler.prepare(plan.sequences).needs_positions:
             plan, shape = self._resolve(plan, joint)  # the host needs the positions of some rows
         samples = self._sample(plan, shape, forward)
         if recorder is not None:
@@ -408,7 +408,7 @@ class Runner:
             asked = sampler.prepare(sequences)
             masks, failures = sampler.rules(asked, sequences, first_rows)
             out = self._graphs.sample(asked.needs, masks) if asked.needs else captured.out
-            placed = Arrival(captured.placed.spans_XS[:, : len(sequences)]) if shape.unresolved else None
+            placed = HostCopy(captured.placed.spans_XS[:, : len(sequences)]) if shape.unresolved else None
             return sampler.finish(out, captured.logits, captured.best, asked, sequences, first_rows, failures, placed)
         if forward.streams_TND is None or not self.model.shard.last:
             return None
@@ -422,7 +422,7 @@ class Runner:
         logits = self.model.logits(streams)  # a collective call
         return None if sampler is None else sampler.sample(logits, [s for s, _ in each], self.cache.last_token)
 
-    def _draft(self, plan: StepPlan, shape: StepShape, forward: _ForwardOutput, samples: Samples | None) -> Arrival | None:
+    def _draft(self, plan: StepPlan, shape: StepShape, forward: _ForwardOutput, samples: Samples | None) -> HostCopy | None:
         """Draft the next tokens with the model's own drafter, if the step asks for drafts."""
         if self._drafter is None or not shape.max_drafts:
             return None
@@ -451,7 +451,7 @@ class Runner:
             drafts_SK = draft(self._drafter, plan, shape, *where, accepted, choose)
             if plan.decodes and accepted is not None and drafts_SK is not None:  # the next step may be planned ahead
                 self._accepted = AcceptedLengths.of(sequences, accepted, drafts_SK)
-        return None if drafts_SK is None or samples is None else Arrival(drafts_SK)
+        return None if drafts_SK is None or samples is None else HostCopy(drafts_SK)
 
     def _scores(self, plan: StepPlan, forward: _ForwardOutput) -> Scores:
         """Score the prompt tokens after the positions ``score`` of each sequence; all ranks run the output head.
@@ -461,12 +461,13 @@ class Runner:
         found, streams_TND = Scores(), forward.streams_TND
         if streams_TND is None or not self.model.shard.last:
             return found
-        kinds: dict[bool, list[tuple[Given, int]]] = {False: [], True: []}
+        kinds: dict[bool, list[tuple[GivenSpan, int]]] = {False: [], True: []}
         for s, first_row in zip(plan.sequences, forward.first_rows, strict=True):
             if s.score is not None:
                 request, (begin, end) = self._requests[s.seq_id], s.score
                 processed = not request.generate and request.params.logprobs_mode == "processed"
-                kinds[processed].append((Given(s, begin + 1, request.prompt_token_ids[begin + 1 : end + 1]), first_row - s.start))
+                given = GivenSpan(s, begin + 1, request.prompt_token_ids[begin + 1 : end + 1])
+                kinds[processed].append((given, first_row - s.start))
         for processed, spans in kinds.items():
             rows = [row + position - 1 for given, row in spans for position in range(given.position, given.end)]
             wanted = [self._requests[given.sequence.seq_id].params.prompt_logprobs or 0 for given, _ in spans]
@@ -477,7 +478,7 @@ class Runner:
                 logits = self.model.logits(streams_TND[send(part, streams_TND.device)])
                 if self.sampler is None:
                     continue
-                some = cut([given for given, _ in spans], start, start + most)
+                some = slice_spans([given for given, _ in spans], start, start + most)
                 tops = [self._requests[given.sequence.seq_id].params.prompt_logprobs or 0 for given in some]
                 if processed:
                     scores = self.sampler.score(logits, some)
