@@ -143,13 +143,13 @@ class StepDump:
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"dump={str(path)!r} cannot be read: {error}") from error
         if text is None:
-            raise ConfigError(f"dump={str(path)!r} is a safetensors file, but no step that dsv4lite has saved")
+            raise ConfigError(f"dump={str(path)!r} is a safetensors file, but not a step that dsv4lite saved")
         try:
             header = json.loads(text)
             if header["version"] != VERSION:
                 raise ConfigError(
-                    f"dump={str(path)!r} has version {header['version']}, this dsv4lite reads {VERSION}; replay it with the one"
-                    f" that saved it: {header['versions']}"
+                    f"dump={str(path)!r} has version {header['version']}, this dsv4lite reads {VERSION}; replay it with the"
+                    f" versions that saved it: {header['versions']}"
                 )
             sequences = tuple(_sequence(s) for s in header["sequences"])
             return cls(
@@ -168,7 +168,7 @@ class StepDump:
 def _text(value: object) -> str:
     """Return a dtype or a device as text, for JSON."""
     if not isinstance(value, torch.dtype | torch.device):
-        raise TypeError(f"{value!r} is no JSON")
+        raise TypeError(f"{value!r} cannot be stored as JSON")
     return str(value)
 
 

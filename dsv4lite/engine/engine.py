@@ -134,7 +134,7 @@ class Engine:
         self._dead: EngineDeadError | None = None
         self._died = 0.0
         self._dying = threading.Lock()
-        self._asked: Future[Any] | None = None  # future of the call that the engine's thread runs
+        self._running_call: Future[Any] | None = None  # future of the call that the engine's thread runs
         self._closing = False
         self._ended = False
         self._paused = False
@@ -147,7 +147,7 @@ class Engine:
         self._choices: dict[int, ChoiceRecord] = {}
         self._proposer: DraftProposer | None = None
         self._seq_ids: dict[tuple[str, int], int] = {}
-        self._hosted: set[int] = set()  # sequences with sampling rules on the host, which read every sampled token
+        self._with_host_rules: set[int] = set()  # sequences with sampling rules on the host, which read every sampled token
         self._scheduler: Scheduler | Replicas
         self._preparing: Preparing
         self._recorder: StepRecorder | None = None
@@ -321,13 +321,8 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- in the engine's thread
 
     def _run(self, ready: Future[None]) -> None:
-        try:
-            self._live(ready)
-        finally:
-            self._at_exit.detach()
-
-    def _live(self, ready: Future[None]) -> None:
         with ExitStack() as stack:
+            stack.callback(self._at_exit.detach)
             try:
                 self._open(stack)
             except BaseException as error:
@@ -553,7 +548,7 @@ class Engine:
         for seq_id, part in result.chosen.items():
             if seq_id in self._choices:
                 self._choices[seq_id].parts.append(part)
-        for seq_id in self._hosted.intersection(sampled):
+        for seq_id in self._with_host_rules.intersection(sampled):
             for one in (sampled[seq_id], *sampled[seq_id].after):
                 if one.error is None:
                     self._runner.accept(seq_id, one.token_id)
@@ -569,7 +564,7 @@ class Engine:
     def _release(self, update: SequenceUpdate) -> SequenceUpdate:
         """Forget a sequence that ended; return its last update, with its recorded experts and index entries, if any."""
         seq_id = self._seq_ids.pop((update.request_id, update.index))
-        self._hosted.discard(seq_id)
+        self._with_host_rules.discard(seq_id)
         self._runner.remove(seq_id)
         if self._proposer is not None:
             self._proposer.forget(seq_id)
@@ -640,7 +635,7 @@ class Engine:
         self._scheduler.add(request)
         sequences = self._scheduler.sequences_of(request.request_id)
         self._seq_ids.update({(request.request_id, s.index): s.seq_id for s in sequences})
-        self._hosted.update(s.seq_id for s in sequences if s.needs_host)
+        self._with_host_rules.update(s.seq_id for s in sequences if s.needs_host)
         try:
             for sequence in sequences:
                 self._runner.add(sequence.seq_id, request, sequence.index)
@@ -660,7 +655,7 @@ class Engine:
     def _call(self, function: Callable[[Engine], T], future: Future[T]) -> None:
         if not future.set_running_or_notify_cancel():
             return
-        self._asked = future
+        self._running_call = future
         try:
             result = function(self)
         except BaseException as error:
@@ -668,7 +663,7 @@ class Engine:
             _answer(future, error=error)
         else:
             _answer(future, result)
-        self._asked = None
+        self._running_call = None
 
     def _dump_step(self, path: Path) -> None:
         if self._recorder is None:
@@ -723,9 +718,9 @@ class Engine:
 
         if self._info is not None:  # before that, ``start`` raises
             self._announce(loss)
-            asked = self._asked
-            if asked is not None:
-                _answer(asked, error=loss.copy())
+            call = self._running_call
+            if call is not None:
+                _answer(call, error=loss.copy())
             self._answer_rest()
         self._inbox.put(fail)
 

@@ -186,7 +186,7 @@ class MultiRankExecutor:
     def _cancel_start(self, error: Exception) -> None:
         """Send the other ranks the error that ended the start, and end them."""
         assert self._watch is not None
-        self._watch.stop()  # a rank that ends from now on is no loss
+        self._watch.stop()  # ranks that end from now on are not reported as lost
         if not isinstance(error, DSV4LiteError):
             error = EngineDeadError(f"rank 0 could not start: {type(error).__name__}: {error}", rank=0, phase=self._phase)
         for process in self._processes.values():

@@ -301,7 +301,7 @@ def common_plan(reports: Mapping[int, ProbeReport]) -> MemoryPlan:
         ConfigError: Facts that must be equal differ between ranks.
     """
     if problems := differences({rank: report.facts for rank, report in reports.items()}):
-        raise ConfigError("the ranks of an engine must be made alike: " + "; ".join(problems))
+        raise ConfigError("the ranks of an engine must have equal settings, software and checkpoints: " + "; ".join(problems))
     return merge_plans([reports[rank].plan for rank in sorted(reports)])
 
 

@@ -302,18 +302,16 @@ class Runner:
         if self._balancer is not None:
             self._balancer.step()
         graphs, graph = self._graphs, self._graph_for(shape)
-        if graphs is None or graph is None:
-            captured = None if graphs is None else graphs.prompts_for(shape)
-            if graphs is None or captured is None:
-                self.model.take_part(shape.tokens)
-            else:
-                graphs.run_prompts((), captured)
-        else:
+        if graphs is not None and graph is not None:
             output = graphs.replay((), graph)
             if graph.drafts:
                 if shape.max_drafts and isinstance(output, StepOutput):
                     graphs.draft((), output.out[0], shape.max_drafts)
                 return
+        elif graphs is not None and (captured := graphs.prompts_for(shape)) is not None:
+            graphs.run_prompts((), captured)
+        else:
+            self.model.take_part(shape.tokens)
         if self._drafter is not None:
             self._drafter.take_part(shape)
 

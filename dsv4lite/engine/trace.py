@@ -42,7 +42,7 @@ class StepTrace:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._write("[]\n" if self._separator == "[\n" else "\n]\n")
         try:
-            self._file.close()  # writes what is left
+            self._file.close()  # writes buffered events, which may fail
         except OSError as problem:
             self._fail(problem)
 

@@ -211,7 +211,7 @@ def _whole(ranks: ExpertRanks) -> ExpertRanks:
     if ranks.ep.size < ranks.peers.size:
         raise ConfigError(
             f"tp={ranks.peers.size} ranks share the width of experts on ep={ranks.ep.size}; "
-            f"rows can travel to whole experts only: choose the dispatcher local, or ep={ranks.peers.size}"
+            f"rows can be sent to whole experts only: choose the dispatcher local, or ep={ranks.peers.size}"
         )
     return ranks
 

@@ -49,7 +49,7 @@ class RankProcess:
         executable = os.fsdecode(multiprocessing.spawn.get_executable() or "")
         if getattr(sys, "frozen", False) or not Path(executable).name.startswith("python"):
             raise ConfigError(
-                f"ranks are Python processes, and {executable or 'this program'} is no interpreter: name one with "
+                f"ranks are Python processes, and {executable or 'this program'} is not an interpreter: name one with "
                 "multiprocessing.set_executable, or use executor='thread' and one rank"
             )
         (work, their_work), (life, their_life) = socket.socketpair(), socket.socketpair()

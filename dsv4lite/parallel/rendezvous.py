@@ -77,7 +77,7 @@ class Rendezvous:
         except ValueError as error:  # not a group, or a destroyed one
             raise ConfigError(f"process_group={shown(config.process_group)} must be a ProcessGroup: {error}") from error
         if rank < 0:
-            raise ConfigError("this process is not in process_group; only its members make the engine")
+            raise ConfigError("this process is not in process_group; only its members can create the engine")
         problem: DSV4LiteError | None = None
         if size != config.layout.world:
             problem = ConfigError(f"{config.layout} needs {config.layout.world} ranks, and the process group has {size}")
@@ -96,7 +96,7 @@ class Rendezvous:
             try:
                 dist.all_gather_object(gathered, known, group=group)
             except RuntimeError as error:
-                raise EngineDeadError(f"not all ranks of the host have made the engine: {error}", phase="start") from error
+                raise EngineDeadError(f"not all ranks of the host have created the engine: {error}", phase="start") from error
             for part in gathered:
                 known |= part
         return known

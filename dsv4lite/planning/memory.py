@@ -46,7 +46,7 @@ _PARTS = {
     "workspace": "workspace of a step",
     "graphs": "captured steps",
 }
-"""Parts of a ``DeviceBudget``, in words."""
+"""Parts of a ``DeviceBudget``, by the names that a plan prints."""
 _SPARE_SEQUENCES = 4  # window pages for chunks that read their old pages while they write new ones
 
 
@@ -330,7 +330,7 @@ def _own_drafter(wanted: MTP | DSpark | None, source: ModelSource) -> MTP | DSpa
         lacks = "MTP block" if isinstance(wanted, MTP) else "block drafter"
         instead = {"mtp": "MTP(), for it has that block", "dspark": "DSpark(), for it is a refreshed release", None: "NGram()"}
         raise UnsupportedError(
-            f"speculative={wanted!r}: {source.folder} has no {lacks}; take {instead[kind]}, 'auto', a Speculator, or None"
+            f"speculative={wanted!r}: {source.folder} has no {lacks}; use {instead[kind]}, 'auto', a Speculator, or None"
         )
     if isinstance(wanted, DSpark) and wanted.k > block:
         raise ConfigError(f"speculative={wanted!r}: the drafter's block has {block} rows; k is at most that")

@@ -150,7 +150,7 @@ class Sampler:
         self._grammars = grammars
         self._prepared: deque[Future[LLMatcher]] = deque(maxlen=PREPARED_GRAMMARS)
         self._sequences: dict[int, SequenceState] = {}
-        self._slot_owners: dict[int, int] = {}  # sequence by slot
+        self._slot_owners: dict[int, int] = {}  # sequence id by slot
         self._last: RowNeeds | None = None
         self.settings = send(torch.tensor(_default_line(), dtype=torch.float64, device="cpu"), self._device).repeat(slots + 1, 1)
         self.drafting = self.settings.clone()
@@ -474,7 +474,7 @@ class Sampler:
             found: Receives row, forbidden tokens bool [V], and the forced token or -1.
             failures: Receives row and reason.
         """
-        self._start(state)
+        self._create_matcher(state)
         state = state.fork() if drafts else state
         for place, draft in enumerate((*drafts, UNKNOWN)):
             token_id, mask = state.forced_token(), None
@@ -492,7 +492,7 @@ class Sampler:
                 return
             state.accept(draft)
 
-    def _start(self, state: SequenceState) -> None:
+    def _create_matcher(self, state: SequenceState) -> None:
         """Create the grammar matcher of a sequence, at its first token."""
         if state.compiled is not None and state.matcher is None and state.failure is None:
             assert self._grammars is not None

@@ -33,7 +33,7 @@ class KVManager:
         self._pools = pools
         self._window = window
         self._drafter_runs = False  # the model's own drafter computes its KV in the step
-        self._moves: dict[str, list[Any]] = defaultdict(list)  # by field of the next plan
+        self._changes: dict[str, list[Any]] = defaultdict(list)  # by field of the next plan
 
     # ------------------------------------------------------------------------------------------------------- start and end
 
@@ -67,9 +67,9 @@ class KVManager:
     def start(self, seq: Sequence, prefix: CachedPrefix | None) -> None:
         """Let the step being planned initialize the state of a sequence that starts."""
         if prefix is None or not prefix.snapshot:
-            self._moves["resets"].append(seq.slot)
+            self._changes["resets"].append(seq.slot)
         else:
-            self._moves["restores"].append((prefix.snapshot[0], seq.slot))
+            self._changes["restores"].append((prefix.snapshot[0], seq.slot))
         if self._drafter_runs:
             self._zero_missed(seq)
 
@@ -96,10 +96,10 @@ class KVManager:
             self.release(child)
             return False
         if partial_page:
-            self._moves["grow_copies"].append((leader.pages[full_pages], child.pages[full_pages]))
+            self._changes["grow_copies"].append((leader.pages[full_pages], child.pages[full_pages]))
         if partial_window and self._window:
-            self._moves["window_copies"].append((leader.window[full_window], child.window[full_window]))
-        self._moves["slot_copies"].append((leader.slot, child.slot))
+            self._changes["window_copies"].append((leader.window[full_window], child.window[full_window]))
+        self._changes["slot_copies"].append((leader.slot, child.slot))
         child.chain = leader.chain.fork(child.tokens)
         child.cached_until = leader.prompt_pages_end
         return True
@@ -117,14 +117,14 @@ class KVManager:
         seq.state_copy, seq.drafts = 0, ()
         seq.rolling = None
 
-    def take_moves(self) -> dict[str, tuple[Any, ...]]:
+    def take_changes(self) -> dict[str, tuple[Any, ...]]:
         """Return the changes of state that the step being planned makes besides its sequences, by field of ``StepPlan``.
 
         ``zero_rows`` may include rows of a sequence that was preempted since.
         """
-        moves = {name: tuple(ids) for name, ids in self._moves.items()}
-        self._moves.clear()
-        return moves
+        changes = {name: tuple(ids) for name, ids in self._changes.items()}
+        self._changes.clear()
+        return changes
 
     # ---------------------------------------------------------------------------------------------------------------- pages
 
@@ -207,7 +207,7 @@ class KVManager:
             size, pages, before, first = PAGE_TOKENS, seq.pages, 0, 0
         for position in range(max(seq.drafter_computed, first, 0), seq.num_computed):
             number, row = divmod(position, size)
-            self._moves["zero_rows"].append((pages[number - before], row))
+            self._changes["zero_rows"].append((pages[number - before], row))
         seq.drafter_computed = ALL_TOKENS
 
     # ------------------------------------------------------------------------------------------------------ cached prefixes
@@ -237,7 +237,7 @@ class KVManager:
                 drafter_computed=min(seq.drafter_computed, length),
             )
             if prefix is not None:
-                self._moves["saves"] += [(seq.slot, snapshot) for snapshot in prefix.snapshot]
+                self._changes["saves"] += [(seq.slot, snapshot) for snapshot in prefix.snapshot]
                 seq.pending = (prefix, lasting)
                 captured.append(seq)
         # Inserted only now: within the loop, a new prefix could be evicted and its snapshot saved to twice in one step.

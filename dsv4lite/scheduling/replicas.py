@@ -1,7 +1,7 @@
 """Several schedulers that act as one: each data-parallel replica has its own requests, pages and cached prefixes.
 
 A request goes to the replica with its longest cached prefix, then to the one with the fewest live sequences; or to each in turn.
-Full replicas are skipped as long as another one has room: a cached prefix is no reason to wait.
+Full replicas are skipped while another one has room: waiting for a place costs more than the cached prefix saves.
 """
 
 from __future__ import annotations

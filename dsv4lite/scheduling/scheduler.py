@@ -349,7 +349,7 @@ class Scheduler:
             return None
         self._kv.capture(step.prefixes)
         sequences = (*step.singles, *step.chunks)
-        plan = StepPlan(step=self._next_step, sequences=sequences, max_drafts=max_drafts, **self._kv.take_moves())
+        plan = StepPlan(step=self._next_step, sequences=sequences, max_drafts=max_drafts, **self._kv.take_changes())
         self._next_step += 1
         self._outstanding.append(plan)
         return plan
@@ -654,7 +654,7 @@ class Scheduler:
         else:
             tokens += token_ids
         accepted = len(token_ids) - 1
-        if planned and finish is None and seq.state is State.RUNNING:  # else it was preempted meanwhile
+        if planned and finish is None and seq.state is State.RUNNING:  # it may have been preempted since
             if accepted and not seq.in_flight:  # a span in flight takes the copy on the device
                 seq.state_copy, seq.steady_until = accepted, 0
             if accepted < planned:
@@ -812,7 +812,7 @@ def pipeline_group(decoding: Sized[int], in_progress: Sized[Collection[int]], st
 
 
 def pipeline_tokens(left: Iterable[int], most: int, stages: int) -> int:
-    """Return how many tokens the next step of a pipeline of P stages may have: a P-th of what is left to run.
+    """Return how many tokens the next step of a pipeline of P stages may have: a P-th of the tokens left to run.
 
     Chunks of prompts wait for no token: a prompt is cut so that all stages work on it.
 

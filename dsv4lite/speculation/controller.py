@@ -5,10 +5,10 @@
  2. Acceptance is measured by position, log T by batch-size bucket (half octaves) and k, on windows of steps with the same k.
  3. A new bucket starts with the costs of the warm-up, or of the nearest bucket, and with the best k by these; else with k = 1.
  4. Changes of T common to all k (longer contexts, other work on the machine) are measured on the k in use and applied to all.
- 5. The regret of a k is the steps lost by not using it, beyond a margin and the error; above one step the bucket switches to it.
- 6. A window now and then is a probe of another k: first of those never measured, unless they cannot pay even in the best case.
- 7. Probes, switching there and back included, lose at most ``EXPLORATION`` of all steps, and each k has its share of that.
- 8. A k that cannot pay even in the best case that its measurements allow is probed half as often each time.
+ 5. The regret of a k is the steps lost by not using it, beyond a margin and the error. Above one step, the bucket switches to it.
+ 6. Some windows are probes of another k, the nearest that is due. A k without measurements is skipped if it could not pay at best.
+ 7. Probes lose at most ``EXPLORATION`` of all steps, switches there and back included; each k has an equal share of that.
+ 8. Each probe of a k that cannot pay even in the best case that its measurements allow doubles the interval to its next probe.
  9. Steps with prompts and the first steps after a switch are not timed.
 10. Time comes from a clock argument: the same observations lead to the same decisions.
 """
@@ -26,16 +26,16 @@ WINDOW = 32
 """Steps between two decisions."""
 
 _SETTLE_STEPS = 2  # not timed after a switch or a prompt: the first step has no drafts of the device yet, and steps overlap
-_MIN_STEPS = 4  # of a window that is timed
-_PROBE_STEPS, _FEW_STEPS = 6, 48  # of a probe that loses much; a cost from fewer may mislead
+_MIN_STEPS = 4  # timed steps that a window needs for a measurement
+_PROBE_STEPS, _FEW_STEPS = 6, 48  # least steps of a probe; steps below which a measured cost is uncertain
 _MARGIN, _PATIENCE = 0.005, 1.0  # relative gain that does not count; steps lost before a switch
 _SWITCH_COST, _MAX_BACKOFF = 1.0, 3  # steps lost by the two switches of a probe; doublings of its interval
-_ERROR, _CONFIDENCE = 0.05, 2.0  # of the log cost of one step, and of one not measured; standard deviations to the best case
+_ERROR, _CONFIDENCE = 0.05, 2.0  # error of the log cost of one step, or without measurement; standard deviations of the best case
 _LEVEL_MEMORY, _COST_MEMORY = 4, 256  # windows; steps
 _MAX_DEVIATION = 0.7  # of a log cost from its estimate; a larger one is clipped
 _BUCKETS = (1, *sorted(size << octave for octave in range(14) for size in (2, 3)))
 _PRIOR_ACCEPTANCE, _PRIOR_WEIGHT = 0.7, 2.0  # of a position, and how many drafts it weighs
-_DRAFT_MEMORY, _STEP_MEMORY = 512.0, (16.0, 256.0)  # drafts that acceptance remembers, but at least and at most so many steps
+_DRAFT_MEMORY, _STEP_MEMORY = 512.0, (16.0, 256.0)  # memory of acceptance: drafts, but at least and at most these steps
 _STALE, _OLD_DRAFTS = 0.99, 64.0  # decay of that memory in a step without drafts, and the drafts below which it stops
 # A drafter with the KV of only the r latest tokens is accepted 1 - a / (1 + r / 10) times as often as one with all; the shipped
 # checkpoint's MTP block with a = 0.3: measured 0.70, 0.82, 0.88, 0.94, 0.98 for r = 1, 8, 16, 32, 64. Others may forget less. Each
@@ -75,8 +75,8 @@ class BucketStats:
     Attributes:
         num_sequences: Largest batch size of the bucket.
         k: Draft tokens in use.
-        seconds: Of a step, by k; ``None`` where it was never measured.
-        steps: Steps measured, by k.
+        seconds: Seconds of a step, by k; ``None`` if it was never measured.
+        steps: Number of measured steps, by k.
         gains: Expected tokens per second relative to the k in use, by k.
         most_gains: The same in the best case that the measurements allow.
     """

@@ -521,7 +521,7 @@ def damaged_files(good: Path, folder: Path) -> Iterator[tuple[Path, str]]:
     yield folder, "cannot be read"
     for name, metadata in (("foreign", None), ("other", {"format": "pt"})):
         save_file({"a": torch.zeros(3)}, folder / name, metadata)
-        yield folder / name, "no step that dsv4lite has saved"
+        yield folder / name, "not a step that dsv4lite saved"
     yield (
         edit(good, folder / "newer", version=VERSION + 1, sequences=None),
         f"has version {VERSION + 1}, this dsv4lite reads {VERSION}",
