@@ -331,7 +331,7 @@ class Engine:
                 try:
                     explained = start_error(error, plan=self._plan)
                 finally:  # ``str`` of an exception of the host may raise in ``start_error``
-                    forget_frames(error)  # the caller's error does not hold what was loaded
+                    forget_frames(error)  # its frames hold what was loaded
                     ready.set_exception(explained)
                 return
             ready.set_result(None)

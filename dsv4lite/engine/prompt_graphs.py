@@ -88,7 +88,7 @@ class PromptGraphs:
             if tokens <= (max_tokens if longest <= _LENGTHS[0] else min(max_tokens, _LONG_TOKENS))
             and sequences * (longest // PAGE_TOKENS) <= _MOST_PAGES
         ]
-        self._inputs: dict[PromptShape, Tensor] = {}  # of shapes that have run
+        self._inputs: dict[PromptShape, Tensor] = {}  # inputs of shapes that have run
         self._graphs: dict[PromptShape, tuple[Any, Batch | None]] = {}
         self._largest = max(self.shapes, key=lambda shape: (shape.tokens, shape.sequences, shape.longest), default=None)
         numerics, rows = model.numerics, 0 if self._largest is None else self._largest.tokens

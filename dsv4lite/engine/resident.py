@@ -70,7 +70,7 @@ class Resident:
         self._device = cache.device
         self._open: tuple[int, Transaction] | None = None
         self._copies: dict[int, list[Tensor]] = {}  # host copies of the weights' storages, in the order of ``_weights``
-        self._host = HostMemory(cache.device)  # for those, or for what an update stages
+        self._host = HostMemory(cache.device)  # for host copies, or for the staged tensors of an update
 
     # -------------------------------------------------------------------------------------------------------------- updates
 
@@ -93,7 +93,7 @@ class Resident:
         self._transaction(serial).check(partial=partial)
 
     def write(self, serial: int) -> None:
-        """Write what was staged, and end the transaction."""
+        """Write the staged tensors, and end the update."""
         self._transaction(serial).write()
         self._open = None
         self._host.clear()

@@ -247,7 +247,7 @@ def _pack(parts: Rows) -> Tensor:
 
 
 def _unpack(packed: Tensor, like: Rows) -> list[Tensor]:
-    """Return what ``_pack`` packed; ``like`` has the dtypes and the shapes of one row."""
+    """Undo ``_pack``; ``like`` has the dtypes, and the shapes of one row."""
     parts, begin = [], 0
     for part in like:
         end = begin + prod(part.shape[1:]) * part.dtype.itemsize

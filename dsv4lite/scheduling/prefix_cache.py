@@ -78,7 +78,7 @@ class PrefixCache:
     they become the least recently used ones and are evicted first.
 
     Args:
-        pools: Where ids come from.
+        pools: Pools of the ids of pages and snapshots.
         snapshots: Whether a prefix needs a snapshot of compressor state.
 
     Attributes:

@@ -172,7 +172,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._retiring: list[Sequence] = []  # their last step is planned
         self._sliding: dict[Sequence, None] = {}  # the window may have passed their first page
-        self._next_deadline = inf  # of all requests
+        self._next_deadline = inf  # the earliest of all requests
         self._outstanding: deque[StepPlan] = deque()
         self._num_unforked = 0
         self._steps_held = 0  # during which free places were held back
@@ -237,7 +237,7 @@ class Scheduler:
         return [update for group in groups if group.deadline <= now for update in self._end_group(group, "deadline")]
 
     def reset_prefix_cache(self) -> None:
-        """Make cached prefixes unreachable. Running sequences continue; what they computed so far is not cached any more."""
+        """Make cached prefixes unreachable. Running sequences continue; their prefixes so far are no longer cached."""
         self._cache.bump_epoch()
 
     def publish(self, weight_version: int) -> None:
@@ -638,7 +638,7 @@ class Scheduler:
         return updates
 
     def _append(self, seq: Sequence, planned: int, sampled: Sampled, score: Logprobs | None) -> SequenceUpdate:
-        """Append what a span with ``planned`` drafts sampled, up to the token that ends the sequence; rewind rejected drafts.
+        """Append the tokens sampled by a span with ``planned`` drafts, up to one that ends the sequence; rewind rejected drafts.
 
         This runs for every token of every completion; hence the update is made without keywords, which would take twice as long.
         """

@@ -34,7 +34,7 @@ _ERROR, _CONFIDENCE = 0.05, 2.0  # error of the log cost of one step, or without
 _LEVEL_MEMORY, _COST_MEMORY = 4, 256  # windows; steps
 _MAX_DEVIATION = 0.7  # of a log cost from its estimate; a larger one is clipped
 _BUCKETS = (1, *sorted(size << octave for octave in range(14) for size in (2, 3)))
-_PRIOR_ACCEPTANCE, _PRIOR_WEIGHT = 0.7, 2.0  # of a position, and how many drafts it weighs
+_PRIOR_ACCEPTANCE, _PRIOR_WEIGHT = 0.7, 2.0  # acceptance before any measurement; its weight in drafts
 _DRAFT_MEMORY, _STEP_MEMORY = 512.0, (16.0, 256.0)  # memory of acceptance: drafts, but at least and at most these steps
 _STALE, _OLD_DRAFTS = 0.99, 64.0  # decay of that memory in a step without drafts, and the drafts below which it stops
 # A drafter with the KV of only the r latest tokens is accepted 1 - a / (1 + r / 10) times as often as one with all; the shipped

@@ -98,7 +98,7 @@ class NGramSpeculator:
         self._indices: dict[int, NGramIndex] = {}
 
     def propose(self, sequence_id: int, token_ids: Sequence[int], max_drafts: int) -> list[int]:
-        """Draft what follows the tokens of a sequence."""
+        """Draft the next tokens of a sequence."""
         if sequence_id not in self._indices:
             self._indices[sequence_id] = NGramIndex(self._settings)
         return self._indices[sequence_id].draft(token_ids, max_drafts)

@@ -82,7 +82,7 @@ class DraftProposer:
         drafting: The drafters. The first one on the host that returns draft tokens is used; the device's draft tokens come last.
         vocab_size: Number of tokens.
         costs: Step costs from the warm-up.
-        clock: Of the time that steps take, in seconds.
+        clock: Returns the time in seconds, to time steps.
     """
 
     def __init__(

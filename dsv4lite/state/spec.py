@@ -28,9 +28,9 @@ class StoreSpec(NamedTuple):
     """A store of rows in pages.
 
     Attributes:
-        name: Of the store within its layer.
-        format: Of a row.
-        lifetime: Which pages hold it.
+        name: Name of the store within its layer.
+        format: Format of a row.
+        lifetime: Lifetime of its pages.
         tokens_per_row: Tokens that one row stands for; divides the tokens of a page.
     """
 
@@ -54,7 +54,7 @@ class SharedStore(NamedTuple):
     """A store of another layer, which this layer reads under the same name; it takes no memory of its own.
 
     Attributes:
-        name: Of the store, in both layers.
+        name: Name of the store, in both layers.
         layer: Index of the layer that has the store: an earlier layer of the same spec, hence of the same pipeline stage.
     """
 
@@ -66,8 +66,8 @@ class SlotSpec(NamedTuple):
     """A float32 tensor of each running sequence.
 
     Attributes:
-        name: Of the tensor within its layer.
-        shape: Of one copy, at least two dimensions.
+        name: Name of the tensor within its layer.
+        shape: Shape of one copy, at least two dimensions.
         fill: Initial values, by index of the second-to-last dimension.
         snapshot: Length of the part of the first dimension that a cached prefix keeps; the rest restarts at 256-token boundaries.
     """
