@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4lite.checks import require
 from dsv4lite.config import EngineConfig, EngineSettings
 from dsv4lite.device import choose_device, single_threaded
-from dsv4lite.engine.choices import check_replay, given_to
+from dsv4lite.engine.choices import check_replay, replayed_choices
 from dsv4lite.engine.contract import ExecutionContract
 from dsv4lite.errors import UnsupportedError
 from dsv4lite.kernels.sampling import scale
@@ -89,7 +89,7 @@ def completion_logprobs(
     numerics = model.numerics
     if replay is not None:
         check_replay(replay, model.config, len(prompt), len(completion))
-        given = given_to([(0, len(token_ids), replay)], model.config, len(token_ids), numerics.device)
+        given = replayed_choices([(0, len(token_ids), replay)], model.config, len(token_ids), numerics.device)
     on_one = numerics.deterministic and numerics.device.type == "cpu"
     with single_threaded() if on_one else nullcontext():
         logits = model.logits(model.one_pass(token_ids, given=given)[len(prompt) - 1 :])

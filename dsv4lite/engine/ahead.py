@@ -1,9 +1,9 @@
-"""Compiles the kernels of an engine for a GPU that is not here, into a folder from which engines on other machines load them.
+"""Compiles an engine's kernels ahead of time for a GPU that this machine lacks, into a folder from which engines load them.
 
-Every rank's model, state and captured steps are allocated on tensors without memory, which stand for those of the GPU, and launch
-what a start would launch; nothing runs. What is asked for has the same source, types, constants, alignments and options as on the
-GPU, so that Triton's names of the compiled kernels are the same. They also depend on the versions of this package, Triton and its
-assembler, which must be those of the machine that loads them.
+Model, state and captured steps of every rank are built on tensors without memory, which stand for those of the GPU. A dry run
+records the launches of a start; no kernel runs. The recorded kernels have the same source, types, constants, alignments and options
+as on the GPU, and hence the same cache keys in Triton. The keys also depend on the versions of this package, Triton and its
+assembler, which must be equal on the machine that loads the kernels.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Compiled:
 
     Attributes:
         gpu: Name of the GPU.
-        kernels: How many kernels the engine needs.
-        missing: How many could not be compiled; an engine compiles them at its start.
-        folder: Where they are.
+        kernels: Number of kernels that the engine needs.
+        missing: Number of those that could not be compiled; an engine compiles them at its start.
+        folder: Folder of the compiled kernels.
     """
 
     gpu: str
@@ -51,7 +51,7 @@ class Compiled:
 
 
 class _NoGroup:
-    """Stands for a process group: nothing is exchanged."""
+    """Stands for a process group; its methods do nothing."""
 
     supports_coalescing = True
 
@@ -60,15 +60,15 @@ class _NoGroup:
 
 
 def compile_ahead(config: EngineConfig, gpu: str, progress: Callable[[int, int], None] | None = None) -> Compiled:
-    """Compile all kernels that an engine with these settings launches on a GPU; for a process in which nothing else runs kernels.
+    """Compile all kernels that an engine with these settings launches on a GPU. No other code of the process may run kernels.
 
     Args:
         config: Settings of the engine; ``compile_cache_dir`` is where the kernels go. Weights are not read.
         gpu: Name of the GPU in ``device.CHIPS``.
-        progress: Called with how many kernels are ready, and of how many.
+        progress: Called with the numbers of finished kernels and of all kernels.
 
     Raises:
-        ConfigError, CheckpointError, CapacityError: There could be no such engine.
+        ConfigError, CheckpointError, CapacityError: An engine with these settings could not start.
         UnsupportedError: Triton is not installed.
     """
     try:
@@ -106,7 +106,7 @@ def compile_ahead(config: EngineConfig, gpu: str, progress: Callable[[int, int],
 
 
 def _silent_mesh(layout: Layout, rank: int, device: torch.device) -> Mesh:
-    """Return the mesh of one rank whose collectives exchange nothing; memory of peers is open where GPUs of one machine have it."""
+    """Return the mesh of one rank whose collectives do nothing, with peer memory where GPUs of one machine would have it."""
     near, memory = layout.group(layout.exchanging, rank), None
     if len(near) in SIZES:
         waits = torch.zeros(1, dtype=torch.int32, device="cpu")

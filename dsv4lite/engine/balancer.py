@@ -16,10 +16,10 @@ log = logging.getLogger("dsv4lite.engine")
 class Balancer:
     """Rebalances the experts of one rank each ``every`` steps, together with all ranks that share experts.
 
-    ``refill`` fills slots of the model, by official names, from the source of its weights.
+    ``refill`` fills slots of the model, by official name, from the source of its weights.
 
     Attributes:
-        on: Off while weights are being replaced, and from then on: the source no longer has them.
+        on: ``False`` during a weight update, and for good once it is written: the source then has other weights.
     """
 
     def __init__(self, model: Model, refill: Callable[[Mapping[str, Slot]], None], every: int) -> None:
@@ -31,7 +31,7 @@ class Balancer:
         """Call before every step.
 
         Raises:
-            CheckpointError: The weights of experts that move cannot be read any more.
+            CheckpointError: The weights of an expert that moves can no longer be read.
         """
         self._steps += self.on
         if not self.on or self._steps % self._every:

@@ -1,4 +1,4 @@
-"""What a model chose for the tokens of sequences that record it, on its way from steps to outputs, and back into steps."""
+"""Choices of routed experts and index entries: recorded by steps for outputs, and replayed by steps that score given tokens."""
 
 from __future__ import annotations
 
@@ -16,23 +16,19 @@ from dsv4lite.request import Replay
 
 
 class Chosen(NamedTuple):
-    """What one step chose for the tokens of a sequence, on the host.
+    """Choices of one step for the tokens of a sequence, on the host.
 
     Attributes:
-        routed: Position of the first token, and experts int16 [tokens, layers, K]; ``None`` of a model without routed experts.
-        selected: The same of the entries int32 that tokens attend to, those of tokens that attend to all left out.
+        routed: Position of the first token, and experts int16 [tokens, layers, K]; ``None`` for a model without routed experts.
+        selected: The same for selected entries, int32 [tokens, layers, k], without the tokens that attend to all entries.
     """
 
     routed: tuple[int, Tensor] | None
     selected: tuple[int, Tensor] | None
 
 
-def room(config: ModelConfig, tokens: int, longest: int, device: torch.device, selected: torch.device) -> Choices:
-    """Return room for what a model chooses for so many tokens: on a device, and for selected entries on another.
-
-    Args:
-        longest: Length of the longest of their sequences.
-    """
+def empty_choices(config: ModelConfig, tokens: int, longest: int, device: torch.device, selected: torch.device) -> Choices:
+    """Allocate choices for tokens of sequences of at most ``longest`` tokens: experts on ``device``, entries on ``selected``."""
     layers, k, _ = config.selection
     routed, selects = None, layers > 0 and longest > config.most_unselected
     if config.num_experts:
@@ -40,8 +36,8 @@ def room(config: ModelConfig, tokens: int, longest: int, device: torch.device, s
     return Choices(routed, torch.empty(tokens, layers, k, dtype=torch.int32, device=selected) if selects else None)
 
 
-def chosen_of(choices: Choices, row: int, start: int, end: int, config: ModelConfig) -> Chosen:
-    """Return what was chosen for the positions ``start`` to ``end`` of a sequence, whose first row is given."""
+def sequence_choices(choices: Choices, row: int, start: int, end: int, config: ModelConfig) -> Chosen:
+    """Return the choices for positions ``[start, end)`` of a sequence, whose first row in the step is ``row``."""
     routed, selected = choices
     first = max(start, config.most_unselected)
     return Chosen(
@@ -50,10 +46,12 @@ def chosen_of(choices: Choices, row: int, start: int, end: int, config: ModelCon
     )
 
 
-def given_to(spans: Sequence[tuple[int, int, Replay | None]], config: ModelConfig, tokens: int, device: torch.device) -> Choices:
-    """Return what a model has to choose for so many tokens: spans of sequences, from a position to another, of what replay."""
+def replayed_choices(
+    spans: Sequence[tuple[int, int, Replay | None]], config: ModelConfig, tokens: int, device: torch.device
+) -> Choices:
+    """Return the choices that a step must repeat, -1 where the model chooses; spans are ``(start, end, replay)`` of sequences."""
     host, row, longest = torch.device("cpu"), 0, max(end for _, end, _ in spans)
-    found = Choices(*(None if x is None else x.fill_(-1) for x in room(config, tokens, longest, host, host)))
+    found = Choices(*(None if x is None else x.fill_(-1) for x in empty_choices(config, tokens, longest, host, host)))
     for start, end, replay in spans:
         if replay is not None and replay.routed_experts is not None and found.routed_TLK is not None:
             found.routed_TLK[row : row + end - start] = replay.routed_experts[start:end]
@@ -66,7 +64,7 @@ def given_to(spans: Sequence[tuple[int, int, Replay | None]], config: ModelConfi
 
 
 def check_replay(replay: Replay, config: ModelConfig, prompt: int, completion: int) -> None:
-    """Raise ``InvalidRequestError`` unless a replay is one of this model, and of so many tokens of prompt and completion."""
+    """Raise ``InvalidRequestError`` unless a replay fits this model and the numbers of prompt and completion tokens."""
     tokens, first, (layers, k, per_entry) = prompt + completion - 1, config.most_unselected, config.selection
     experts, entries, counts, ids = replay.routed_experts, replay.index_entries, replay.kept_counts, replay.kept_ids
     require(entries is None or replay.index_from == first, "replay.index_from", replay.index_from, f"must be {first}")
@@ -80,7 +78,7 @@ def check_replay(replay: Replay, config: ModelConfig, prompt: int, completion: i
         found = None if x is None else (tuple(x.shape), x.dtype)
         require(good, f"replay.{name}", found, f"must be {shape} of {dtype} on the CPU, for {prompt} and {completion} tokens")
     require((counts is None) == (ids is None), "replay.kept_ids", None, "must come with kept_counts")
-    if experts is not None:  # dense layers have none; kernels rely on different ones
+    if experts is not None:  # all -1 in a dense layer; kernels require distinct experts
         dense = (experts == -1).all(-1)
         good = bool(((experts >= 0) & (experts < config.num_experts)).all(-1).logical_or(dense).all())
         good = good and bool((experts.sort(-1).values.diff(dim=-1) > 0).all(-1).logical_or(dense).all())
@@ -95,11 +93,11 @@ def check_replay(replay: Replay, config: ModelConfig, prompt: int, completion: i
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChoiceRecord:
-    """The choices of one sequence, as steps report them.
+    """The choices of one sequence, collected from its steps.
 
     Attributes:
-        parts: Of its steps, in order.
-        shared: Another sequence that may have run the prompt for this one, and how many tokens of it.
+        parts: Choices of its steps, in order.
+        shared: Another sequence that may have run the prompt for this one, and the number of prompt tokens that it shares.
     """
 
     parts: list[Chosen] = field(default_factory=list)
@@ -110,11 +108,11 @@ class ChoiceRecord:
         return self._joined("routed", 0)
 
     def index_entries(self, first: int) -> Tensor | None:
-        """Return the entries that tokens from ``first`` on attend to, int32 [tokens - first, layers, k]."""
+        """Return the entries that tokens from position ``first`` on attend to, int32 [tokens - first, layers, k]."""
         return self._joined("selected", first)
 
     def _joined(self, name: str, first: int) -> Tensor | None:
-        """Join the parts; a position that ran twice (after a preemption, or a rejected draft) counts as it ran last."""
+        """Join the parts; for a position that ran twice (after a preemption or a rejected draft), the last run counts."""
         own = [getattr(part, name) for part in self.parts if getattr(part, name) is not None]
         if not own:
             return None

@@ -1,4 +1,4 @@
-"""What the bits of a result depend on besides its tokens, as plain data that two sides can compare."""
+"""The execution contract: everything besides tokens that determines the bits of a result, as plain data to compare."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class ExecutionContract:
     """How one side computes. Sides with equal contracts and ``deterministic=True`` compute equal bits.
 
     Attributes:
-        versions: Of the packages that compute.
-        device: Model of the GPU, or the instructions of the CPU.
+        versions: Versions of the packages that compute.
+        device: Name of the GPU, or instruction set of the CPU.
         numerics: Fields of ``Numerics``, and the layout of ranks.
         model: Digest of the model's config.
         kernels: Digest of the sources of this package's ops and models.
-        weights: Checksums by official name, without those of a drafter.
+        weights: Checksums by official name, without the drafter's.
     """
 
     versions: Mapping[str, str]
@@ -44,7 +44,7 @@ class ExecutionContract:
         """Return the contract of this process.
 
         Args:
-            checksums: Of the weights, by official name.
+            checksums: Checksums of the weights, by official name.
         """
         device = numerics.device
         on_gpu = device.type == "cuda"
@@ -68,11 +68,11 @@ class ExecutionContract:
 
     @property
     def digest(self) -> str:
-        """64 hexadecimal digits, equal for equal contracts: to send instead of the contract."""
+        """64 hexadecimal digits that are equal for equal contracts, to send instead of the contract."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def difference(self, other: ExecutionContract) -> str:
-        """Return what differs, a line each; nothing if the contracts are equal."""
+        """Return the differences, one per line; an empty string if the contracts are equal."""
         lines = []
         for name, ours in asdict(self).items():
             theirs = getattr(other, name)

@@ -1,9 +1,9 @@
-"""A step in a file: what ran, what it read, and in which versions. ``debug/replay.py`` runs it again.
+"""A saved step: its plan, the state that it read, and the software versions. ``debug/replay.py`` runs it again.
 
-The file is in the safetensors format; its metadata hold one JSON text under ``dsv4lite.step``, and its tensors the state that the
-step's sequences use, of every layer I, those of the model's own drafter last, by the names of the family's ``StateSpec``:
+The file has the safetensors format. Its metadata have one JSON text under ``dsv4lite.step``. Its tensors are the state that the
+step's sequences use in every layer I (the drafter's layers last), by the names of the family's ``StateSpec``:
 
-    layers.I.<store>   uint8 [pages, bytes], the pages of its lifetime that the plan names, by ascending id
+    layers.I.<store>   uint8 [pages, bytes], the pages of the store that the plan names, by ascending id
     layers.I.<slot>    float32 [slots, copies, …], before the step
 """
 
@@ -33,13 +33,13 @@ from dsv4lite.weights.quant import Numerics
 VERSION = 4
 REQUESTED = "it was requested"  # a reason
 _HEADER = "dsv4lite.step"
-_PLAIN = ("reason", "drafter", "copies", "left_out", "settings", "versions")  # fields that are JSON as they are
+_PLAIN = ("reason", "drafter", "copies", "left_out", "settings", "versions")  # fields that JSON can store unchanged
 _PACKAGES = ("dsv4lite", "torch", "triton", "safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """The state that sequences use, by ascending ids."""
+    """Ids of the slots and pages that sequences use, ascending."""
 
     slots: tuple[int, ...]
     windows: tuple[int, ...]
@@ -47,7 +47,7 @@ class Places:
 
     @classmethod
     def of(cls, sequences: Sequence[SequencePlan]) -> Places:
-        """Collect what sequences name."""
+        """Collect the ids in the plans of sequences."""
         return cls(
             slots=tuple(sorted({s.slot for s in sequences})),
             windows=tuple(sorted({page for s in sequences for page in s.window_pages if page != NO_PAGE})),
@@ -55,7 +55,7 @@ class Places:
         )
 
     def renumber(self, plan: StepPlan) -> StepPlan:
-        """Return a plan's sequences for a state that holds these places and nothing else."""
+        """Return a plan's sequences with the ids of a state that has only these slots and pages."""
         slot, window, page = ({old: new for new, old in enumerate(ids)} for ids in (self.slots, self.windows, self.pages))
         window[NO_PAGE] = NO_PAGE
         return StepPlan(
@@ -73,7 +73,7 @@ class Places:
 
 
 def stores(cache: StateCache, places: Places) -> list[tuple[str, RowStore, tuple[int, ...]]]:
-    """Return the stores of a state by the names of their tensors, with the ids of their pages."""
+    """Return the name, the store and the ids of saved pages of every store."""
     ids = {"grow": places.pages, "window": places.windows}
     return [(name, store, ids[part.lifetime]) for name, part, store in cache.stores()]
 
@@ -84,15 +84,15 @@ class StepDump:
 
     Attributes:
         reason: Why it was saved.
-        plan: Its sequences, and how many draft tokens were wanted after them. The saved state is that after the plan's copies.
-        drafter: Whether the engine had the model's own drafter, which ran if draft tokens were wanted.
-        copies: Of each slot's compressor state.
+        plan: Its sequences and ``max_drafts``. The plan's copies of state are already applied to the saved state.
+        drafter: Whether the engine had the model's own drafter, which ran if ``max_drafts`` is not 0.
+        copies: Copies of each slot's compressor state.
         left_out: Number of sequences of the step that did not fit into the file.
         graph: Shape of the step if it was captured, else ``None``.
-        settings: ``EngineConfig`` fields that say which model it was.
-        numerics: Its arithmetic, and where it ran.
-        versions: Of packages, driver and device.
-        rows: The state; empty if the device could not be read any more.
+        settings: ``EngineConfig`` fields that identify the model.
+        numerics: Arithmetic and device.
+        versions: Versions of packages and CUDA, and the device.
+        rows: The state; empty if the device could no longer be read.
     """
 
     reason: str
@@ -107,11 +107,11 @@ class StepDump:
     rows: Mapping[str, Tensor]
 
     def save(self, path: Path) -> None:
-        """Write the file, or replace it; until it is complete it has another name.
+        """Write or replace the file; it has a temporary name until it is complete.
 
         Raises:
-            OSError: It cannot be written.
-            TypeError: A setting is no JSON.
+            OSError: The file cannot be written.
+            TypeError: A setting cannot be stored as JSON.
         """
         header = {
             "version": VERSION,
@@ -134,7 +134,7 @@ class StepDump:
         """Read a file.
 
         Raises:
-            ConfigError: There is none, it is damaged, or it is no saved step of this version.
+            ConfigError: The file is missing, damaged, or not a saved step of this version.
         """
         try:
             with safe_open(path, "pt") as file:
@@ -143,13 +143,13 @@ class StepDump:
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"dump={str(path)!r} cannot be read: {error}") from error
         if text is None:
-            raise ConfigError(f"dump={str(path)!r} is a safetensors file, but no step that dsv4lite has saved")
+            raise ConfigError(f"dump={str(path)!r} is a safetensors file, but not a step that dsv4lite saved")
         try:
             header = json.loads(text)
             if header["version"] != VERSION:
                 raise ConfigError(
-                    f"dump={str(path)!r} has version {header['version']}, this dsv4lite reads {VERSION}; replay it with the one"
-                    f" that saved it: {header['versions']}"
+                    f"dump={str(path)!r} has version {header['version']}, this dsv4lite reads {VERSION}; replay it with the"
+                    f" versions that saved it: {header['versions']}"
                 )
             sequences = tuple(_sequence(s) for s in header["sequences"])
             return cls(
@@ -168,7 +168,7 @@ class StepDump:
 def _text(value: object) -> str:
     """Return a dtype or a device as text, for JSON."""
     if not isinstance(value, torch.dtype | torch.device):
-        raise TypeError(f"{value!r} is no JSON")
+        raise TypeError(f"{value!r} cannot be stored as JSON")
     return str(value)
 
 
@@ -184,7 +184,7 @@ def _sequence(values: Mapping[str, Any]) -> SequencePlan:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Return what a step's numbers depend on besides the model."""
+    """Return the versions and the device that a step's numbers depend on."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     found |= {package: installed_version(package) for package in _PACKAGES}
     found["device"] = device.type

@@ -1,4 +1,4 @@
-"""The engine: one thread that owns device, model and state, and turns requests into tokens, step by step."""
+"""The engine: one thread that owns device, model and state, and generates the tokens of requests step by step."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ T = TypeVar("T")
 Deliver = Callable[[list[SequenceUpdate]], None]
 DeliverFailure = Callable[[EngineDeadError], None]
 
-_PAUSED_POLL_S = 0.02  # how often a paused engine looks at deadlines
+_PAUSED_POLL_S = 0.02  # how often a paused engine checks deadlines
 _NO_PAGES_S = 0.0005  # how long the loop sleeps when no sequence can run
-_JOIN_POLL_S = 0.5  # how often ``close`` looks whether the engine has died
+_JOIN_POLL_S = 0.5  # how often ``close`` checks whether the engine has died
 _UNTRACED = nullcontext()
 _LAST_STEP_S = 10.0  # how long the thread of a dead engine may take to return from its step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine knows once it has started; ``no_chat`` is why ``chat`` is ``None``."""
+    """Facts about a started engine; ``no_chat`` says why ``chat`` is ``None``."""
 
     vocab_size: int
     max_model_len: int
@@ -83,16 +83,16 @@ class EngineStats:
     Attributes:
         steps: Steps run so far.
         num_running: Sequences that hold state.
-        num_waiting: Sequences that wait for a place.
+        num_waiting: Sequences that wait to run; preempted ones and those whose grammar is being compiled are included.
         prompt_tokens: Prompt tokens of sequences started, cached ones included.
-        cached_tokens: How many of them came from the prefix cache.
+        cached_tokens: Prompt tokens that came from the prefix cache.
         generated_tokens: Tokens sampled.
-        preemptions: How often a sequence gave up its state.
+        preemptions: How often a sequence was preempted.
         kv_usage: Fraction of grow pages in use, cached prefixes excluded.
         step_s: Seconds of the last step.
-        host_s: Of those, the host's part, for which an idle device would wait: scheduling, launching, processing results. Updates
-            are delivered while the device works.
-        speculation: Counts of draft tokens, and what the controller knows.
+        host_s: Seconds of the last step that the host spent on scheduling, launching and processing results, for which an idle
+            device would wait. The delivery of updates is not included: it happens while the device works.
+        speculation: Counts of draft tokens, and statistics of the draft controller.
     """
 
     steps: int = 0
@@ -113,16 +113,16 @@ class Engine:
 
     Args:
         config: Settings.
-        overlap: Plan and launch a step before the host has the results of the previous one; with P pipeline stages, of the one P
-            steps before. Default: on CUDA. On a CPU a launch is the work itself, so steps do not overlap.
+        overlap: Plan and launch a step before the host has the results of the previous step; with P pipeline stages, of the step P
+            steps earlier. Default: on CUDA. On a CPU a launch runs the whole step, so steps do not overlap.
     """
 
     def __init__(self, config: EngineConfig, *, overlap: bool | None = None) -> None:
         self.config = config
         self._overlap = overlap
-        self._overlaps = False  # a launched step runs beside the host's work
-        self._plans_ahead = False  # and the next one may be planned meanwhile
-        self._drafts_ahead = False  # even if both have draft tokens
+        self._overlaps = False  # a launched step runs while the host works
+        self._plans_ahead = False  # the next step may be planned before the results of the last one
+        self._drafts_ahead = False  # even if both steps have draft tokens
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._at_exit: weakref.finalize[..., threading.Thread]
@@ -134,7 +134,7 @@ class Engine:
         self._dead: EngineDeadError | None = None
         self._died = 0.0
         self._dying = threading.Lock()
-        self._asked: Future[Any] | None = None  # of the call that the engine's thread runs
+        self._running_call: Future[Any] | None = None  # future of the call that the engine's thread runs
         self._closing = False
         self._ended = False
         self._paused = False
@@ -147,7 +147,7 @@ class Engine:
         self._choices: dict[int, ChoiceRecord] = {}
         self._proposer: DraftProposer | None = None
         self._seq_ids: dict[tuple[str, int], int] = {}
-        self._hosted: set[int] = set()  # sequences whose rules on the host follow their tokens
+        self._with_host_rules: set[int] = set()  # sequences with sampling rules on the host, which read every sampled token
         self._scheduler: Scheduler | Replicas
         self._preparing: Preparing
         self._recorder: StepRecorder | None = None
@@ -163,19 +163,19 @@ class Engine:
 
         Args:
             deliver: Called in the engine's thread, once per step, with the updates of all sequences. Must not block.
-            deliver_failure: Called once if the engine dies, there or, when a rank is lost, in another thread.
+            deliver_failure: Called once if the engine dies: in the engine's thread, or in another one when a rank is lost.
 
         Raises:
             CheckpointError, ConfigError, CapacityError: The model cannot be loaded; everything is freed.
-            UnsupportedError: The machine cannot run it: chip, driver, Triton.
+            UnsupportedError: The chip, the driver or Triton cannot run the model.
         """
         if self._thread is not None:
             raise EngineStateError("the engine was started before; make a new one", state="started", allowed=("new",))
         self._deliver, self._deliver_failure = deliver, deliver_failure
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="dsv4lite-engine", daemon=True)
-        # An interpreter that finalizes while this thread is inside torch aborts the process, so the engine must end before that:
-        # after all other threads that may use it, hence no earlier than exit handlers run.
+        # If the interpreter finalizes while this thread is inside torch, the process aborts. So the engine ends in an exit handler:
+        # before finalization, and after the other non-daemon threads, which may use the engine until they end.
         self._at_exit = weakref.finalize(self._thread, self._leave_interpreter)
         self._thread.start()
         try:
@@ -189,7 +189,7 @@ class Engine:
 
     @property
     def info(self) -> EngineInfo:
-        """What is known of the model; only after ``start``."""
+        """Facts about the started engine and its model; only after ``start``."""
         assert self._info is not None, "start() the engine first"
         return self._info
 
@@ -198,7 +198,7 @@ class Engine:
         self._put(partial(self._add, request))
 
     def abort(self, request_id: str | None = None, reason: FinishReason = "abort", *, index: int | None = None) -> None:
-        """End a request, one of its completions, or everything; nothing happens if it has ended."""
+        """End a request, one of its completions, or (``None``) all requests; do nothing if it has ended."""
         self._put(partial(self._abort, request_id, reason, index))
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
@@ -208,7 +208,7 @@ class Engine:
         return future
 
     def set_paused(self, paused: bool) -> Future[None]:
-        """Stop stepping, or go on; sequences keep their state."""
+        """Stop or resume stepping; sequences keep their state."""
         return self.call(lambda engine: engine._set_paused(paused))
 
     def reset_prefix_cache(self) -> Future[None]:
@@ -216,7 +216,7 @@ class Engine:
         return self.call(lambda engine: engine._scheduler.reset_prefix_cache())
 
     def dump_step(self, path: Path) -> Future[None]:
-        """Save the next step; the future ends before that step."""
+        """Save the next step to a file; the future completes before that step runs."""
         return self.call(lambda engine: engine._dump_step(path))
 
     def ask(self, method: ResidentMethod, *arguments: Any) -> Future[Any]:
@@ -224,38 +224,38 @@ class Engine:
         return self.call(lambda engine: engine._ask(method, *arguments))
 
     def begin_update(self, serial: int, *, staged: bool) -> Future[None]:
-        """Open a transaction of the weights on every rank, in place of an open one; see ``Resident`` for this and what follows."""
+        """Open a weight update on every rank; it replaces an open one. See ``Resident`` for the methods that an update calls."""
         return self.ask("begin", serial, staged)
 
     def load_weights(self, serial: int, source: WeightSource) -> None:
-        """Give a source's tensors to every rank; blocks the caller, and the engine only for one bucket at a time.
+        """Send a source's tensors to every rank, one bucket at a time. Blocks the caller; the engine can step between two buckets.
 
         Raises:
-            WeightUpdateError: They do not fit the model, or the transaction has ended.
+            WeightUpdateError: The tensors do not fit the model, or the update has ended.
             Exception: What the source raises.
         """
         if not isinstance(source, WeightSource):
-            raise WeightUpdateError(f"{shown(source)} is no source of weights; give a NamedTensors, ModuleSource or DiskSource")
+            raise WeightUpdateError(f"{shown(source)} is not a source of weights; pass a NamedTensors, ModuleSource or DiskSource")
         for bucket in buckets(source.tensors()):
             self.ask("take", serial, bucket).result()
 
     def commit_update(self, serial: int, version: int, *, partial: bool, recompute: bool) -> Future[None]:
-        """Write the new weights on every rank, or, if one of them misses any, on none; publish the version.
+        """Write the new weights on every rank and publish the version; if the check fails on one rank, no rank writes.
 
-        With ``recompute`` open sequences compute their state again with the new weights.
+        With ``recompute``, running sequences compute their state again with the new weights.
         """
         return self.call(lambda engine: engine._commit(serial, version, partial, recompute))
 
     def roll_back_update(self, serial: int) -> Future[None]:
-        """Drop what a transaction has staged; nothing happens if it has ended."""
+        """Drop the staged tensors of an update; do nothing if it has ended."""
         return self.ask("roll_back", serial)
 
     def sleep(self, level: int) -> Future[None]:
-        """Release the memory of weights and KV cache; level 1 keeps the weights in host memory. Fails without effect."""
+        """Release the memory of weights and KV cache; level 1 keeps the weights in host memory. An error changes nothing."""
         return self.call(lambda engine: engine._sleep(level))
 
     def wake_up(self, tags: Sequence[MemoryTag]) -> Future[None]:
-        """Allocate memory that ``sleep`` has released, and restore the weights from host memory. Fails without effect."""
+        """Allocate memory that ``sleep`` released, and restore the weights from host memory. An error changes nothing."""
         return self.call(lambda engine: engine._wake_up(tags))
 
     def weight_checksums(self) -> Future[dict[str, str]]:
@@ -263,7 +263,7 @@ class Engine:
         return self.call(lambda engine: whole_checksums(engine._ask("checksums")))
 
     def execution_contract(self) -> Future[ExecutionContract]:
-        """Return what the bits of results depend on."""
+        """Return everything that the bits of results depend on."""
 
         def make(engine: Engine) -> ExecutionContract:
             return ExecutionContract.of(
@@ -277,18 +277,18 @@ class Engine:
         return self._stats
 
     def memory(self) -> MemoryPlan:
-        """Return the plan that the engine was started with."""
+        """Return the memory plan that the engine was started with."""
         assert self._plan is not None, "start() the engine first"
         return self._plan
 
     def close(self, *, wait: bool = True) -> None:
-        """End every request as aborted, free everything and end the thread; a rank that follows waits for the leader to do so.
+        """Abort every request, free everything and end the thread; on an external worker, wait until rank 0 closes its engine.
 
-        May be called twice, and from any thread but the engine's. If the thread of a dead engine does not return from its step, it
-        remains with what it holds.
+        May be called twice, and from any thread but the engine's. If the thread of a dead engine does not return from its last step
+        within 10 seconds, ``close`` returns; the thread keeps running and keeps its memory.
 
         Args:
-            wait: Join the thread. Without, it ends by itself, and the call takes no lock: a finalizer may make it.
+            wait: Join the thread. Otherwise the thread ends on its own, and the call takes no lock, so a finalizer may make it.
         """
         thread = self._thread
         if thread is None:
@@ -297,7 +297,7 @@ class Engine:
         while wait and thread.is_alive():
             thread.join(_JOIN_POLL_S)
             if thread.is_alive() and self._dead is not None and time.monotonic() - self._died > _LAST_STEP_S:
-                log.warning("the engine's thread does not return from its last step; it remains with what it holds")
+                log.warning("the engine's thread does not return from its last step; it keeps running and keeps its memory")
                 return
 
     def _leave_interpreter(self) -> None:
@@ -313,21 +313,16 @@ class Engine:
             state = "closed" if self._closing else "new"
             raise EngineStateError("the engine is not running", state=state, allowed=("ready", "paused"))
         if self._external is not None:
-            raise EngineStateError("this rank follows rank 0, which alone takes requests", state="following")
+            raise EngineStateError("this rank runs the steps of rank 0; use the engine of rank 0", state="following")
         self._inbox.put(command)
-        if self._ended or self._dead is not None:  # the thread ended meanwhile and reads the inbox no more
+        if self._ended or self._dead is not None:  # the thread has ended and no longer reads the inbox
             self._answer_rest()
 
     # ------------------------------------------------------------------------------------------------- in the engine's thread
 
     def _run(self, ready: Future[None]) -> None:
-        try:
-            self._live(ready)
-        finally:
-            self._at_exit.detach()
-
-    def _live(self, ready: Future[None]) -> None:
         with ExitStack() as stack:
+            stack.callback(self._at_exit.detach)
             try:
                 self._open(stack)
             except BaseException as error:
@@ -335,8 +330,8 @@ class Engine:
                 explained = error
                 try:
                     explained = start_error(error, plan=self._plan)
-                finally:  # one of the host's may have no text
-                    forget_frames(error)  # the caller's error does not hold what was loaded
+                finally:  # ``str`` of an exception of the host may raise in ``start_error``
+                    forget_frames(error)  # its frames hold what was loaded
                     ready.set_exception(explained)
                 return
             ready.set_result(None)
@@ -357,7 +352,7 @@ class Engine:
     def _open(self, stack: ExitStack) -> None:
         self.config, executor = make_executor(self.config, self._lose)
         config, self._executor = self.config, executor
-        if config.trace_path is not None and not isinstance(executor, ExternalWorker):  # which runs what rank 0 plans
+        if config.trace_path is not None and not isinstance(executor, ExternalWorker):  # rank 0 traces its steps
             self._trace = stack.enter_context(StepTrace(config.trace_path))
         if isinstance(executor, ExternalWorker):
             report, self._external = executor.open(stack), executor
@@ -381,7 +376,7 @@ class Engine:
             model=report.model,
             tokenizer=tokenizer,
             default_params=report.default_params.replace(stop_token_ids=()),
-            end_token_ids=report.default_params.stop_token_ids,  # of all requests, whatever their settings
+            end_token_ids=report.default_params.stop_token_ids,  # apply to every request, also to one with its own stop_token_ids
             chat=chat,
             no_chat=no_chat,
         )
@@ -395,18 +390,18 @@ class Engine:
         self._preparing = Preparing(
             grammars, problem, runner.prepare, lambda r: self._inbox.put(partial(self._add, r, prepared=True))
         )
-        alone = runner if isinstance(runner, Runner) else None  # the only rank, in this thread
+        alone = runner if isinstance(runner, Runner) else None  # one rank, in this thread
         if alone is not None:
             self._recorder = alone.recorder = StepRecorder(config, alone.model, alone.cache)
         drafting = make_drafting(config.speculative, report.own)
         on_cpu = not plan.per_device[0].device.startswith("cuda")
         self._overlaps = not on_cpu if self._overlap is None else self._overlap
-        # A proposer on the host needs the tokens that it continues, and a pipeline does not have them in time.
+        # The draft proposer on the host needs the last token of a sequence, which a pipeline that plans ahead does not know yet.
         self._plans_ahead = self._overlaps and (config.layout.pp == 1 or not drafting.max_drafts)
         # Draft tokens and accepted lengths of the model's own drafter are on the device of every rank that runs the next step.
         self._drafts_ahead = self._plans_ahead and drafting.own is not None and not drafting.speculators
         if drafting.max_drafts:
-            # On a CPU this thread does the work, and other processes do not count.
+            # On a CPU this thread computes the steps, and its own CPU time excludes the work of other processes.
             clock = time.thread_time if on_cpu and alone is not None else time.perf_counter
             costs = None if alone is None else alone.step_costs
             self._proposer = DraftProposer(drafting, vocab_size=vocab_size, costs=costs, clock=clock)
@@ -462,7 +457,7 @@ class Engine:
                 return
 
     def _step(self) -> None:
-        """Launch the next step and wait for the results of the oldest one, where these are due."""
+        """Launch the next step, and wait for the results of the oldest one if too many are in flight."""
         if self._recorder is not None and self._recorder.active:
             self._finish_all()  # a step that may be saved runs alone
             self._plain_step()
@@ -472,7 +467,7 @@ class Engine:
             self._plain_step()
 
     def _plain_step(self) -> None:
-        """Launch a step, wait for results, deliver them. Only a pipeline has several steps in flight."""
+        """Launch a step, wait for the oldest results, deliver them. Only a pipeline has several steps in flight here."""
         started = time.perf_counter()
         launches = self._launch(self._draft_length())
         launched = time.perf_counter()
@@ -481,32 +476,32 @@ class Engine:
         self._publish()
 
     def _overlapped_step(self) -> None:
-        """Launch a step while the one before runs, deliver the results of the one before that, then wait for results."""
+        """Launch a step while the previous one runs, deliver the updates processed last, then wait for the oldest results."""
         started = time.perf_counter()
         length = self._draft_length()
         if len(self._in_flight) > self._most_in_flight(length):  # the next plan depends on these results
             self._finish(started, started)
         launches = self._launch(length)
         launched = time.perf_counter()
-        self._publish()  # readers take the interpreter from this thread: before the launch, the device would wait for them
+        self._publish()  # after the launch: readers of the updates take the GIL, and an idle device would wait for them
         if len(self._in_flight) > (self._most_in_flight(length) if launches else 0):
             self._finish(started, launched)
 
     def _draft_length(self) -> int:
-        """Return how many draft tokens in a row the next step should have."""
+        """Return how many draft tokens per sequence the next step should have."""
         return 0 if self._proposer is None else self._proposer.choose_length(self._scheduler.num_running)
 
     def _most_in_flight(self, length: int) -> int:
-        """Return how many steps may be in flight when a step of so many draft tokens is planned, and after it was launched."""
+        """Return how many steps may be in flight while a step of ``length`` draft tokens is planned, and again after its launch."""
         ahead = self._plans_ahead and (length == 0 or self._drafts_ahead) and self._scheduler.foresees(length)
         return self.config.layout.pp - 1 + ahead
 
     def _launch(self, length: int) -> bool:
-        """Plan and launch a step, if any sequence can run; return whether one could."""
+        """Plan and launch a step if any sequence can run; return whether a step was launched."""
         now = time.monotonic()
         with self._span("schedule"):
             self._notify(self._scheduler.expire(now))
-            plan: Any = self._scheduler.schedule(now, length)  # of replicas it is a joint one, which only ranks run
+            plan: Any = self._scheduler.schedule(now, length)  # a ``JointPlan`` if there are replicas
         if self._proposer is not None and plan is not None and plan.prompts:
             self._proposer.interrupt()
         if plan is not None:
@@ -520,7 +515,7 @@ class Engine:
         """Wait for the results of the oldest step in flight and process them.
 
         Args:
-            started, launched: When the host began to prepare what it launched last, and when that was done.
+            started, launched: When the host began this iteration of the loop, and when it had launched a step, else ``started``.
         """
         oldest = self._in_flight.popleft()
         with self._span("wait", oldest.plan):
@@ -543,7 +538,7 @@ class Engine:
                 raise self._die(error) from error
 
     def _process(self, plan: Any, result: StepResult) -> None:
-        """Give the result of a step to the scheduler, and queue its updates; the plan of replicas is a joint one."""
+        """Pass the result of a step (a ``StepPlan`` or a ``JointPlan``) to the scheduler, and queue the updates."""
         sampled = result.sampled
         self._steps += 1
         self._generated += len(sampled)
@@ -553,7 +548,7 @@ class Engine:
         for seq_id, part in result.chosen.items():
             if seq_id in self._choices:
                 self._choices[seq_id].parts.append(part)
-        for seq_id in self._hosted.intersection(sampled):
+        for seq_id in self._with_host_rules.intersection(sampled):
             for one in (sampled[seq_id], *sampled[seq_id].after):
                 if one.error is None:
                     self._runner.accept(seq_id, one.token_id)
@@ -567,9 +562,9 @@ class Engine:
             self._outputs.append(update)
 
     def _release(self, update: SequenceUpdate) -> SequenceUpdate:
-        """Forget a sequence that ended; return its last update, with what was chosen for its tokens if it records that."""
+        """Forget a sequence that ended; return its last update, with its recorded experts and index entries, if any."""
         seq_id = self._seq_ids.pop((update.request_id, update.index))
-        self._hosted.discard(seq_id)
+        self._with_host_rules.discard(seq_id)
         self._runner.remove(seq_id)
         if self._proposer is not None:
             self._proposer.forget(seq_id)
@@ -604,7 +599,7 @@ class Engine:
                 self._deliver(updates)
 
     def _span(self, name: str, plan: Any = None) -> AbstractContextManager[None]:
-        """Return a block that the trace shows, with the size of a step if one is given."""
+        """Return a context manager that records a span in the trace, with the size of the step if a plan is given."""
         if self._trace is None:
             return _UNTRACED
         if plan is None:
@@ -615,7 +610,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- commands
 
     def _add(self, request: Request, *, prepared: bool = False) -> None:
-        """Add a request. One whose grammar must be compiled first is added again, ``prepared``, after that."""
+        """Add a request. If its grammar must be compiled first, the request is added again, ``prepared``, when that is done."""
         ended: set[int] = set()
         try:
             if prepared:
@@ -632,15 +627,15 @@ class Engine:
             return
         for index in ended:
             for update in self._scheduler.abort(request.request_id, index=index):
-                self._release(update)  # the caller has had its last update
+                self._release(update)  # ``Preparing.end`` has returned its last update
 
     def _admit(self, request: Request) -> None:
-        """Add a request to scheduler and runner; if that raises, to neither."""
+        """Add a request to the scheduler and the runner; on an error, to neither."""
         dry_run(request, self.info.vocab_size)
         self._scheduler.add(request)
         sequences = self._scheduler.sequences_of(request.request_id)
         self._seq_ids.update({(request.request_id, s.index): s.seq_id for s in sequences})
-        self._hosted.update(s.seq_id for s in sequences if s.needs_host)
+        self._with_host_rules.update(s.seq_id for s in sequences if s.needs_host)
         try:
             for sequence in sequences:
                 self._runner.add(sequence.seq_id, request, sequence.index)
@@ -660,19 +655,19 @@ class Engine:
     def _call(self, function: Callable[[Engine], T], future: Future[T]) -> None:
         if not future.set_running_or_notify_cancel():
             return
-        self._asked = future
+        self._running_call = future
         try:
             result = function(self)
         except BaseException as error:
-            forget_frames(error)  # a caller may keep it longer than the engine
+            forget_frames(error)  # the caller may keep the error longer than the engine
             _answer(future, error=error)
         else:
             _answer(future, result)
-        self._asked = None
+        self._running_call = None
 
     def _dump_step(self, path: Path) -> None:
         if self._recorder is None:
-            raise UnsupportedError("steps are saved in the engine's own process only: use one rank and executor='thread'")
+            raise UnsupportedError("steps can be saved only in the engine's own process: use one rank and executor='thread'")
         self._recorder.request(path)
 
     def _set_paused(self, paused: bool) -> None:
@@ -716,16 +711,16 @@ class Engine:
             self._ask("drop_copies", False)
 
     def _lose(self, loss: EngineDeadError) -> None:
-        """Fail open requests and calls, in another thread, because a rank is lost: the engine's own may never leave its step."""
+        """Fail open requests and calls because a rank was lost. Runs in another thread: the engine's may never leave its step."""
 
         def fail() -> None:
             raise loss
 
-        if self._info is not None:  # else the call that starts the engine raises
+        if self._info is not None:  # before that, ``start`` raises
             self._announce(loss)
-            asked = self._asked
-            if asked is not None:
-                _answer(asked, error=loss.copy())
+            call = self._running_call
+            if call is not None:
+                _answer(call, error=loss.copy())
             self._answer_rest()
         self._inbox.put(fail)
 
@@ -738,7 +733,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- the end
 
     def _die(self, error: BaseException) -> EngineDeadError:
-        """Fail open requests with the reason of the failure, once."""
+        """Fail open requests, once; return the error that they get."""
         if self._dead is None:
             if isinstance(self._executor, MultiRankExecutor):
                 error = self._executor.explain(error)
@@ -767,7 +762,7 @@ class Engine:
         self._deliver_failure(dead)
 
     def _free(self) -> None:
-        """Drop tensors, and fail the calls that wait."""
+        """Drop all tensors, and fail the queued calls."""
         self._in_flight.clear()
         self._choices.clear()
         self._external = None
@@ -779,7 +774,7 @@ class Engine:
         self._answer_rest()
 
     def _answer_rest(self) -> None:
-        """Fail the calls that will not run any more; sessions fail requests."""
+        """Fail the calls in the inbox, which will not run; sessions fail their requests."""
         while True:
             try:
                 command = self._inbox.get_nowait()

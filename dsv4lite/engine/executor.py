@@ -1,4 +1,4 @@
-"""Executors run the steps of an engine: in its own thread, in processes that it starts, or on ranks of the host."""
+"""Executors run the steps of an engine: in its own thread, in child processes, or on ranks that the host has started."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = logging.getLogger("dsv4lite.engine")
 
 M = TypeVar("M")
 _WORKER = "dsv4lite.engine.worker"
-_FINISH = "finish a step"  # what a rank must do in time
+_FINISH = "finish a step"  # for the error of a rank that is too slow
 
 
 class InProcessExecutor:
@@ -48,29 +48,28 @@ class InProcessExecutor:
         self._config = config
 
     def probe(self, stack: ExitStack) -> tuple[ProbeReport, MemoryPlan]:
-        """Look at checkpoint and device; this thread gets a stream of its own until ``stack`` ends."""
+        """Inspect checkpoint and device; this thread uses its own stream until ``stack`` ends."""
         device = choose_device(self._config)
         stack.enter_context(own_thread(device, deterministic=self._config.deterministic))
         self._probe = Probe.of(self._config, device)
         return self._probe.report, self._probe.report.plan
 
     def load(self, plan: MemoryPlan, grammars: GrammarCompiler | None, progress: Progress | None) -> Runner:
-        """Load everything; return what runs steps."""
+        """Load everything; return the runner."""
         return self._probe.build(plan, Mesh(), grammars, progress)
 
 
 def make_executor(
     config: EngineConfig, on_loss: Callable[[EngineDeadError], None]
 ) -> tuple[EngineConfig, InProcessExecutor | MultiRankExecutor | ExternalWorker]:
-    """Return the executor that the settings ask for, and the settings with the sizes of a device mesh.
+    """Return the settings, with the sizes of a device mesh, and the executor that they name.
 
-    On a rank of the host that does not lead it is an ``ExternalWorker``, which has no engine to step. A collective call where the
-    host has ranks.
+    With ``executor="external"`` this is a collective call of the host's ranks; all but rank 0 get an ``ExternalWorker``.
 
     Raises:
-        ConfigError: There are no groups of the host, its ranks differ, or an engine cannot start ranks of its own.
-        CapacityError: They would be too many.
-        DSV4LiteError: What is wrong with a rank of the host, on every rank.
+        ConfigError: The host has no process groups, its ranks differ, or an engine cannot start ranks of its own.
+        CapacityError: The machine has too little memory for the processes of the ranks.
+        DSV4LiteError: The error of a rank of the host, raised on every rank.
     """
     if config.place_of_ranks != "external":
         if config.layout.world == 1 and config.place_of_ranks == "thread":
@@ -95,8 +94,8 @@ class JointStep:
     """A step that has been launched on all ranks; see ``InFlightStep``.
 
     Attributes:
-        plan: What runs.
-        parts: Waits for the results of each replica.
+        plan: The step's plan.
+        parts: Functions that wait for the results of a replica each.
     """
 
     plan: StepPlan | JointPlan
@@ -113,12 +112,12 @@ class JointStep:
 
 
 class MultiRankExecutor:
-    """The leader of an engine of several ranks. It has the methods of a ``Runner``, which every rank runs.
+    """The leader of an engine with several ranks. It has the methods of a ``Runner``, and calls them on every rank.
 
     Args:
         config: Settings; more than one rank, or ``executor="process"``.
-        on_loss: Called in another thread when a rank is lost. That may be this rank, whose thread may never return from its step.
-        host: With ranks of the host: this one, which is the first, and the name of each rank's machine.
+        on_loss: Called in another thread when a rank is lost. It may be this rank, whose thread may never return from its step.
+        host: For ranks of the host: the rendezvous of this rank, which is rank 0, and the name of each rank's machine.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class MultiRankExecutor:
         self._mesh: Mesh | None = None
         self._changes: list[list[Change]] = [[] for _ in range(self._layout.dp)]
         self._writers = [PlanWriter() for _ in range(self._layout.dp)]
-        self._shared = self._layout.ep > self._layout.tp  # replicas share experts, so that all take part in every step
+        self._shared = self._layout.ep > self._layout.tp  # replicas share experts, so all of them run every step
         self._recording: set[int] = set()
         self._replaying: set[int] = set()
 
@@ -150,10 +149,10 @@ class MultiRankExecutor:
         """Start the ranks and compare their reports; ``stack`` ends the ranks.
 
         Returns:
-            What rank 0 has found, and the memory plan of all ranks.
+            The report of rank 0, and the memory plan of all ranks.
 
         Raises:
-            DSV4LiteError: What a rank has found wrong, or how ranks differ.
+            DSV4LiteError: The error of a rank, or the differences between ranks.
         """
         stack.callback(self.close)
         config = sendable(self._config)
@@ -185,9 +184,9 @@ class MultiRankExecutor:
         return reports[0], plan
 
     def _cancel_start(self, error: Exception) -> None:
-        """Send the other ranks the error that ends the start, and end them."""
+        """Send the other ranks the error that ended the start, and end them."""
         assert self._watch is not None
-        self._watch.stop()  # a rank that ends from now on is no loss
+        self._watch.stop()  # ranks that end from now on are not reported as lost
         if not isinstance(error, DSV4LiteError):
             error = EngineDeadError(f"rank 0 could not start: {type(error).__name__}: {error}", rank=0, phase=self._phase)
         for process in self._processes.values():
@@ -250,20 +249,20 @@ class MultiRankExecutor:
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Announce a sequence before its first step."""
-        if request.params.records_choices or request.replay is not None:  # its replica runs eagerly, and the others as it does
+        if request.params.records_choices or request.replay is not None:  # its replica runs eagerly, and so must the others
             self._recording.add(seq_id)
         if request.replay is not None and request.replay.routed_experts is not None:
             self._replaying.add(seq_id)
         self._change(seq_id, "add", seq_id, request, index)
 
     def remove(self, seq_id: int) -> None:
-        """Forget a sequence; it may already be forgotten."""
+        """Forget a sequence; unknown sequences are ignored."""
         self._recording.discard(seq_id)
         self._replaying.discard(seq_id)
         self._change(seq_id, "remove", seq_id)
 
     def accept(self, seq_id: int, token_id: int) -> None:
-        """Give the rules of a sequence the token that was sampled for it."""
+        """Pass a sampled token to the sequence's rules on the host."""
         self._change(seq_id, "accept", seq_id, token_id)
 
     def _change(self, seq_id: int, method: ChangeMethod, *arguments: Any) -> None:
@@ -304,7 +303,7 @@ class MultiRankExecutor:
         return JointStep(plan=plan, parts=parts)
 
     def _result(self, rank: int, wait: Callable[[], StepResult]) -> StepResult:
-        """Return the result of a step that a rank has."""
+        """Return the result of a step from the rank that samples."""
         assert self._watch is not None
         with self._watch.within(self._config.step_timeout_s, rank, _FINISH):
             try:
@@ -316,8 +315,8 @@ class MultiRankExecutor:
         """Call a method of every rank's ``Resident``; return the results by rank. No step may be in flight.
 
         Raises:
-            WeightUpdateError: What ranks refused, together.
-            Exception: What one of them raised. Each has run the method, or failed in it.
+            WeightUpdateError: The tensors that ranks rejected, joined.
+            Exception: The error of one rank. By then, every rank has run the method or failed in it.
         """
         assert self._watch is not None
         with ExitStack() as stack:
@@ -337,9 +336,9 @@ class MultiRankExecutor:
         return [answer.result for answer in answers]
 
     def _with_shared_tensors(self, ask: Ask, stack: ExitStack) -> Ask:
-        """Return a call whose tensors child processes open in shared memory, until ``stack`` ends; messages would copy them.
+        """Return the call with its tensors in shared memory until ``stack`` ends, which avoids a copy to each child process.
 
-        Ranks of the host may be on other machines, and get them in messages.
+        Ranks of the host may be on other machines; they get the tensors in messages.
         """
         if ask.method != "take" or self._host is not None:
             return ask
@@ -352,13 +351,13 @@ class MultiRankExecutor:
     # --------------------------------------------------------------------------------------------------------------- the end
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the loss of a rank that caused an error, if there is one, else the error."""
+        """Return the loss of a rank if one caused the error, else the error."""
         if self._watch is not None:
             self._watch.await_decision()
         return error if self._lost is None else self._public(self._lost)
 
     def _public(self, lost: EngineDeadError) -> DSV4LiteError:
-        """Return the error to raise for a loss: until the engine is ready, the lost rank's own error."""
+        """Return the error to raise for a loss: while the engine starts, the lost rank's own error if it sent one."""
         cause = lost.__cause__
         return cause if self._phase in ("start", "load") and isinstance(cause, DSV4LiteError) else lost
 
@@ -374,7 +373,7 @@ class MultiRankExecutor:
         self._local = self._probe = self._mesh = self._store = None
 
     def _lose(self, loss: Loss) -> None:
-        """Fail everything that waits for a lost rank."""
+        """Fail everything that waits for a lost rank; called in the thread of the watch."""
         process = self._processes.get(loss.rank)  # ``None`` for this rank
         where = f"process {os.getpid()}" if process is None else process.where
         reason = process.fate() if loss.gone and process is not None else loss.reason
@@ -406,7 +405,7 @@ class MultiRankExecutor:
 
 
 def joined(errors: Sequence[BaseException]) -> BaseException:
-    """Return one error for those of several ranks: what they refused together, else the first."""
+    """Return one error for the errors of ranks: all that they rejected, or the first error of another kind."""
     refusals = [error for error in errors if isinstance(error, WeightUpdateError)]
     if len(refusals) < len(errors):
         return next(error for error in errors if not isinstance(error, WeightUpdateError))

@@ -1,6 +1,6 @@
-"""From a plan of plain ints to the tensors of a step: of one that runs eagerly, and of a captured one.
+"""Makes the tensors of a step from its plan of plain integers: of an eager step, and of a captured one.
 
-A captured step reads one block of integers per step, and the KV pages of every slot.
+A captured step reads one block of integers per step, and the page tables of all slots.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dsv4lite.state.store import StateCache
 
 
 def prepare_state(plan: StepPlan, cache: StateCache, drafter: int) -> None:
-    """Apply what a step does to the state before its sequences run: reset, restored and forked slots, copied pages, zeroed rows.
+    """Apply the plan's changes of state before its sequences run: reset, restored and forked slots, copied pages, zeroed rows.
 
-    The drafter's rows of tokens for which it did not run are zero-filled: attention reads such a row as any other key, and zeros
-    keep the drafter independent of what the page held before. They are in window pages, or in grow pages of a model without sliding
-    window. The layers of its state begin at ``drafter``.
+    Rows of the drafter are zero-filled for tokens for which it did not run: attention reads such rows as keys, and zeros make the
+    drafts independent of the page's earlier contents. The rows are in window pages, or in grow pages for a model without sliding
+    window. The drafter's layers begin at index ``drafter``.
     """
     device = cache.device
     if plan.resets:
@@ -46,7 +46,7 @@ def prepare_state(plan: StepPlan, cache: StateCache, drafter: int) -> None:
 
 
 def save_snapshots(plan: StepPlan, cache: StateCache) -> None:
-    """Save snapshots of the state that the step left at the boundaries of cached prefixes."""
+    """Save snapshots of the compressor state after the step, for the cached prefixes that end there."""
     if plan.saves:
         cache.save(*_pairs(plan.saves, cache.device))
 
@@ -55,10 +55,10 @@ def pack(plan: StepPlan, model: Model, cache: StateCache, most_tokens: int | Non
     """Return the step's batch.
 
     Args:
-        plan: What to run.
-        model: Whose step it is.
-        cache: Its ``last_token`` has the tokens of sequences whose token id is still ``IN_FLIGHT``.
-        most_tokens: Tokens of the replica with the most, of those that share experts.
+        plan: The step's plan.
+        model: The model that runs it.
+        cache: The state; ``last_token`` has the tokens of sequences whose token id is ``IN_FLIGHT``.
+        most_tokens: Largest number of tokens of a replica, if replicas share experts.
     """
     token_ids_T, paging, longest = make_paging(plan.sequences, model.numerics.device)
     batch = model.batch(known_tokens(token_ids_T, paging, cache.last_token), paging, max_tokens=longest)
@@ -67,20 +67,20 @@ def pack(plan: StepPlan, model: Model, cache: StateCache, most_tokens: int | Non
 
 
 def known_tokens(token_ids_T: Tensor, paging: Paging, last_token: Tensor) -> Tensor:
-    """Return token ids int64 [T], those ``IN_FLIGHT`` from what the step before left in ``last_token`` by slot."""
+    """Return token ids int64 [T] with each ``IN_FLIGHT`` replaced by the ``last_token`` of its slot."""
     last_T = last_token[paging.slots_S.long()[paging.sequence_T.long()]]
     return torch.where(token_ids_T == IN_FLIGHT, last_T, token_ids_T)
 
 
 def padding(tokens: int, model: Model, *, sequences: int = 1) -> Batch:
-    """Return a step of so many sequences that is all padding: it launches everything and changes no state.
+    """Return a step of padding for ``sequences`` sequences: it launches all kernels and changes no state.
 
     Ranks that share experts run it with the same number of tokens.
     """
     nowhere = []
     for i in range(sequences):
         own = tokens // sequences + (i < tokens % sequences)
-        pages = (0,) * -(-own // PAGE_TOKENS)  # read, as a prompt's would be, and never written
+        pages = (0,) * -(-own // PAGE_TOKENS)  # read as those of a prompt are, never written
         nowhere.append(SequencePlan(-1 - i, NO_SLOT, 0, (0,) * own, pages, 0, (NO_PAGE,), sample=False))
     token_ids_T, paging, longest = make_paging(nowhere, model.numerics.device)
     batch = model.batch(token_ids_T, paging, max_tokens=longest)
@@ -90,7 +90,7 @@ def padding(tokens: int, model: Model, *, sequences: int = 1) -> Batch:
 
 
 class PageTables:
-    """KV pages by slot, at a fixed address; a row is sent to the device only when its sequence has got a page. Mutable.
+    """Page tables by slot, at a fixed address; a row is sent to the device only when its sequence has a new page. Mutable.
 
     Args:
         cache: The state that has the pages.
@@ -109,7 +109,7 @@ class PageTables:
     def update(self, sequences: Sequence[SequencePlan]) -> None:
         """Send the rows that differ from those on the device."""
         now = [s.slot for s in sequences], [s.pages for s in sequences]
-        if now == self._last:  # the usual case, and a cheap one: equal tuples are mostly the same objects
+        if now == self._last:  # the usual case; comparison is cheap, as equal tuples are mostly the same objects
             return
         self._last = now
         changed = [s for s in sequences if self._held.get(s.slot) is not s.pages]
@@ -134,7 +134,7 @@ def step_inputs(sequences: Sequence[SequencePlan], size: int, width: int, pages:
         size: Number of sequences, padding included.
         width: Tokens of a sequence, padding included.
         pages: Window pages of a sequence.
-        columns: Columns by sequence id, of the step before.
+        columns: Columns in ``AcceptedLengths`` by sequence id.
     """
     missing = size - len(sequences)
     none, zero = [-1] * missing, [0] * missing
@@ -158,14 +158,14 @@ def step_inputs(sequences: Sequence[SequencePlan], size: int, width: int, pages:
 
 
 def step_batch(inputs: Tensor, placed: PlacedSpans, tables: Tensor, model: Model, max_model_len: int) -> Batch:
-    """Return the batch of a step of equally many rows per sequence.
+    """Return the batch of a step with the same number of rows for each sequence.
 
     Args:
         inputs: From ``step_inputs``.
         placed: Its rows, from ``place_spans``.
-        tables: int32 [slots + 1, P], KV pages by slot.
+        tables: int32 [slots + 1, P], page tables by slot.
         model: The model that runs it.
-        max_model_len: No sequence is longer.
+        max_model_len: Longest sequence.
     """
     size = inputs.shape[1]
     width = len(placed.tokens_T) // size

@@ -1,4 +1,4 @@
-"""Requests whose grammars are being compiled, before the scheduler knows of them."""
+"""Requests that wait for their grammar to be compiled, before the scheduler gets them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Waiting:
-    """A request, its grammar, and which of its sequences have ended meanwhile."""
+    """A request, its grammar, and the indices of its sequences that have ended since."""
 
     request: Request
     compiled: Future[LLMatcher]
@@ -28,9 +28,9 @@ class Preparing:
     """Compiles grammars in another thread while the engine runs steps; mutable, owned by the engine's thread.
 
     Args:
-        grammars: The compiler of this process; ``None`` if there is none, because of a ``problem``.
-        announce: Lets other ranks compile a grammar at the same time.
-        ready: Called in another thread with a request whose grammar is compiled, or cannot be.
+        grammars: The compiler of this process; ``None`` if there is none, for the reason ``problem``.
+        announce: Called with each grammar, so that other ranks compile it at the same time.
+        ready: Called in another thread with a request when its grammar is compiled, or has failed to compile.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Preparing:
         return sum([one.request.params.n - len(one.ended) for one in self._waiting.values()])
 
     def begin(self, request: Request) -> bool:
-        """Begin with a request; return whether there is nothing to wait for.
+        """Start to compile the grammar of a request; return whether the request can be added now.
 
         Raises:
             InvalidRequestError: Its grammar cannot be compiled, or its id is in use.
@@ -75,7 +75,7 @@ class Preparing:
         return False
 
     def finish(self, request: Request) -> tuple[Future[LLMatcher], set[int]] | None:
-        """Return a request's grammar and which of its sequences have ended meanwhile; ``None`` if all have.
+        """Return a request's grammar and the indices of its sequences that have ended since; ``None`` if all have.
 
         Raises:
             InvalidRequestError: Its grammar cannot be compiled.
@@ -88,7 +88,7 @@ class Preparing:
         return waiting.compiled, waiting.ended
 
     def end(self, request_id: str | None, reason: FinishReason, index: int | None = None) -> list[SequenceUpdate]:
-        """End a request that waits, one of its completions, or (``None``) everything."""
+        """End a waiting request, one of its completions, or (``None``) all waiting requests."""
         updates = []
         for name in list(self._waiting) if request_id is None else [request_id]:
             waiting = self._waiting.get(name)
@@ -103,7 +103,7 @@ class Preparing:
         return updates
 
     def expire(self, now: float) -> list[SequenceUpdate]:
-        """End the requests that wait past their deadline."""
+        """End the waiting requests whose deadline has passed."""
         deadlines = [(name, one.request.deadline) for name, one in self._waiting.items()]
         late = [name for name, deadline in deadlines if deadline is not None and deadline <= now]
         return [update for name in late for update in self.end(name, "deadline")]

@@ -1,11 +1,11 @@
 """Captured steps with prompts: CUDA graphs of the layers, from token ids to the residual of every token.
 
-Launching some 25 kernels a layer takes the host longer than the device takes to run them on up to a few thousand tokens. What a
-step with prompts launches does not depend on how its tokens are shared among sequences, so one graph serves every step that fits
-into its shape; the rest is padding. Logits, sampling and drafting run eagerly: they are few launches.
+For up to a few thousand tokens, the host takes longer to launch some 25 kernels a layer than the device takes to run them. The
+launches of a step with prompts do not depend on how its tokens are divided among sequences, so one graph serves every step that
+fits into its shape; the rest is padding. Logits, sampling and drafting run eagerly: they have few launches.
 
-No start waits for these shapes, except the largest. The first step of a shape launches its kernels one by one, the second one is
-captured, later ones replay. Every graph reads its own block of integers (``state/paging.py``); all leave results in one tensor.
+Warm-up captures only the largest shape. For other shapes, the first step runs eagerly, the second one is captured, and later ones
+replay the graph. Every graph reads its own block of integers (``state/paging.py``); all write their result to one tensor.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from dsv4lite.engine.packing import known_tokens
 from dsv4lite.models.family import Batch, Model
 from dsv4lite.paging import PAGE_TOKENS, window_pages
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
-from dsv4lite.state.paging import Room, read_paging, write_paging
+from dsv4lite.state.paging import PagingSizes, read_paging, write_paging
 from dsv4lite.state.store import StateCache
 
 Record = Callable[[Callable[[], Batch | None]], tuple[Any, Batch | None]]
-"""Captures what a function launches; returns the graph, and what the function returns."""
+"""Captures the launches of a function; returns the graph and the result of the function."""
 
-_FEW_SEQUENCES = (1, 16)  # of one prompt alone, attention widens rows once for all of its tokens
-_FEW_TOKENS, _FINE, _COARSE = 64, 128, 256  # the smallest shape, and between shapes up to 1,024 tokens and above
-_LENGTHS = tuple(8192 << 2 * i for i in range(6))  # tables and index scores have room for the longest sequence
-_LONG_TOKENS = 2048  # of a step whose sequences are longer than the first of these: more take the device longer than the host
-_MOST_PAGES = 1 << 18  # of a step's tables, which the host writes
+_FEW_SEQUENCES = (1, 16)  # for a single prompt, attention dequantizes rows once for all tokens
+_FEW_TOKENS, _FINE, _COARSE = 64, 128, 256  # tokens of the smallest shape; steps between shapes up to 1,024 tokens, and above
+_LENGTHS = tuple(8192 << 2 * i for i in range(6))  # bounds of the longest sequence, for which tables and index scores have room
+_LONG_TOKENS = 2048  # most tokens with sequences longer than ``_LENGTHS[0]``: the device takes longer for more than the host
+_MOST_PAGES = 1 << 18  # in a step's page tables, which the host writes
 
 
 class PromptShape(NamedTuple):
     """The shape of a captured step with prompts.
 
     Attributes:
-        tokens, sequences: Of the step, padding included.
-        longest: No sequence is longer after the step.
-        drafts: Whether what a drafter on the device reads of the layers is kept as well.
+        tokens, sequences: Numbers of tokens and sequences, padding included.
+        longest: Most tokens of a sequence after the step.
+        drafts: Whether the step keeps the tensors that a drafter on the device reads.
     """
 
     tokens: int
@@ -56,12 +56,12 @@ class PromptGraphs:
         max_num_seqs: Most sequences of a step.
         max_model_len: Longest sequence.
         max_tokens: Most tokens of a captured step.
-        most_drafts: Of the drafter on the device, for whose draft tokens plans have pages; 0: there is none.
-        pool_bytes: Memory that the graphs' pool begins with, in one segment: enough for any shape.
+        most_drafts: Most draft tokens of the drafter on the device, for which plans have pages; 0: there is no drafter.
+        pool_bytes: Size of the first segment of the graphs' memory pool, enough for any shape.
 
     Attributes:
         shapes: Ascending; a step runs in the first one that it fits in.
-        hidden: The residual [T, …] of the step that ran last.
+        hidden: The final residual [T, …] of the last step.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class PromptGraphs:
             if tokens <= (max_tokens if longest <= _LENGTHS[0] else min(max_tokens, _LONG_TOKENS))
             and sequences * (longest // PAGE_TOKENS) <= _MOST_PAGES
         ]
-        self._inputs: dict[PromptShape, Tensor] = {}  # of shapes that have run
+        self._inputs: dict[PromptShape, Tensor] = {}  # inputs of shapes that have run
         self._graphs: dict[PromptShape, tuple[Any, Batch | None]] = {}
         self._largest = max(self.shapes, key=lambda shape: (shape.tokens, shape.sequences, shape.longest), default=None)
         numerics, rows = model.numerics, 0 if self._largest is None else self._largest.tokens
         self.hidden = torch.empty(rows, *model.hidden_shape, dtype=numerics.dtype, device=numerics.device)
 
     def shape_for(self, step: StepShape) -> PromptShape | None:
-        """Return the first shape that a step fits in; ``None`` if it runs eagerly."""
+        """Return the first shape that a step fits in; ``None`` if the step runs eagerly."""
         drafts = step.max_drafts > 0 and self._most_drafts > 0
         for shape in self.shapes:
             large_enough = shape.tokens >= (step.tokens or 0) and shape.sequences >= step.sequences
@@ -104,8 +104,8 @@ class PromptGraphs:
         return None
 
     def run(self, sequences: Sequence[SequencePlan], shape: PromptShape, record: Record) -> tuple[Batch | None, Tensor]:
-        """Run a step; return its batch, for the drafter, and its residual [T, …], padding included, valid until the next one."""
-        block = write_paging(sequences, self._room(shape))
+        """Run a step; return its batch, for the drafter, and its residual [T, …], padding included, valid until the next step."""
+        block = write_paging(sequences, self._sizes(shape))
         first = shape not in self._inputs
         if first:
             self._inputs[shape] = torch.empty_like(block, device=self._cache.device)
@@ -128,13 +128,13 @@ class PromptGraphs:
         self._graphs[shape] = record(partial(self._work, inputs, shape))
 
     def dry_run(self) -> None:
-        """Launch what the smallest and the largest shape launch, on padding; kernels may be held back."""
+        """Run the smallest and the largest shape on padding; their kernels may be only recorded."""
         for shape in (*self.shapes[:1], self._largest):
             if shape is not None:
-                self._forward(write_paging((), self._room(shape)).to(self._cache.device), shape)
+                self._forward(write_paging((), self._sizes(shape)).to(self._cache.device), shape)
 
     def reserve(self, record: Record) -> None:
-        """Capture the largest shape, on padding: a larger one that came later would not find room in the memory of the others."""
+        """Capture the largest shape first, on padding: captured later, it would not fit into the pool's free memory."""
         for _ in range(2):
             if self._largest is not None:
                 self.run((), self._largest, record)
@@ -144,22 +144,22 @@ class PromptGraphs:
         self._graphs.clear()
         self._inputs.clear()
 
-    def _room(self, shape: PromptShape) -> Room:
+    def _sizes(self, shape: PromptShape) -> PagingSizes:
         grow = -(-(shape.longest + self._most_drafts) // PAGE_TOKENS)
         window = window_pages(self._model.config.window, shape.tokens + self._most_drafts)
-        return Room(shape.tokens, shape.sequences, grow, max(1, window))
+        return PagingSizes(shape.tokens, shape.sequences, grow, max(1, window))
 
     def _work(self, inputs: Tensor, shape: PromptShape) -> Batch | None:
-        """Do what a graph captures. The first one lets the pool begin with one segment: smaller ones would leave gaps."""
+        """Run what a graph captures. The first capture makes the pool start with one large segment: small ones leave gaps."""
         if not self._graphs:
             torch.empty(self._pool_bytes, dtype=torch.uint8, device=inputs.device)
         return self._forward(inputs, shape)
 
     def _forward(self, inputs: Tensor, shape: PromptShape) -> Batch | None:
-        """Run the layers on a block of integers and write their residual to ``hidden``; return what a drafter reads besides."""
+        """Run the layers on a block of integers and write the residual to ``hidden``; return the batch if a drafter reads it."""
         model, cache = self._model, self._cache
-        token_ids_T, paging = read_paging(inputs, self._room(shape), width=0)
+        token_ids_T, paging = read_paging(inputs, self._sizes(shape), width=0)
         batch = model.batch(known_tokens(token_ids_T, paging, cache.last_token), paging, max_tokens=shape.longest)
         batch.most_tokens = shape.tokens
         self.hidden[: shape.tokens].copy_(model(batch, cache.layers if shape.drafts else cache.layers[: len(model.shard.layers)]))
-        return batch if shape.drafts else None  # what is kept takes memory in every graph
+        return batch if shape.drafts else None  # kept tensors take memory in every graph

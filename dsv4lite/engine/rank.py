@@ -1,4 +1,4 @@
-"""One rank: what it reads of checkpoint and device before anything is loaded, and how it loads the runner."""
+"""One rank: the probe of checkpoint and device before anything is loaded, and the construction of the runner."""
 
 from __future__ import annotations
 
@@ -61,22 +61,22 @@ from dsv4lite.weights.source import ModelSource
 # Settings that may differ between ranks.
 _OWN_TO_A_RANK = "family quant_formats model tokenizer device device_mesh process_group executor progress compile_cache_dir".split()
 _SAMPLE_BYTES = 4096
-_PROCESS_BYTES = 128 << 20  # of memory that a rank shares with no other: the interpreter with PyTorch takes more
+_PROCESS_BYTES = 128 << 20  # least private memory of a process: the interpreter with PyTorch takes more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
-    """What a rank sends to the leader before anything is loaded.
+    """Report of a rank to the leader before anything is loaded.
 
     Attributes:
         plan: Memory that this rank would use.
-        model: Sizes of the model.
-        default_params: Of requests without any, from the checkpoint's ``generation_config.json``.
-        folder: Of the checkpoint.
+        model: Config of the model.
+        default_params: Parameters of requests without any, from the checkpoint's ``generation_config.json``.
+        folder: Folder of the checkpoint.
         own: The model's own drafter.
-        chat: Name of its chat format.
-        numerics: Its arithmetic.
-        facts: What must be the same on all ranks, in words; empty if there are no others.
+        chat: Name of the model's chat format.
+        numerics: Arithmetic of the model.
+        facts: Values that must be equal on all ranks, by name; empty for a single rank.
     """
 
     plan: MemoryPlan
@@ -91,12 +91,12 @@ class ProbeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunnerParts:
-    """What a rank runs its model with.
+    """The parts of a runner besides the model.
 
     Attributes:
-        cache: State.
-        sampler: Of a rank that samples.
-        drafter: The model's own, on the last stage.
+        cache: State of sequences.
+        sampler: The sampler, on a rank that samples.
+        drafter: The model's own drafter, on the last stage.
         graphs: Captured steps, on a GPU.
     """
 
@@ -116,7 +116,7 @@ class RunnerParts:
         family: Family,
         grammars: GrammarCompiler | None = None,
     ) -> RunnerParts:
-        """Allocate them beside a model of a family, on its device; ``grammars`` is for a rank that samples."""
+        """Allocate the parts for a model, on its device; ``grammars`` is for a rank that samples."""
         device, own = model.numerics.device, drafting.own
         cache = StateCache.allocate(replace(model.state_spec, copies=1 + drafting.max_drafts), plan.sizes, device)
         sampler: Sampler | None = None
@@ -125,7 +125,7 @@ class RunnerParts:
             sampler = Sampler(model.config.vocab_size, device, config.seed, grammars, slots=plan.sizes.slots, rows=rows)
         drafter = None if own is None or not model.shard.last else make_drafter(own, model, cache)
         graphs: StepGraphs | None = None
-        # Verify steps are captured from ids to logits.
+        # Verify steps are captured as a whole, from ids to logits, so a pipeline captures none.
         if device.type != "cpu" and model.capturable and (not drafting.max_drafts or mesh.layout.pp == 1):
             tokens = captured_prompts(config, family)
             step = family.workspace(model.config, model.numerics, model.shard, tokens=tokens or 1, longest=plan.max_model_len)
@@ -157,10 +157,10 @@ class Probe:
 
     @classmethod
     def of(cls, config: EngineConfig, device: torch.device, rank: int = 0, *, several: bool = False) -> Probe:
-        """Read the checkpoint's headers and look at the device; with ``several`` ranks, collect the facts that they compare.
+        """Read the checkpoint's headers and inspect the device; with ``several`` ranks, collect the facts to compare.
 
         Raises:
-            CheckpointError, ConfigError, UnsupportedError: Settings, checkpoint and device do not suit each other.
+            CheckpointError, ConfigError, UnsupportedError: Settings, checkpoint and device do not fit each other.
         """
         source = ModelSource.open(config)
         numerics = choose_numerics(config, source, device)
@@ -168,7 +168,7 @@ class Probe:
         if device.type != "cpu":
             require_private(Path(config.compile_cache_dir or default_cache_dir()))
             if numerics.uses_library:
-                open_matrix_library(device)  # before the plan looks at the device
+                open_matrix_library(device)  # before the plan measures free memory
         report = ProbeReport(
             plan=make_plan(config, source, numerics, drafting=drafting, rank=rank),
             own=drafting.own,
@@ -185,7 +185,7 @@ class Probe:
         """Load everything; ``grammars`` is for a rank that samples.
 
         Raises:
-            CheckpointError, CapacityError, UnsupportedError: The model cannot be loaded, or not run.
+            CheckpointError, CapacityError, UnsupportedError: The model cannot be loaded or run.
         """
         try:
             config, device, drafting = self.config, self.numerics.device, self.drafting
@@ -232,11 +232,11 @@ def _default_params(source: ModelSource) -> SamplingParams:
 
 
 def require_ranks(config: EngineConfig) -> None:
-    """Check that the ranks which this process would start can exist, from the model's config and without opening a device.
+    """Check, from the model's config and without opening a device, that this process can start the ranks of its settings.
 
     Raises:
-        ConfigError: They cannot share the model, or there is no device for each.
-        CapacityError: This machine has no memory for so many processes.
+        ConfigError: The ranks cannot share the model, or there are fewer devices than ranks.
+        CapacityError: This machine has too little memory for the processes.
     """
     layout = config.layout
     if layout.world > 1:
@@ -261,7 +261,7 @@ def device_of(config: EngineConfig, rank: int) -> torch.device:
     """Return the device of a rank.
 
     Raises:
-        ConfigError, UnsupportedError: It does not exist, or cannot be used.
+        ConfigError, UnsupportedError: The device does not exist or cannot be used.
     """
     several = config.layout.world > 1
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
@@ -274,15 +274,15 @@ def device_of(config: EngineConfig, rank: int) -> torch.device:
 
 
 def grammar_compiler(tokenizer: Tokenizer, vocab_size: int) -> tuple[GrammarCompiler | None, str]:
-    """Return a compiler, or why there is none, which only requests with a grammar need to know."""
+    """Return a compiler, or the reason why there is none, with which requests for a grammar fail."""
     try:
         return GrammarCompiler(tokenizer, vocab_size=vocab_size), ""
     except UnsupportedError as error:
-        return None, str(error)  # the frames of the error or its cause would keep the model
+        return None, str(error)  # text only: frames of the error would hold the model
 
 
 def sendable(config: EngineConfig) -> EngineConfig:
-    """Return settings that can be sent to another process: without the host's own objects."""
+    """Return the settings without objects of the host, so that they can be sent to another process."""
     # Speculators run in the leader's process; other ranks only need the number of draft tokens.
     drafters: tuple[Drafter, ...] = tuple(
         drafter if isinstance(drafter, MTP | DSpark | NGram) else NGram(drafter.k, adaptive=False)
@@ -295,18 +295,18 @@ def sendable(config: EngineConfig) -> EngineConfig:
 
 
 def common_plan(reports: Mapping[int, ProbeReport]) -> MemoryPlan:
-    """Return the plan of all ranks: each gets the number of pages and slots of the rank with the fewest.
+    """Return the plan of all ranks: each has as many pages and slots as the rank with the fewest.
 
     Raises:
-        ConfigError: Ranks differ in what must be the same.
+        ConfigError: Facts that must be equal differ between ranks.
     """
     if problems := differences({rank: report.facts for rank, report in reports.items()}):
-        raise ConfigError("the ranks of an engine must be made alike: " + "; ".join(problems))
+        raise ConfigError("the ranks of an engine must have equal settings, software and checkpoints: " + "; ".join(problems))
     return merge_plans([reports[rank].plan for rank in sorted(reports)])
 
 
 def _facts(config: EngineConfig, source: ModelSource, device: torch.device) -> dict[str, str]:
-    """Return what must be the same on all ranks, in words."""
+    """Return the values that must be equal on all ranks, by name."""
     settings = {f.name: repr(getattr(config, f.name)) for f in fields(config) if f.name not in _OWN_TO_A_RANK}
     given = config.dispatcher
     named = given if isinstance(given, FunctionType | type) else type(given)
@@ -323,7 +323,7 @@ def _facts(config: EngineConfig, source: ModelSource, device: torch.device) -> d
 
 
 def software() -> dict[str, str]:
-    """Return the versions that must be the same on all ranks."""
+    """Return the versions that must be equal on all ranks."""
     return {"dsv4lite": installed_version("dsv4lite"), "PyTorch": torch.__version__}
 
 

@@ -1,10 +1,10 @@
-"""Watches the steps of an engine, and saves the one that fails, has a number that is not finite, or was requested.
+"""Saves a step of an engine to a file: one that fails, has values that are not finite, or was requested.
 
-A step changes its sequences' compressor state, and adds rows to pages without touching those that it reads. So the recorder copies
-the compressor state of a step that may be saved before the step starts, which is little; it reads pages after the step, before
-anything else runs.
+A step changes its sequences' compressor state; it adds rows to pages, but does not change the rows that it reads. So the recorder
+copies the compressor state, which is small, before a step that may be saved, and reads the pages after it, before anything else
+runs.
 
-An error of the recorder never fails a step: it is logged, and nothing is saved any more.
+An error of the recorder never fails a step: it is logged, and no further step is saved.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from dsv4lite.state.store import StateCache
 
 log = logging.getLogger("dsv4lite.engine")
 
-MAX_STATE_BYTES = 4 << 30  # of one file; sequences that do not fit are left out of it
+MAX_STATE_BYTES = 4 << 30  # of one file; sequences that do not fit are left out
 _COPY_BYTES = 32 << 20  # on the device at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Step:
-    """A step that runs.
+    """A step that is running.
 
     Attributes:
-        slots: Compressor state of its sequences before it.
-        finite_T: bool [T], whether the final streams of each token are; ``None`` if they are not known.
+        slots: Compressor state of its sequences before the step.
+        finite_T: bool [T], whether the final streams of each token are finite; ``None`` if they are not checked.
     """
 
     plan: StepPlan
@@ -56,12 +56,12 @@ class StepRecorder:
     """Mutable, owned by the engine's thread. While it is ``active``, a step must begin after the ``end`` of the one before.
 
     Args:
-        config: ``dump_dir`` is where the first step that fails is saved; ``None`` for nowhere.
-        model: What steps run on.
+        config: ``dump_dir`` is the folder for the first step that fails; with ``None``, only requested steps are saved.
+        model: The model that runs the steps.
         cache: Its state.
 
     Raises:
-        ConfigError: Nothing can be written to ``dump_dir``.
+        ConfigError: ``dump_dir`` is not writable.
     """
 
     def __init__(self, config: EngineConfig, model: Model, cache: StateCache) -> None:
@@ -74,7 +74,7 @@ class StepRecorder:
         }
         self._numerics, self._cache = model.numerics, cache
         self._drafter = len(cache.layers) > len(model.shard.layers)
-        self._versions = versions(cache.device)  # now: not of a device that has failed
+        self._versions = versions(cache.device)  # read now, since the device may fail later
         self._wanted: list[Path] = []
         self._step: _Step | None = None
 
@@ -88,24 +88,24 @@ class StepRecorder:
         self._wanted.append(path)
 
     def begin(self, plan: StepPlan, graph: GraphShape | None) -> None:
-        """Keep what a step will change, after the plan's copies of state and before its sequences run."""
+        """Copy the state that a step changes, after the plan's copies of state and before its sequences run."""
         with self._harmless():
             ids = send(torch.tensor(Places.of(plan.sequences).slots, dtype=torch.int64, device="cpu"), self._cache.device)
             slots = {name: slot.index_select(0, ids) for name, slot in self._cache.slots().items()}
             self._step = _Step(plan=plan, graph=graph, slots=slots)
 
     def watch(self, streams_TND: Tensor | None, samples: Samples | None) -> None:
-        """Look at the final streams of a step, unless it was captured, and at what is sampled from them."""
+        """Check the final streams of a step, unless it was captured, and keep its samples."""
         if self._step is not None:
-            with self._harmless():  # sums need no room to speak of, and are not finite where a number is not
+            with self._harmless():  # a sum takes little memory, and is not finite if a value is not
                 finite_T = None if streams_TND is None else streams_TND.flatten(1).sum(1, dtype=torch.float32).isfinite()
                 self._step = replace(self._step, finite_T=finite_T, samples=samples)
 
     def end(self) -> None:
-        """Save the step if that was requested, or if a number is not finite.
+        """Save the step if it was requested, or if a value is not finite.
 
         Raises:
-            RuntimeError: The step itself failed, which shows here at the latest.
+            RuntimeError: The step failed on the device.
         """
         if self._step is not None:
             bad = _not_finite(self._step)
@@ -120,18 +120,18 @@ class StepRecorder:
         try:
             yield
         except Exception:
-            log.exception("a step could not be saved; none will be any more")
+            log.exception("a step could not be saved; no further step will be saved")
             self._folder, self._wanted, self._step = None, [], None
 
     def _save(self, failure: str | None, bad: Collection[int]) -> Path | None:
-        """Save the step where it was requested, and into the folder if it is the first that failed; return the last file."""
+        """Save the step to the requested paths, and, if it is the first that failed, into the folder; return the last file."""
         step, self._step = self._step, None
         assert step is not None
         paths, self._wanted = self._wanted, []
         if failure is not None and self._folder is not None:
-            # Engines may share a folder, and count their steps alike.
+            # Engines that share a folder may have equal step numbers.
             paths.append(self._folder / f"step-{step.plan.step}-{uuid.uuid4().hex[:12]}.safetensors")
-            self._folder = None  # steps after a failure say little, and may be large
+            self._folder = None  # steps after a failure tell little, and may be large
         saved = None
         with self._harmless():
             for path in paths:
@@ -144,8 +144,8 @@ class StepRecorder:
         rows: dict[str, Tensor] = {}
         try:
             rows = self._state(step, plan)
-        except RuntimeError as error:  # nothing works after a CUDA error
-            log.warning("the state cannot be read any more, so step %d is saved without: %s", plan.step, error)
+        except RuntimeError as error:  # after a CUDA error no call works
+            log.warning("the state cannot be read any more, so step %d is saved without it: %s", plan.step, error)
         dump = StepDump(
             reason=reason,
             plan=plan,
@@ -174,7 +174,7 @@ class StepRecorder:
         return StepPlan(step=plan.step, sequences=kept_plans, max_drafts=plan.max_drafts)
 
     def _state(self, step: _Step, plan: StepPlan) -> dict[str, Tensor]:
-        """Copy to the host what a plan's sequences used."""
+        """Copy the state of a plan's sequences to the host."""
         places = Places.of(plan.sequences)
         kept = [i for i, slot in enumerate(Places.of(step.plan.sequences).slots) if slot in places.slots]
         rows = {name: slot.cpu()[kept] for name, slot in step.slots.items()}
@@ -190,7 +190,7 @@ class StepRecorder:
 
 
 def _writable(folder: Path) -> Path:
-    """Return a folder, made if it is missing, to which a file can be written."""
+    """Create a folder if it is missing, check that it is writable, and return it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -200,8 +200,8 @@ def _writable(folder: Path) -> Path:
 
 
 def _not_finite(step: _Step) -> set[int]:
-    """Return the sequences of a step that have a number which is not finite. Waits for the device."""
-    bad = set() if step.samples is None else step.samples.ill()
+    """Return the sequences of a step with values that are not finite. Waits for the device."""
+    bad = set() if step.samples is None else step.samples.not_finite()
     if step.finite_T is not None:
         parts = step.finite_T.cpu().split([len(s.token_ids) for s in step.plan.sequences])
         bad |= {s.seq_id for s, finite in zip(step.plan.sequences, parts, strict=True) if not finite.all()}

@@ -1,4 +1,4 @@
-"""What one rank holds in memory between steps, and what can be done to it there: new weights, sleep and wake-up, checksums."""
+"""The resident memory of one rank (weights, KV cache), and the operations on it: weight updates, sleep, wake-up, checksums."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ResidentMethod = Literal[
     "begin", "take", "check", "write", "roll_back", "copy_out", "drop_copies", "release", "restore", "checksums"
 ]  # of ``Resident``
 Checksums = dict[str, dict[tuple[tuple[int, int], ...], int]]
-"""By official name, the checksum of the part that begins and ends there in each dimension."""
+"""By official name and (begin, end) of a part in each dimension: the checksum of the part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A call of a method of every rank's ``Resident``, between two steps."""
+    """A call of a method of every rank's ``Resident``, made between two steps."""
 
     method: ResidentMethod
     arguments: tuple[Any, ...]
@@ -42,14 +42,14 @@ class Ask:
 class Resident:
     """The weights and the KV cache of one rank; mutable, used in the rank's thread between steps.
 
-    Tensors keep their identity and views: sleep takes the bytes of their storages away, and wake-up gives them new ones.
+    Tensors keep their identity and views: sleep frees the bytes of their storages, and wake-up allocates new ones.
 
     Args:
-        model: Whose slots are the weights.
+        model: The model; its slots are the weights.
         cache: The state of sequences.
-        source: What the model was made from.
-        graphs: Captured steps, which read all this at fixed addresses. Updates keep those; after a sleep steps are captured anew.
-        balancer: Moves experts, by reading the source again: it ends with the first update.
+        source: The source that the model was built from.
+        graphs: Captured steps, which read fixed addresses. Updates keep the addresses; after a sleep, steps are captured again.
+        balancer: Moves experts by reading the source again, so it stops at the first update.
         workspace: Bytes of the device to reserve for steps.
     """
 
@@ -70,14 +70,14 @@ class Resident:
         self._device = cache.device
         self._open: tuple[int, Transaction] | None = None
         self._copies: dict[int, list[Tensor]] = {}  # host copies of the weights' storages, in the order of ``_weights``
-        self._host = HostMemory(cache.device)  # for those, or for what an update stages
+        self._host = HostMemory(cache.device)  # for host copies, or for the staged tensors of an update
 
     # -------------------------------------------------------------------------------------------------------------- updates
 
     def begin(self, serial: int, staged: bool) -> None:
-        """Open a transaction of this number."""
+        """Open a weight update with this serial number; it replaces an open one."""
         if self._balancer is not None:
-            self._balancer.on = False  # slots keep their experts meanwhile
+            self._balancer.on = False  # experts do not move during an update
         formats, names = self._source.formats(), self._source.names
         transaction = Transaction(
             self._model.slots(), names, formats, self._shards, self._device, staging=self._host if staged else None
@@ -93,16 +93,16 @@ class Resident:
         self._transaction(serial).check(partial=partial)
 
     def write(self, serial: int) -> None:
-        """Write what was staged, and end the transaction."""
+        """Write the staged tensors, and end the update."""
         self._transaction(serial).write()
         self._open = None
         self._host.clear()
         if self._balancer is not None:
-            log.warning("experts stay where they are from now on: moving them reads the checkpoint, whose weights were replaced")
+            log.warning("experts are no longer rebalanced: moving them would read the checkpoint, whose weights were replaced")
             self._balancer = None
 
     def roll_back(self, serial: int) -> None:
-        """Drop what was staged, if that transaction is open."""
+        """Drop the staged tensors, if that update is open."""
         if self._open is not None and self._open[0] == serial:
             self._open = None
             self._host.clear()
@@ -127,7 +127,7 @@ class Resident:
     # --------------------------------------------------------------------------------------------------------------- memory
 
     def _weights(self) -> list[Tensor]:
-        """Return the tensors that a full update fills, each once."""
+        """Return the tensors that a full update writes, each once."""
         return list({id(tensor): tensor for slot in self._model.slots().values() for tensor in slot.tensors}.values())
 
     def copy_out(self) -> None:
@@ -148,7 +148,7 @@ class Resident:
             self._host.free()
 
     def release(self, tags: Collection[MemoryTag]) -> None:
-        """Give the memory of weights and KV cache back to the device, and that of captured steps; twice is as good as once."""
+        """Free the captured steps, and the tagged memory of weights and KV cache; skip memory that is already free."""
         if self._graphs is not None:
             self._graphs.forget()
         if self._device.type == "cuda":
@@ -162,10 +162,10 @@ class Resident:
         give_back_unused(self._device)
 
     def restore(self, tags: Collection[MemoryTag]) -> None:
-        """Allocate what was released, and copy the weights back if there are copies; twice is as good as once.
+        """Allocate memory that was released, and copy the weights back if there are copies; skip memory that was not released.
 
         Raises:
-            CapacityError: The device has too little memory; some may have been allocated.
+            CapacityError: The device has too little memory; a part may have been allocated.
         """
         try:
             for i, tensor in enumerate(self._weights()) if "weights" in tags else ():
@@ -195,5 +195,5 @@ def whole_checksums(parts: Iterable[Checksums]) -> dict[str, str]:
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the bytes of a tensor's storage in pieces that any host memory from before has room for."""
+    """Return the bytes of a tensor's storage in pieces of at most ``PIECE``, which fit into reused host memory."""
     return tuple(storage_bytes(tensor).split(PIECE))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4lite.config import LoadProgress, Progress
 from dsv4lite.engine.balancer import Balancer
-from dsv4lite.engine.choices import Chosen, chosen_of, given_to, room
+from dsv4lite.engine.choices import Chosen, empty_choices, replayed_choices, sequence_choices
 from dsv4lite.engine.packing import pack, padding, prepare_state, save_snapshots
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.resident import Ask, Resident
@@ -29,7 +29,7 @@ from dsv4lite.parallel.pipeline import StageLink, TokenBroadcast
 from dsv4lite.planning.workspace import SCORED_ROWS, scored_logits
 from dsv4lite.request import Logprobs, Replay, Request
 from dsv4lite.sampling.sampler import Sampler
-from dsv4lite.sampling.samples import Arrival, Given, Samples, Scores, cut
+from dsv4lite.sampling.samples import GivenSpan, HostCopy, Samples, Scores, slice_spans
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, UNKNOWN, Sampled, StepPlan, StepShape, sampled_of
 from dsv4lite.speculation.controller import StepCosts
 from dsv4lite.speculation.draft_state import AcceptedLengths, DraftState
@@ -40,20 +40,20 @@ from dsv4lite.text.structured import StructuredOutputs
 
 log = logging.getLogger("dsv4lite.engine")
 
-# One for each range of tokens that launches kernels of its own.
+# Numbers of tokens to warm up: one from each range of numbers that launches its own kernels.
 _WARM_UP_TOKENS = (1, 2, 3, 5, 9, 16, 17, 33, 65, 129, 257, 513, 1025)
-# Experts have kernels of their own up to these numbers of pairs of token and expert, and of pairs per expert.
+# The expert op changes kernels at these numbers of (token, expert) pairs, and at these numbers of pairs per expert.
 _WARM_UP_PAIRS, _WARM_UP_PAIRS_EACH = (8, 16, 24, 96), (16, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepResult:
-    """What a step has computed, by sequence, on the host.
+    """The results of a step on the host, by sequence id.
 
     Attributes:
         sampled: Tokens of the sequences that sample.
         scores: Log-probabilities of prompt tokens.
-        chosen: Experts and entries, of sequences that record them.
+        chosen: Chosen experts and index entries of the sequences that record them.
     """
 
     sampled: dict[int, Sampled] = field(default_factory=dict)
@@ -66,21 +66,21 @@ class InFlightStep:
     """A step that has been launched.
 
     Attributes:
-        plan: What runs.
-        samples: Tokens of the sequences that sample, on their way to the host; ``None`` on ranks that do not sample.
-        scores: On their way to the host.
+        plan: The step's plan.
+        samples: Tokens of the sequences that sample, being copied to the host; ``None`` on ranks that do not sample.
+        scores: Log-probabilities of prompt tokens, being copied to the host.
         chosen: See ``StepResult``.
-        drafts: int64 [S, K], draft tokens that follow, on their way to the host; ``UNKNOWN`` where there are none.
+        drafts: int64 [S, K], draft tokens for the next step, being copied to the host; ``UNKNOWN`` where there are none.
     """
 
     plan: StepPlan
     samples: Samples | None
     scores: Scores
     chosen: dict[int, Chosen]
-    drafts: Arrival | None
+    drafts: HostCopy | None
 
     def wait(self) -> StepResult:
-        """Wait for the tokens."""
+        """Wait for the device; return the results."""
         sampled = {} if self.samples is None else self.samples.to_host()
         if self.drafts is not None:
             for (seq_id, one), drafts in zip(sampled.items(), self.drafts.wait().tolist(), strict=True):
@@ -91,12 +91,12 @@ class InFlightStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Pass:
-    """The model's part of a step.
+class _ForwardOutput:
+    """Output of the model's forward pass of a step, before sampling.
 
     Attributes:
         first_rows: Row of each sequence's first token.
-        batch, streams_TND: Tokens and final streams of a step that ran eagerly, or of a captured one with prompts.
+        batch, streams_TND: Tokens and final streams of a step that ran eagerly, or of a captured step with prompts.
         captured: Output of a captured step without prompts, on the last stage.
     """
 
@@ -110,16 +110,16 @@ class Runner:
     """Model, state and sampler of one rank.
 
     Attributes:
-        recorder: Saves steps, where the engine has one rank.
-        warmed: What ``warm_up`` did, and in what time, as text.
-        step_costs: Times of steps with and without draft tokens that ``warm_up`` measured, where the controller has a choice.
+        recorder: Saves steps to files, if the engine has one rank in its own thread.
+        warmed: Report of ``warm_up`` with the times of its phases, for the log.
+        step_costs: Step times that ``warm_up`` measured, if steps can run with and without draft tokens.
 
     Args:
         sampler: ``None`` on ranks that do not sample.
-        drafter: The model's own, on the device.
+        drafter: The model's own drafter, on the device.
         mesh: The ranks of the engine, which run the same steps.
-        balancer: Moves experts.
-        resident: Replaces weights, and puts them and the state to sleep; an engine's runner has one.
+        balancer: Moves experts between ranks.
+        resident: Updates weights, and releases and restores memory; an engine's runner has one.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Runner:
             self.sampler.compile(grammar)
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
-        """Take in a sequence before its first step."""
+        """Register a sequence before its first step."""
         self._requests[seq_id] = request
         if request.params.records_choices:
             self._recording.add(seq_id)
@@ -171,12 +171,12 @@ class Runner:
             self.sampler.remove(seq_id)
 
     def accept(self, seq_id: int, token_id: int) -> None:
-        """Give a sequence's rules the token that was sampled for it; unknown sequences are ignored."""
+        """Pass a sampled token to the sequence's rules on the host; unknown sequences are ignored."""
         if self.sampler is not None:
             self.sampler.accept(seq_id, token_id)
 
     def ask(self, ask: Ask) -> list[Any]:
-        """Call a method of the ``Resident``; return its result, of a single rank. No step may be in flight.
+        """Call a method of the ``Resident``; return its result in a list of one rank. No step may be in flight.
 
         Raises:
             Exception: What the method raises.
@@ -185,18 +185,18 @@ class Runner:
         return [getattr(self._resident, ask.method)(*ask.arguments)]
 
     def close(self) -> None:
-        """Free the graphs, which process groups wait for; the order in which the rest is freed is of no importance."""
+        """Free the graphs, before the process groups, whose abort waits for them; the rest may be freed in any order."""
         if self._graphs is not None:
             self._graphs.forget()
 
     def warm_up(self, max_tokens: int, max_model_len: int, cache_dir: str, progress: Progress | None = None) -> None:
-        """Compile and run what steps of up to ``max_tokens`` tokens need, and capture the graphs; on a CPU do nothing.
+        """Compile and run the kernels of all steps of up to ``max_tokens`` tokens, and capture the graphs; on a CPU do nothing.
 
-        Compiled kernels are kept in ``cache_dir``; ``progress`` gets counts of kernels, then of shapes.
+        Compiled kernels are kept in ``cache_dir``; ``progress`` is called with counts of kernels, then of shapes.
         """
         if self.cache.device.type == "cpu":
             return
-        from dsv4lite.kernels.warmup import prepare, recording  # needs Triton, which is there where kernels are
+        from dsv4lite.kernels.warmup import prepare, recording  # needs Triton, which only GPUs require
 
         def report(unit: str, done: int, total: int) -> None:
             if progress is not None:
@@ -204,7 +204,7 @@ class Runner:
 
         started = time.monotonic()
         lengths, graphs = self._warm_up_lengths(max_tokens), self._graphs
-        # The largest shapes first: the others fit into the memory that these took.
+        # The largest shapes first: smaller ones reuse the memory of their pool.
         captures: list[Callable[[], None]] = []
         if graphs is not None:
             captures += [graphs.reserve_prompts, *(partial(graphs.capture, shape) for shape in reversed(graphs.shapes))]
@@ -224,7 +224,7 @@ class Runner:
         self._tokens.begin([padding_place])  # connects the ranks
         self._tokens.await_tokens({padding_place})
         captured = time.monotonic()
-        if graphs is not None and self.model.shard.mesh.layout.world == 1:  # several ranks would have to measure together
+        if graphs is not None and self.model.shard.mesh.layout.world == 1:  # several ranks would have to measure in step
             self.step_costs = measure_steps(graphs, self.cache, self.model.config.vocab_size)
         layers = self.model.shard.layers
         self.warmed = (
@@ -237,7 +237,7 @@ class Runner:
         log.info(self.warmed)
 
     def dry_run(self, max_tokens: int, max_model_len: int) -> None:
-        """Launch, on padding, everything that steps of up to ``max_tokens`` tokens may launch on this rank."""
+        """Launch, on padding, every kernel that steps of up to ``max_tokens`` tokens may launch on this rank."""
         for length in self._warm_up_lengths(max_tokens):
             for longest in {length, max_model_len}:
                 self._run_padding(length, longest)
@@ -248,23 +248,23 @@ class Runner:
                 self._graphs.prompts.dry_run()
 
     def _warm_up_lengths(self, max_tokens: int) -> list[int]:
-        """Return numbers of tokens that launch all kernels between them."""
+        """Return numbers of tokens whose steps together launch all kernels."""
         shard, config = self.model.shard, self.model.config
-        # With rows of other ranks, experts get those of several ranks, or one for each expert of a token.
+        # Per token of this rank, experts run one row, the rows of all ranks gathered, or one row for each expert (all-to-all).
         each = {1, shard.gathered, config.experts_per_token if shard.gathered > 1 else 1}
         experts = {config.num_experts, config.num_experts // shard.mesh.ep.size}
         pairs = [*_WARM_UP_PAIRS, *(most * count for most in _WARM_UP_PAIRS_EACH for count in experts)]
         tokens = [*_WARM_UP_TOKENS, *(most // max(1, config.experts_per_token) for most in pairs)]
         wanted = {-(-most // rows) for rows in each for most in tokens}
-        wanted |= {most * shard.mesh.layout.copies for most in _WARM_UP_TOKENS}  # each takes a part of the shared expert's
+        wanted |= {most * shard.mesh.layout.copies for most in _WARM_UP_TOKENS}  # each runs the shared expert on its part
         return sorted({max_tokens, *(length for length in wanted if 0 < length < max_tokens)})
 
     def _run_padding(self, tokens: int, longest: int) -> None:
-        """Run a step of padding as if a sequence had as many as ``longest`` tokens.
+        """Run a step of padding, with tables for sequences of up to ``longest`` tokens.
 
-        One prompt takes them all, or many sequences have two tokens each: attention of many tokens has a kernel for either.
+        The step is one prompt, or, if ``longest > tokens``, sequences of two tokens each: attention has a kernel for each case.
         """
-        follow = longest > tokens  # tokens after others, whose places only the device knows
+        follow = longest > tokens  # the tokens follow earlier ones, and only the device knows their positions
         batch = padding(tokens, self.model, sequences=max(1, tokens // 2) if follow else 1)
         batch.max_tokens = longest
         if follow:
@@ -277,11 +277,11 @@ class Runner:
         if self._drafter is not None:
             self._drafter.feed(batch, streams_TND, batch.token_ids_T)
             none = DraftState.empty(min(tokens, self.cache.sizes.slots), 1, streams_TND[0])
-            # Token 0 stands for the best one, which no kernel has written in a dry run.
+            # The draft token is 0: in a dry run no kernel has written the best one.
             self._drafter.draft(none, lambda logits_SV, positions_S: torch.zeros_like(argmax_finite(logits_SV)[1]))
 
     def _forward(self, batch: Batch, *, drafts: bool) -> Tensor:
-        """Run this stage's layers, and what a drafter keeps of them if it ``drafts``; return the streams [T, N, D] after them."""
+        """Run this stage's layers, with the drafter's state if the step ``drafts``; return the final streams [T, N, D]."""
         model = self.model
         before_TND: Tensor | None = None
         if model.passes_taps and drafts:
@@ -298,27 +298,25 @@ class Runner:
         return streams_TND
 
     def take_part(self, shape: StepShape) -> None:
-        """Run this rank's experts for a step of other replicas, of this shape; its own replica has nothing to run."""
+        """Run this rank's experts in a step of the other replicas, of this shape; this replica has no sequences to run."""
         if self._balancer is not None:
             self._balancer.step()
         graphs, graph = self._graphs, self._graph_for(shape)
-        if graphs is None or graph is None:
-            captured = None if graphs is None else graphs.prompts_for(shape)
-            if graphs is None or captured is None:
-                self.model.take_part(shape.tokens)
-            else:
-                graphs.run_prompts((), captured)
-        else:
+        if graphs is not None and graph is not None:
             output = graphs.replay((), graph)
             if graph.drafts:
                 if shape.max_drafts and isinstance(output, StepOutput):
                     graphs.draft((), output.out[0], shape.max_drafts)
                 return
+        elif graphs is not None and (captured := graphs.prompts_for(shape)) is not None:
+            graphs.run_prompts((), captured)
+        else:
+            self.model.take_part(shape.tokens)
         if self._drafter is not None:
             self._drafter.take_part(shape)
 
     def launch(self, plan: StepPlan, shape: StepShape | None = None) -> InFlightStep:
-        """Start a step; on a GPU this returns before the step ends. ``shape`` is that of all replicas, where they share experts."""
+        """Start a step; on a GPU, return before it ends. ``shape`` is the joint shape of all replicas if they share experts."""
         if self._balancer is not None:
             self._balancer.step()
         if self._tokens.pending:
@@ -333,60 +331,60 @@ class Runner:
         if recorder is not None:
             recorder.begin(plan, graph)
         if graph is not None:
-            done = self._replay(plan, graph)
+            forward = self._replay(plan, graph)
         else:
             prompts = None if recorder is not None else self._run_prompts(plan, shape)
-            done = prompts or self._run_eagerly(plan, shape)
+            forward = prompts or self._run_eagerly(plan, shape)
         save_snapshots(plan, self.cache)
-        if shape.unresolved and self.sampler is not None and self.sampler.prepare(plan.sequences).positions:
-            plan, shape = self._resolve(plan, joint)  # rules on the host need the positions of some rows
-        samples = self._sample(plan, shape, done)
+        if shape.unresolved and self.sampler is not None and self.sampler.prepare(plan.sequences).needs_positions:
+            plan, shape = self._resolve(plan, joint)  # the host needs the positions of some rows
+        samples = self._sample(plan, shape, forward)
         if recorder is not None:
-            recorder.watch(done.streams_TND, samples)
-        if not plan.max_drafts:  # after a step that drafts, a later step starts only with tokens that are in its plan
+            recorder.watch(forward.streams_TND, samples)
+        if not plan.max_drafts:  # after a step that drafts, tokens come from the next plan or from the accepted lengths
             self._tokens.begin(s.slot for s in plan.sequences if s.sample)
-        drafts = self._draft(plan, shape, done, samples)
+        drafts = self._draft(plan, shape, forward, samples)
         return InFlightStep(
-            plan=plan, samples=samples, drafts=drafts, scores=self._scores(plan, done), chosen=self._chosen(plan, done)
+            plan=plan, samples=samples, drafts=drafts, scores=self._scores(plan, forward), chosen=self._chosen(plan, forward)
         )
 
     def _graph_for(self, shape: StepShape) -> GraphShape | None:
-        """Return the captured shape that runs a step; ``None`` if it runs eagerly."""
+        """Return the captured shape for a step; ``None`` if the step runs eagerly."""
         return None if self._graphs is None else self._graphs.shape_for(shape)
 
     def _resolve(self, plan: StepPlan, joint: StepShape | None) -> tuple[StepPlan, StepShape]:
-        """Return a plan with the accepted lengths of the step before, and its shape. Waits for the device.
+        """Return the plan with the positions and tokens of the accepted lengths, and its shape. Waits for the device.
 
-        The ``joint`` shape of replicas that share experts keeps its sizes, which the others cannot know.
+        The ``joint`` shape of replicas that share experts keeps its sizes: the other replicas do not know the accepted lengths.
         """
         if any(s.unresolved is not None for s in plan.sequences):
             assert self._accepted is not None
             plan = self._accepted.resolve(plan)
         return plan, StepShape.of((plan,), self._recording) if joint is None else joint._replace(unresolved=False)
 
-    def _run_eagerly(self, plan: StepPlan, shape: StepShape) -> _Pass:
+    def _run_eagerly(self, plan: StepPlan, shape: StepShape) -> _ForwardOutput:
         """Run the model on a batch made for the plan."""
         config = self.model.config
         batch = pack(plan, self.model, self.cache, shape.tokens)
         tokens, device = len(batch.token_ids_T), self.cache.device
         if any(s.seq_id in self._recording for s in plan.sequences):
             entries = device if self.model.shard.mesh.pp.size > 1 else torch.device("cpu")
-            batch.chosen = room(config, tokens, max(s.end for s in plan.sequences), device, entries)
+            batch.chosen = empty_choices(config, tokens, max(s.end for s in plan.sequences), device, entries)
         if any(s.seq_id in self._replays for s in plan.sequences):
             spans = [(s.start, s.end, self._replays.get(s.seq_id)) for s in plan.sequences]
-            batch.given = given_to(spans, config, tokens, device)
+            batch.given = replayed_choices(spans, config, tokens, device)
         streams_TND = self._forward(batch, drafts=shape.max_drafts > 0)
-        return _Pass(batch=batch, first_rows=first_rows(plan.sequences), streams_TND=streams_TND)
+        return _ForwardOutput(batch=batch, first_rows=first_rows(plan.sequences), streams_TND=streams_TND)
 
-    def _run_prompts(self, plan: StepPlan, shape: StepShape) -> _Pass | None:
-        """Run the captured step with prompts of a shape; ``None`` if there is none, or if choices are given."""
+    def _run_prompts(self, plan: StepPlan, shape: StepShape) -> _ForwardOutput | None:
+        """Run a captured step with prompts; return ``None`` if no shape fits, or if a sequence replays given choices."""
         graphs, captured = self._graphs, None if self._graphs is None else self._graphs.prompts_for(shape)
         if graphs is None or captured is None or any(s.seq_id in self._replays for s in plan.sequences):
             return None
         batch, streams_TND = graphs.run_prompts(plan.sequences, captured)
-        return _Pass(batch=batch, first_rows=first_rows(plan.sequences), streams_TND=streams_TND)
+        return _ForwardOutput(batch=batch, first_rows=first_rows(plan.sequences), streams_TND=streams_TND)
 
-    def _replay(self, plan: StepPlan, graph: GraphShape) -> _Pass:
+    def _replay(self, plan: StepPlan, graph: GraphShape) -> _ForwardOutput:
         """Run the captured step of a shape."""
         assert self._graphs is not None
         if not self.model.shard.first:
@@ -394,13 +392,13 @@ class Runner:
         output = self._graphs.replay(plan.sequences, graph)
         first_rows = range(0, graph.width * len(plan.sequences), graph.width)
         if isinstance(output, Tensor):
-            self._link.send((output.clone(),))  # the next replay may start before they are sent
-            return _Pass(first_rows=first_rows)
-        return _Pass(first_rows=first_rows, captured=output)
+            self._link.send((output.clone(),))  # the next replay may overwrite the streams before they are sent
+            return _ForwardOutput(first_rows=first_rows)
+        return _ForwardOutput(first_rows=first_rows, captured=output)
 
-    def _sample(self, plan: StepPlan, shape: StepShape, done: _Pass) -> Samples | None:
-        """Sample the next tokens of the sequences that want one; ``None`` on ranks that do not sample."""
-        captured, sampler, first_rows = done.captured, self.sampler, done.first_rows
+    def _sample(self, plan: StepPlan, shape: StepShape, forward: _ForwardOutput) -> Samples | None:
+        """Sample the next tokens of the sequences that sample; return ``None`` on ranks that do not sample."""
+        captured, sampler, first_rows = forward.captured, self.sampler, forward.first_rows
         if captured is not None and self._graphs is not None:
             if sampler is None:
                 return None
@@ -408,32 +406,32 @@ class Runner:
             asked = sampler.prepare(sequences)
             masks, failures = sampler.rules(asked, sequences, first_rows)
             out = self._graphs.sample(asked.needs, masks) if asked.needs else captured.out
-            placed = Arrival(captured.placed.spans_XS[:, : len(sequences)]) if shape.unresolved else None
+            placed = HostCopy(captured.placed.spans_XS[:, : len(sequences)]) if shape.unresolved else None
             return sampler.finish(out, captured.logits, captured.best, asked, sequences, first_rows, failures, placed)
-        if done.streams_TND is None or not self.model.shard.last:
+        if forward.streams_TND is None or not self.model.shard.last:
             return None
         each = [(s, row + s.end - 1 - s.drafts - s.start) for s, row in zip(plan.sequences, first_rows, strict=True) if s.sample]
         if not each:
             return None
         rows = [row + place for s, row in each for place in range(1 + s.drafts)]
-        streams = done.streams_TND
+        streams = forward.streams_TND
         if len(rows) < len(streams):
             streams = streams[send(torch.tensor(rows, dtype=torch.int64, device="cpu"), streams.device)]
         logits = self.model.logits(streams)  # a collective call
         return None if sampler is None else sampler.sample(logits, [s for s, _ in each], self.cache.last_token)
 
-    def _draft(self, plan: StepPlan, shape: StepShape, done: _Pass, samples: Samples | None) -> Arrival | None:
-        """Draft what follows with the model's own drafter, if the step wants it."""
+    def _draft(self, plan: StepPlan, shape: StepShape, forward: _ForwardOutput, samples: Samples | None) -> HostCopy | None:
+        """Draft the next tokens with the model's own drafter, if the step asks for drafts."""
         if self._drafter is None or not shape.max_drafts:
             return None
         sequences = [s for s in plan.sequences if s.sample]
-        if done.captured is not None and self._graphs is not None:
-            tokens_R = (done.captured if samples is None else samples).out[0]  # any tokens on ranks that do not sample
+        if forward.captured is not None and self._graphs is not None:
+            tokens_R = (forward.captured if samples is None else samples).out[0]  # the value is ignored on ranks that do not sample
             drafts_SK: Tensor | None = self._graphs.draft(sequences, tokens_R, plan.max_drafts)[: len(sequences)]
             self._accepted = self._graphs.accepted
         else:
-            assert done.batch is not None and done.streams_TND is not None
-            # The ranks that work on the same tokens all run the drafter; the first one samples.
+            assert forward.batch is not None and forward.streams_TND is not None
+            # All ranks that work on the same tokens run the drafter; the first of them samples.
             axis, device, sampler = self.model.shard.mesh.peers, self.cache.device, self.sampler
             accepted: tuple[Tensor, Tensor] | None = None
             if sequences:
@@ -447,37 +445,38 @@ class Runner:
                     return axis.broadcast(torch.empty_like(slots_S, dtype=torch.int64), 0)
                 return axis.broadcast(sampler.draft(logits_SV, slots_S, positions_S), 0)
 
-            where = done.batch, done.streams_TND, done.first_rows
+            where = forward.batch, forward.streams_TND, forward.first_rows
             drafts_SK = draft(self._drafter, plan, shape, *where, accepted, choose)
-            if plan.decodes and accepted is not None and drafts_SK is not None:  # then the next step may be planned ahead
+            if plan.decodes and accepted is not None and drafts_SK is not None:  # the next step may be planned ahead
                 self._accepted = AcceptedLengths.of(sequences, accepted, drafts_SK)
-        return None if drafts_SK is None or samples is None else Arrival(drafts_SK)
+        return None if drafts_SK is None or samples is None else HostCopy(drafts_SK)
 
-    def _scores(self, plan: StepPlan, done: _Pass) -> Scores:
-        """Score the prompt tokens that follow positions ``score`` of each sequence; all ranks run the head.
+    def _scores(self, plan: StepPlan, forward: _ForwardOutput) -> Scores:
+        """Score the prompt tokens after the positions ``score`` of each sequence; all ranks run the output head.
 
-        Tokens of many sequences share a call: of all that are scored raw, and of all scored as decoding with their settings.
+        Tokens of many sequences share a call. Raw log-probabilities and processed ones (those of decoding) have calls of their own.
         """
-        found, streams_TND = Scores(), done.streams_TND
+        found, streams_TND = Scores(), forward.streams_TND
         if streams_TND is None or not self.model.shard.last:
             return found
-        kinds: dict[bool, list[tuple[Given, int]]] = {False: [], True: []}
-        for s, first_row in zip(plan.sequences, done.first_rows, strict=True):
+        kinds: dict[bool, list[tuple[GivenSpan, int]]] = {False: [], True: []}
+        for s, first_row in zip(plan.sequences, forward.first_rows, strict=True):
             if s.score is not None:
                 request, (begin, end) = self._requests[s.seq_id], s.score
                 processed = not request.generate and request.params.logprobs_mode == "processed"
-                kinds[processed].append((Given(s, begin + 1, request.prompt_token_ids[begin + 1 : end + 1]), first_row - s.start))
+                given = GivenSpan(s, begin + 1, request.prompt_token_ids[begin + 1 : end + 1])
+                kinds[processed].append((given, first_row - s.start))
         for processed, spans in kinds.items():
             rows = [row + position - 1 for given, row in spans for position in range(given.position, given.end)]
             wanted = [self._requests[given.sequence.seq_id].params.prompt_logprobs or 0 for given, _ in spans]
-            # Raw lists rank copies of the logits, of which the memory plan has few rows.
+            # Raw lists of best tokens copy the logits, and the memory plan has room for few such rows.
             most = SCORED_ROWS if not processed and any(wanted) else scored_logits(streams_TND.device)
             for start in range(0, len(rows), most):
                 part = torch.tensor(rows[start : start + most], dtype=torch.int64, device="cpu")
                 logits = self.model.logits(streams_TND[send(part, streams_TND.device)])
                 if self.sampler is None:
                     continue
-                some = cut([given for given, _ in spans], start, start + most)
+                some = slice_spans([given for given, _ in spans], start, start + most)
                 tops = [self._requests[given.sequence.seq_id].params.prompt_logprobs or 0 for given in some]
                 if processed:
                     scores = self.sampler.score(logits, some)
@@ -487,13 +486,13 @@ class Runner:
                 found.add(some, tops, "processed" if processed else "raw", scores)
         return found
 
-    def _chosen(self, plan: StepPlan, done: _Pass) -> dict[int, Chosen]:
-        """Return what was chosen for the sequences that record it."""
-        if done.batch is None or done.batch.chosen is None or not self.model.shard.last:
+    def _chosen(self, plan: StepPlan, forward: _ForwardOutput) -> dict[int, Chosen]:
+        """Return the chosen experts and index entries of the sequences that record them."""
+        if forward.batch is None or forward.batch.chosen is None or not self.model.shard.last:
             return {}
-        choices, config = done.batch.chosen, self.model.config
+        choices, config = forward.batch.chosen, self.model.config
         return {
-            s.seq_id: chosen_of(choices, row, s.start, s.end, config)
-            for s, row in zip(plan.sequences, done.first_rows, strict=True)
+            s.seq_id: sequence_choices(choices, row, s.start, s.end, config)
+            for s, row in zip(plan.sequences, forward.first_rows, strict=True)
             if s.seq_id in self._recording
         }

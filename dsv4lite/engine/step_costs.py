@@ -1,4 +1,4 @@
-"""How long steps take on the device, with draft tokens and without, measured at start by replaying captured steps."""
+"""Measures, at start, the device time of steps with and without draft tokens, by replaying captured steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dsv4lite.state.store import StateCache
 
 _SIZES = (1, 8, 64)
 _REPLAYS = 2
-_ROUNDS, _ROUNDS_S = 3, 0.004  # of replays: at most so many, and no further ones after so long; the shortest counts
+_ROUNDS, _ROUNDS_S = 3, 0.004  # most rounds of replays, and seconds after which no further round starts; the shortest counts
 
 
 def measure_steps(graphs: StepGraphs, cache: StateCache, vocab_size: int) -> StepCosts | None:
-    """Time steps of first tokens, for a few numbers of sequences and draft tokens, on state that is reset afterwards.
+    """Time steps at position 0, for a few numbers of sequences and draft tokens; reset the state afterwards.
 
     Args:
         graphs: The captured steps.
@@ -27,7 +27,7 @@ def measure_steps(graphs: StepGraphs, cache: StateCache, vocab_size: int) -> Ste
         vocab_size: Number of tokens of the vocabulary.
 
     Returns:
-        The times; ``None`` unless there are both steps with draft tokens and steps in which no drafter runs.
+        The times; ``None`` unless there are captured steps with draft tokens and others without the drafter.
     """
     max_drafts, longest = max(s.width for s in graphs.shapes) - 1, max(s.max_model_len for s in graphs.shapes)
     if not max_drafts or all(s.drafts for s in graphs.shapes):
@@ -38,7 +38,7 @@ def measure_steps(graphs: StepGraphs, cache: StateCache, vocab_size: int) -> Ste
         times = {}
         for k in counts:
             plan = _step(size, k, cache.sizes.window_pages, vocab_size)
-            shape = graphs.shape_for(StepShape.of((plan,))._replace(longest=longest))  # with the indexer, as verify steps
+            shape = graphs.shape_for(StepShape.of((plan,))._replace(longest=longest))  # with the indexer, as in verify steps
             if shape is not None:
                 times[k] = _shortest(partial(_run, graphs, plan, shape))
         cache.reset(torch.arange(size, device=cache.device))
@@ -49,7 +49,7 @@ def measure_steps(graphs: StepGraphs, cache: StateCache, vocab_size: int) -> Ste
 
 
 def _step(size: int, k: int, pages: int, vocab_size: int) -> StepPlan:
-    """Return a step of sequences that start with it, each with ``k`` draft tokens."""
+    """Return a step at position 0 of ``size`` sequences with ``k`` draft tokens each."""
     sequences = [
         SequencePlan(
             seq_id=-1 - i,
@@ -74,7 +74,7 @@ def _run(graphs: StepGraphs, plan: StepPlan, shape: GraphShape) -> None:
 
 
 def _shortest(work: Callable[[], None]) -> float:
-    """Return the seconds of some work on the device."""
+    """Return the device seconds of ``work``, the shortest of a few rounds."""
     stream = torch.cuda.current_stream()
     work()
     stream.synchronize()

@@ -1,15 +1,15 @@
-"""Captured steps: CUDA graphs of steps in which every sequence runs one known token and the same number of draft tokens.
+"""Captured steps: CUDA graphs of decode and verify steps.
 
-A decode step is the shape of width 1; a verify step of width W runs one known token and up to W - 1 draft tokens of each sequence.
-A step takes the smallest shape that it fits in: missing sequences and missing draft tokens are padding. Sequences so short that a
-token attends to all compressed entries it sees have graphs of their own, which skip the indexer.
+A step of width W runs one known token and up to W - 1 draft tokens of each sequence; a decode step has width 1. A step runs in the
+first shape that it fits in: missing sequences and missing draft tokens are padding. Steps of short sequences, whose tokens attend
+to every compressed entry, have graphs of their own without the indexer.
 
-The graph of a shape covers the model and the best token of each row; that of a pipeline stage covers its layers, from the streams
-of the stage before to its own. Further graphs run after it on the same stream:
+The graph of a shape covers the model and the best token of each row; the graph of a pipeline stage covers its layers, from the
+previous stage's streams to its own. Further graphs run after it on the same stream:
 
-* a sampling graph, one for each combination of settings that needs kernels of its own, captured when it is first needed;
-* with a drafter on the device, a graph that counts the accepted draft tokens, gives the drafter its rows of the step and writes the
-  draft state (``speculation/draft_state.py``) that the next step and the drafter start from;
+* a sampling graph, one for each combination of sampling kernels, captured when it is first needed;
+* with a drafter on the device, a graph that counts the accepted draft tokens, stores the drafter's KV of the step and writes the
+  draft state (``speculation/draft_state.py``) from which the drafter and the next step start;
 * a graph of one drafter pass, replayed until there are enough draft tokens.
 
 The device does not wait for the host between these graphs. All of them use tensors at fixed addresses: the inputs of each shape
@@ -43,7 +43,7 @@ from dsv4lite.state.store import StateCache
 T = TypeVar("T")
 
 _SIZES = (1, 2, 4, 8)
-_WIDTHS = (1, 2, 3, 4, 5, 9)  # rows of a sequence that have graphs of their own, besides the most that there can be
+_WIDTHS = (1, 2, 3, 4, 5, 9)  # rows per sequence that are captured, besides the largest number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +70,10 @@ class StepOutput:
     Attributes:
         placed: Positions, tokens and spans of the sequences, as the device has resolved them.
         logits: float32 [R, V].
-        best: Of these: the largest, its token, and whether the row is finite.
-        out: int32 [3, R]: the best token of each row, and twice whether the row is finite, as ``sample_rows`` returns it.
-        batch: For the drafter, the step's tokens.
-        streams: For the drafter, final streams [R, N, D].
+        best: Per row: the largest logit, its token, and whether all logits are finite.
+        out: int32 [3, R] in the format of ``sample_rows``: the best token of each row, and twice whether the row is finite.
+        batch: The step's tokens, kept for the drafter.
+        streams: Final streams [R, N, D], kept for the drafter.
     """
 
     placed: PlacedSpans
@@ -91,9 +91,9 @@ class _Captured:
     Attributes:
         graph: The step without sampling.
         inputs: int32, from ``step_inputs``; written before each replay.
-        output: Of ``graph``; of all stages but the last one, their streams [B, N, D].
+        output: Output of ``graph``; on all pipeline stages but the last, the streams [B, N, D].
         start_drafts: Writes the draft state after the step.
-        samplings: Sampling graphs and their results, by what the sequences ask for.
+        samplings: Sampling graphs and their results, by the kernels that the sequences need.
     """
 
     shape: GraphShape
@@ -112,16 +112,16 @@ class StepGraphs:
         max_model_len: Longest sequence.
         widths: Most tokens of a sequence, ascending; see ``graph_widths``. A pipeline stage has only width 1.
         max_tokens: Most rows of a step; larger ones run eagerly. Default: no limit.
-        sampling: Samples after the steps, on the rank that does.
-        drafter: Drafts after them, together with those of the ranks that work on the same tokens.
-        adaptive: Whether there are decode steps without the drafter as well, where there is one.
-        prompt_tokens: Most tokens of captured steps with prompts; 0: there are none.
-        prompt_pool_bytes: Memory that the graphs' pool begins with, in one segment: enough for any of these.
+        sampling: The sampler, on the rank that samples.
+        drafter: The drafter on the device; all ranks that work on the same tokens have one.
+        adaptive: With a drafter, whether decode steps without it are captured as well.
+        prompt_tokens: Most tokens of captured steps with prompts; 0: none are captured.
+        prompt_pool_bytes: Size of the first segment of the graphs' memory pool, enough for any captured step with prompts.
 
     Attributes:
         prompts: Captured steps with prompts.
         shapes: Ascending; a step runs in the first one that it fits in.
-        accepted: Accepted lengths of the last step that drafted. A plan may leave it to the device to start from these.
+        accepted: Accepted lengths of the last step that drafted. Unresolved spans start from these, on the device.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class StepGraphs:
             )
 
     def _allocate(self, max_num_seqs: int) -> None:
-        """Allocate the results that later graphs read, at addresses that all shapes share."""
+        """Allocate the tensors that graphs pass to later graphs; all shapes share their addresses."""
         shard, config, device, dtype = self._model.shard, self._model.config, self._cache.device, self._model.numerics.dtype
         rows, streams = max((s.sequences * s.width for s in self.shapes), default=0), self._model.hidden_shape
         self._before = None if shard.first else torch.zeros(rows, *streams, dtype=dtype, device=device)
@@ -196,7 +196,7 @@ class StepGraphs:
         self.accepted = AcceptedLengths(columns={}, next_3S=self._next, drafts_KS=self._drafts)
 
     def shape_for(self, step: StepShape) -> GraphShape | None:
-        """Return the first shape that a step fits in; ``None`` if it runs eagerly."""
+        """Return the first shape that a step fits in; ``None`` if the step runs eagerly."""
         if not step.decodes:
             return None
         drafts, longest = step.max_drafts > 0 and self.drafter is not None, min(step.longest, self._max_model_len)
@@ -207,7 +207,7 @@ class StepGraphs:
         return None
 
     def prompts_for(self, step: StepShape) -> PromptShape | None:
-        """Return the shape of captured steps with prompts that a step fits in; ``None`` if it runs eagerly."""
+        """Return the first captured shape with prompts that a step fits in; ``None`` if the step runs eagerly."""
         return None if self.prompts is None or step.records else self.prompts.shape_for(step)
 
     def run_prompts(self, sequences: Sequence[SequencePlan], shape: PromptShape) -> tuple[Batch | None, Tensor]:
@@ -221,12 +221,12 @@ class StepGraphs:
             self.prompts.reserve(self._record)
 
     def streams_before(self, shape: GraphShape) -> Tensor:
-        """Return where a step finds the streams [B, N, D] of the stage before, those of padding included."""
+        """Return the tensor [B, N, D] from which a step reads the previous stage's streams, padding included."""
         assert self._before is not None, "the first stage begins with tokens"
         return self._before[: shape.sequences * shape.width]
 
     def forget(self) -> None:
-        """Free the graphs: before what they read, and before the process groups whose collectives they contain."""
+        """Free the graphs. Call this before their tensors, and the process groups of their collectives, are freed."""
         self._last = None
         self._captured.clear()
         self._passes.clear()
@@ -236,37 +236,37 @@ class StepGraphs:
             self._pool = torch.cuda.graph_pool_handle()
 
     def _scratch(self) -> list[Tensor]:
-        """Return what steps only work in, a row of the vocabulary or the residual for each of their rows."""
+        """Return the scratch tensors of steps: logits and streams, which hold nothing between steps."""
         found = [self._streams, self._logits if self._model.shard.last else None]
         found.append(None if self.sampling is None else self.sampling.space.edited)
         found.append(None if self.prompts is None else self.prompts.hidden)
         return [tensor for tensor in found if tensor is not None]
 
     def release_memory(self) -> None:
-        """Free what steps work in; nothing may be captured or sampled until ``restore_memory``."""
+        """Free the scratch tensors; nothing may be captured or sampled until ``restore_memory``."""
         for tensor in self._scratch():
             free_storage(tensor)
 
     def restore_memory(self) -> None:
-        """Allocate what was freed."""
+        """Allocate the scratch tensors that were freed."""
         for tensor in self._scratch():
             if not holds_storage(tensor):
                 fill_storage(tensor)
 
     def dry_run(self, shape: GraphShape) -> Tensor:
-        """Run a step that is all padding, and everything that may run after it; return its inputs. Kernels may be held back."""
+        """Run a step of padding and everything that may run after it; return its inputs. Its kernels may be only recorded."""
         inputs = self._inputs((), shape).to(self._cache.device)
-        output = self._forward(inputs, shape, held_back=True)
+        output = self._forward(inputs, shape, dry=True)
         if isinstance(output, StepOutput):
             if self.sampling is not None:
                 self._sample(self.sampling, inputs, output, EVERYTHING)
             if shape.drafts:
                 self._start_drafts(output)
-                self._draft(shape.sequences, held_back=True)
+                self._draft(shape.sequences, dry=True)
         return inputs
 
     def capture(self, shape: GraphShape) -> None:
-        """Capture the graphs of a shape; runs them once before, so that everything they need is compiled and loaded."""
+        """Capture the graphs of a shape, after a run without capture that compiles and loads all kernels."""
         inputs = self.dry_run(shape)
         if self._cache.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
@@ -279,16 +279,16 @@ class StepGraphs:
         self._captured[shape] = _Captured(shape=shape, graph=graph, inputs=inputs, output=output, start_drafts=start_drafts)
 
     def replay(self, sequences: Sequence[SequencePlan], shape: GraphShape) -> StepOutput | Tensor:
-        """Run a step; stages but the last one return their streams [B, N, D].
+        """Run a step; all pipeline stages but the last return their streams [B, N, D].
 
         Args:
-            sequences: Rows follow their order, ``shape.width`` of each; the rest is padding.
+            sequences: In the order of the rows, ``shape.width`` rows each; the remaining rows are padding.
             shape: From ``shape_for``.
         """
         if shape not in self._captured:
             following, drafts = self._next.clone(), self._drafts.clone()
             self.capture(shape)
-            self._next.copy_(following)  # this step may start from these
+            self._next.copy_(following)  # the capture overwrote these, and this step may start from them
             self._drafts.copy_(drafts)
         captured = self._last = self._captured[shape]
         self._tables.update(sequences)
@@ -298,7 +298,7 @@ class StepGraphs:
         return captured.output
 
     def sample(self, needs: Needs, masks: RowMasks | None = None) -> Tensor:
-        """Sample from the rows of the last replay, without a graph if there are masks; return what ``sample_rows`` returns."""
+        """Sample from the rows of the last replay, eagerly if there are masks; return the output of ``sample_rows``."""
         captured, sampling = self._last, self.sampling
         assert captured is not None and sampling is not None and isinstance(captured.output, StepOutput)
         work = partial(self._sample, sampling, captured.inputs, captured.output, needs, masks)
@@ -311,11 +311,11 @@ class StepGraphs:
         return out
 
     def draft(self, sequences: Sequence[SequencePlan], tokens_R: Tensor, count: int) -> Tensor:
-        """Draft tokens that follow the last replay.
+        """Draft the tokens after the last replay.
 
         Args:
-            sequences: Of that replay; their accepted lengths become ``accepted``.
-            tokens_R: The tokens sampled from its rows, any integers; ignored on ranks that do not sample.
+            sequences: The sequences of that replay; their accepted lengths become ``accepted``.
+            tokens_R: The token sampled from each row; ignored on ranks that do not sample.
             count: Most draft tokens of a sequence.
 
         Returns:
@@ -332,9 +332,9 @@ class StepGraphs:
         return self._drafts[:count, :size].t().contiguous()
 
     def _record(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Capture what ``work``, which runs once, launches on the current stream; return the graph, and what ``work`` returns."""
+        """Run ``work`` once and capture its launches on the current stream; return the graph and the result of ``work``."""
         graph = torch.cuda.CUDAGraph()
-        # In any other mode a capture ends with an error where the garbage collector frees an older graph on this thread meanwhile.
+        # In any other mode the capture fails if the garbage collector frees an older graph on this thread during it.
         graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
         try:
             result = work()
@@ -346,11 +346,11 @@ class StepGraphs:
         pages = self._most_pages if shape.drafts else window_pages(self._model.config.window, shape.width)
         return step_inputs(sequences, shape.sequences, shape.width, pages, self.accepted.columns)
 
-    def _forward(self, inputs: Tensor, shape: GraphShape, *, held_back: bool = False) -> StepOutput | Tensor:
-        """Run one step; if kernels are ``held_back``, indices come from a reference, since no kernel has written them."""
+    def _forward(self, inputs: Tensor, shape: GraphShape, *, dry: bool = False) -> StepOutput | Tensor:
+        """Run one step. With ``dry``, kernels may be only recorded, so indices come from the reference of ``place_spans``."""
         model, read = self._model, (inputs, shape.width, self._cache.last_token, self._next, self._drafts)
         placed = place_spans(*read)
-        if held_back:
+        if dry:
             placed = place_spans.reference(*read)
         batch, rows = step_batch(inputs, placed, self._tables.tensor, model, shape.max_model_len), shape.sequences * shape.width
         layers = self._cache.layers if shape.drafts else self._cache.layers[: len(model.shard.layers)]
@@ -362,26 +362,26 @@ class StepGraphs:
         logits = model.logits(streams, out=self._logits[:rows])
         best = argmax_finite(logits)
         _, token_ids, finite = best
-        if shape.width == 1:  # a wider step leaves its last tokens in the draft state, or to the host
+        if shape.width == 1:  # in wider steps, the device or the host determines the last tokens
             self._cache.last_token.index_copy_(0, placed.places_S, token_ids)
         usable = finite.int()
         out = torch.stack([token_ids.int(), usable, usable])
-        left = StepOutput(placed=placed, logits=logits, best=best, out=out)
-        return replace(left, batch=batch, streams=streams) if shape.drafts else left  # what is kept takes memory in every graph
+        output = StepOutput(placed=placed, logits=logits, best=best, out=out)
+        return replace(output, batch=batch, streams=streams) if shape.drafts else output  # kept tensors take memory in every graph
 
     def _sample(self, sampling: Sampler, inputs: Tensor, output: StepOutput, needs: Needs, masks: RowMasks | None = None) -> Tensor:
         slots_T, positions_T, size = inputs[1], output.placed.positions_T, inputs.shape[1]
         width = len(positions_T) // size
-        run = None
+        drafts = None
         if width > 1:
             slots_T = torch.where(positions_T.view(-1, width) < 0, -1, slots_T[:, None]).flatten()
             place_T = torch.arange(width, dtype=torch.int32, device=inputs.device).repeat(size)
-            run = (output.placed.tokens_T.int(), place_T)
+            drafts = (output.placed.tokens_T.int(), place_T)
         last_token = self._cache.last_token
-        return sampling.run(output.logits, output.best, slots_T, positions_T, last_token, needs, run, masks)
+        return sampling.run(output.logits, output.best, slots_T, positions_T, last_token, needs, drafts, masks)
 
     def _start_drafts(self, output: StepOutput) -> None:
-        """Give the drafter its rows of a step whose sampled tokens are in ``_tokens``, and write where drafting starts."""
+        """Store the drafter's KV of a step whose sampled tokens are in ``_tokens``, and write the draft state."""
         assert self.drafter is not None and output.batch is not None and output.streams is not None
         streams, size = output.streams, len(output.placed.rows_S)
         tokens_T = self._peers.broadcast(self._tokens[: len(streams)], 0)
@@ -392,15 +392,15 @@ class StepGraphs:
         self._next[:, :size].copy_(torch.stack((state.positions_S + 1, accepted_S, state.tokens_S)))
         self._places.copy_(torch.arange(self.drafter.per_pass, device=tokens_T.device))
 
-    def _draft(self, size: int, *, held_back: bool = False) -> None:
-        """Run the drafter once; if kernels are ``held_back``, it continues with token 0, since no kernel has chosen one."""
+    def _draft(self, size: int, *, dry: bool = False) -> None:
+        """Run the drafter once. With ``dry``, kernels may be only recorded, so the drafter continues with token 0."""
         assert self.drafter is not None
         state, sampling = self._draft_state.first(size), self.sampling
 
         def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
             tokens_S = argmax_finite(logits_SV)[1] if sampling is None else sampling.draft(logits_SV, state.slots_S, positions_S)
             chosen_S = self._peers.broadcast(tokens_S, 0)
-            return torch.zeros_like(chosen_S) if held_back else chosen_S
+            return torch.zeros_like(chosen_S) if dry else chosen_S
 
         drafts_SG = self.drafter.draft(state, choose)
         self._drafts[:, :size].index_copy_(0, self._places, drafts_SG.t())
@@ -408,7 +408,7 @@ class StepGraphs:
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Return the numbers of sequences that have a graph of their own, ascending; a step takes the next larger one."""
+    """Return the captured numbers of sequences, ascending; a step runs with the next larger one."""
     sizes = [size for size in _SIZES if size < most]
     sizes += range(16, min(most, 64), 8)
     sizes += range(64, min(most, 256), 32)
@@ -417,7 +417,7 @@ def graph_sizes(most: int) -> list[int]:
 
 
 def graph_widths(max_drafts: int, *, adaptive: bool) -> tuple[int, ...]:
-    """Return the most tokens of a sequence in captured steps, ascending; with ``adaptive``, steps often have fewer drafts."""
+    """Return the captured widths, ascending; with ``adaptive``, more of them, since steps often have fewer drafts."""
     if not max_drafts:
         return (1,)
     return (*(width for width in (_WIDTHS if adaptive else _WIDTHS[:1]) if width <= max_drafts), 1 + max_drafts)

@@ -1,4 +1,4 @@
-"""A trace of steps: what the engine's thread does when, as events of Chrome's trace format, which Perfetto opens."""
+"""A trace of the engine's thread, as events in Chrome's trace format, which Perfetto opens."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ log = logging.getLogger("dsv4lite.engine")
 
 
 class StepTrace:
-    """Writes events to a file until it is left; mutable, used in the engine's thread.
+    """Writes events to a file; a context manager, mutable, used in the engine's thread.
 
-    The file is a JSON array; one that a killed process has left lacks the bracket at its end, which Perfetto does without.
+    The file is a JSON array. If the process is killed, the closing bracket is missing, which Perfetto accepts.
 
     Args:
-        path: Of the file, which is overwritten.
+        path: Path of the file, which is overwritten.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The file cannot be written.
     """
 
     def __init__(self, path: str) -> None:
@@ -42,13 +42,13 @@ class StepTrace:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._write("[]\n" if self._separator == "[\n" else "\n]\n")
         try:
-            self._file.close()  # writes what is left
+            self._file.close()  # writes buffered events, which may fail
         except OSError as problem:
             self._fail(problem)
 
     @contextmanager
     def span(self, name: str, facts: Mapping[str, int]) -> Iterator[None]:
-        """Record how long the block takes, with ``facts`` about it."""
+        """Record the time of the block, with ``facts`` as its arguments."""
         began = time.perf_counter()
         try:
             yield

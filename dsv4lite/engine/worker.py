@@ -1,4 +1,4 @@
-"""Workers: the ranks of an engine that do not lead. A worker loads together with the other ranks and runs the leader's plans.
+"""Workers: the ranks of an engine other than the leader. They load together and run the leader's plans.
 
     leader                                       worker
     Start                             ------>
@@ -8,12 +8,12 @@
                                       <------    str              ready for steps; what its warm-up did
     Step(changes, plan)               ------>    runner.launch
                                       <------    StepResult       from ranks that sample
-    Ask(method, arguments)            ------>    runner.ask       with no step in flight
+    Ask(method, arguments)            ------>    runner.ask       while no step is in flight
                                       <------    Answer
     None                              ------>    the end
 
-A worker is a child process (``main``) or a process of the host's (``ExternalWorker``). Errors are sent on the connection for signs
-of life, in both directions: a thread listens there at both ends at all times.
+A worker is a child process (``main``) or a process of the host (``ExternalWorker``). Errors are sent on the connection for signs of
+life, in both directions: at both ends a thread always listens there.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Start:
 _VERDICT_S = 3.0  # how long to wait for the leader to say which rank was lost
 ChangeMethod = Literal["prepare", "add", "remove", "accept"]  # of ``Runner``
 Change = tuple[ChangeMethod, tuple[Any, ...]]
-"""A method and its arguments."""
+"""A method of ``Runner`` and its arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +66,9 @@ class Step:
 
     Attributes:
         changes: Calls of the runner since the last step, in order.
-        plan: Of the worker's replica; ``None`` if the replica has no sequences to run.
-        shape: Of the step of all replicas, where they share experts; then a worker without a plan takes part with its experts.
-            Without plan and shape there are only the changes.
+        plan: Plan of the worker's replica; ``None`` if the replica has no sequences to run.
+        shape: Shape of the step of all replicas if they share experts; a worker without a plan then runs its experts. Without
+            plan and shape, only the changes are made.
     """
 
     changes: tuple[Change, ...]
@@ -85,7 +85,7 @@ class Answer:
 
 
 def answer_to(runner: Runner, ask: Ask) -> Answer:
-    """Ask a runner of this process."""
+    """Make the call on a runner of this process."""
     try:
         return Answer(result=runner.ask(ask)[0])
     except Exception as error:
@@ -108,17 +108,17 @@ def main(work: int, life: int, parent: int) -> None:
             worker.run()
         status = 0
     except Closed:
-        pass  # the leader is gone, or ends this process
+        pass  # the leader is gone, or is ending this process
     except BaseException as error:
         life_channel.send(portable(error))
         threading.Event().wait()  # until the leader has received it and ends this process
     finally:
         heartbeat.stop()
-        os._exit(status)  # without destructors of collectives, which may wait for ranks that are gone
+        os._exit(status)  # skips destructors of process groups, which may wait for lost ranks
 
 
 class Worker:
-    """A rank that runs the leader's plans; made and used in one thread, which runs on a stream of its own.
+    """A rank that runs the leader's plans; constructed and used in one thread, which has its own stream.
 
     Attributes:
         mesh: This rank's axes, once it has joined the others.
@@ -133,11 +133,11 @@ class Worker:
         self._launched: SimpleQueue[InFlightStep | None] = SimpleQueue()
 
     def load(self, store: tuple[str, int]) -> ProbeReport:
-        """Load together with the other ranks, and return what this one has reported.
+        """Load together with the other ranks, and return the report of this one.
 
         Raises:
             Closed: The leader is gone.
-            DSV4LiteError: What is wrong with this rank, or with the ranks together.
+            DSV4LiteError: This rank cannot load, or the ranks do not fit together.
         """
         config, rank = self._config, self._rank
         probe = Probe.of(config, self._device, rank, several=True)
@@ -208,7 +208,7 @@ class Worker:
 
 
 class ExternalWorker:
-    """A worker in a process of the host's; made and used in the thread of its engine, which runs nothing else.
+    """A worker in a process of the host; constructed and used in the thread of its engine, which runs nothing else.
 
     ``on_loss`` is called in another thread when a rank is lost, or the leader is gone.
     """
@@ -222,10 +222,10 @@ class ExternalWorker:
         self._worker: Worker | None = None
 
     def open(self, stack: ExitStack) -> ProbeReport:
-        """Load together with the other ranks; return what this one has reported.
+        """Load together with the other ranks; return the report of this one.
 
         Raises:
-            DSV4LiteError: What is wrong with this rank, or with the ranks together.
+            DSV4LiteError: This rank cannot load, or the ranks do not fit together.
         """
         config = sendable(self._host.config)
         device = device_of(config, self._host.rank)
@@ -247,7 +247,7 @@ class ExternalWorker:
         """Run the leader's plans until it closes its engine.
 
         Raises:
-            EngineDeadError: A rank is lost.
+            EngineDeadError: A rank was lost.
         """
         assert self._worker is not None
         try:
@@ -257,22 +257,22 @@ class ExternalWorker:
                 raise self._explained(error) from None
 
     def leave(self) -> None:
-        """Stop because this process ends; the leader loses a rank."""
+        """Stop because this process ends; for the leader the rank is lost."""
         self._left = True
         self._work.shut_down()
 
     def _lose(self, error: DSV4LiteError) -> None:
-        """Make what waits for other ranks fail; called in the thread of the heartbeat."""
+        """Fail everything that waits for other ranks; called in the thread of the heartbeat."""
         self._lost = error
         self._knows.set()
-        if isinstance(error, EngineDeadError):  # else nothing was loaded, and ``open`` raises it
+        if isinstance(error, EngineDeadError):  # otherwise nothing is loaded yet, and ``open`` raises the error
             self._on_loss(error)
         self._work.shut_down()
         if self._worker is not None and self._worker.mesh is not None:
             self._worker.mesh.abort()
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Return the cause of an error; send the leader the error if it is this rank's own."""
+        """Return the cause of an error: this rank's own error, which is sent to the leader, or the loss that the leader reports."""
         if self._lost is None and not isinstance(error, Closed):
             with suppress(Closed):
                 self._life.send(portable(error))

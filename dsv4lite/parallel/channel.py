@@ -1,6 +1,6 @@
 """Messages between an engine and its ranks: pickled values over a pipe or a socket.
 
-Tensors travel as their bytes. An exception that cannot be pickled travels as a RuntimeError that says the same.
+Tensors are sent as their bytes. An exception that cannot be pickled is sent as a RuntimeError with the same text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Channel:
         self.send_bytes(encode(message))
 
     def send_bytes(self, message: bytes) -> None:
-        """Send a message as ``encode`` returned it, which may be sent to several ranks.
+        """Send a message that ``encode`` returned, for example the same one to several ranks.
 
         Raises:
             Closed: The other end is gone.
@@ -66,12 +66,12 @@ class Channel:
             raise Closed(str(error)) from error
 
     def shut_down(self) -> None:
-        """End the connection for both sides; a thread that receives here gets ``Closed``."""
+        """End the connection on both sides; a thread that waits in ``receive`` gets ``Closed``."""
         try:
             with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
                 end.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # it is closed already
+            return  # already closed
 
     def close(self) -> None:
         """Close this end; may be repeated."""

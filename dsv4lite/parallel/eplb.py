@@ -1,12 +1,12 @@
-"""Expert balancing: where copies of the experts lie, so that every rank gets about the same number of rows.
+"""Expert balancing: places experts and copies of them so that every rank gets about the same number of rows.
 
-Popular experts get copies (redundant experts), and slots are packed so that the ranks' loads come out even: the global scheme that
-DeepSeek published.
+Popular experts get copies (redundant experts), and slots are packed so that the loads of the ranks are even. This is the global
+scheme of DeepSeek's EPLB.
 
     copies    each further slot goes to the expert with the most load per copy
     packing   items by descending load, each into the least loaded pack that has room
 
-Source: specification of the V3 family, 6.3. Everything is exact and the same on every machine: ties go to the lower number.
+Source: specification of the V3 family, 6.3. Results are equal on every machine: ties go to the lower number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Placement:
 
     Attributes:
         experts: The expert in every slot; rank r holds the r-th of ``ranks`` equal consecutive parts of the slots.
-        num_experts: Experts, whatever the copies.
+        num_experts: Number of experts, without copies.
         ranks: Ranks that share them.
     """
 
@@ -62,7 +62,7 @@ class Placement:
         return tuple(tuple(of_expert) for of_expert in slots)
 
     def keeping_slots(self, before: Placement) -> Placement:
-        """Return the same experts on the same ranks, those that a rank held before in the slots where they lay."""
+        """Return the same experts on the same ranks; experts that a rank held ``before`` keep their slots."""
         assert len(before.experts) == len(self.experts) and before.ranks == self.ranks
         placed: list[int] = []
         for rank in range(self.ranks):
@@ -82,7 +82,7 @@ class Placement:
         return [sum(loads[e] / counts[e] for e in self.held_by(rank)) for rank in range(self.ranks)]
 
     def imbalance(self, loads: Sequence[float]) -> float:
-        """Return the load of the busiest rank over the average; 1 is even."""
+        """Return the load of the busiest rank divided by the average; 1 is even."""
         ranks = self.rank_loads(loads)
         return max(ranks) * len(ranks) / sum(ranks) if sum(ranks) else 1.0
 
@@ -91,12 +91,12 @@ def balance(loads: Sequence[float], *, slots: int, ranks: int) -> Placement:
     """Place one layer's experts by their loads.
 
     Args:
-        loads: Rows that each expert got lately, or any number in proportion.
-        slots: Experts that the ranks hold together, copies included.
-        ranks: Ranks; each holds ``slots / ranks``.
+        loads: Rows that each expert got recently, or numbers in proportion.
+        slots: Experts that all ranks hold together, copies included.
+        ranks: Number of ranks; each holds ``slots / ranks``.
 
     Raises:
-        ConfigError: The slots are too few, or do not divide.
+        ConfigError: There are fewer slots than experts, or ``ranks`` does not divide them.
     """
     experts = len(loads)
     if slots % ranks or slots < experts:
@@ -110,7 +110,7 @@ def balance(loads: Sequence[float], *, slots: int, ranks: int) -> Placement:
 
 
 def _copy(loads: Sequence[float], slots: int) -> list[int]:
-    """Return the owner of every slot: each item once, then whichever has the most load per copy."""
+    """Return the expert of every slot: each expert once, then the one with the most load per copy."""
     owners, counts = list(range(len(loads))), [1] * len(loads)
     while len(owners) < slots:
         busiest = max(range(len(loads)), key=lambda i: loads[i] / counts[i])

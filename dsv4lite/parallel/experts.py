@@ -1,12 +1,12 @@
-"""Expert dispatchers: how a token's row gets to the ranks that hold its experts, and how the results return.
+"""Expert dispatchers: they send a token's row to the ranks that hold its experts, and return the results.
 
-    Local       every rank of ep has the token already; the caller adds the partial sums of the ranks
+    Local       every rank of ep already has the token; the caller adds the partial sums of the ranks
     AllGather   every rank gets every row, and a reduce-scatter returns each rank the sums of its tokens; ranks pad to equal counts
-    AllToAll    rows travel only to the ranks of their experts and back; the token's own rank adds the results in the order of its
-                experts, so that the sum has the bits of one rank
+    AllToAll    rows are sent only to the ranks of their experts and back; the token's own rank adds the results in the order of its
+                experts, so that the sum has the same bits as on a single rank
 
 Ranks that work on the same tokens are peers. All dispatchers return partial float32 sums [T, D]: added up over the peers, they are
-the sums over each token's experts. Where rows travel, each peer sends an equal part of the tokens, and gets the sums of these.
+the sums over each token's experts. If rows are sent, each peer sends an equal part of the tokens, and gets the sums of that part.
 
 Slots are places for experts, numbered through all ranks of ep. The number of all slots stands for "no expert".
 """
@@ -41,11 +41,11 @@ Experts take slots numbered from the rank's first."""
 class Dispatcher(Protocol):
     """Sends tokens to their experts, on every rank of ep at the same time.
 
-    The caller runs other work beside the transfers: between ``start`` and the call of what it returns, and between that call and
-    the call of what it returns in turn. Each of them is called once.
+    The caller runs other work during the transfers: between ``start`` and the call of the ``Dispatched`` that it returns, and
+    between that call and the call of the ``Sums`` that it returns. Each is called once.
 
     Attributes:
-        capturable: A step with ``most_tokens`` can be captured in a CUDA graph: no shape depends on results of the device.
+        capturable: Whether a step with ``most_tokens`` can be captured in a CUDA graph: no shape depends on device results.
     """
 
     @property
@@ -54,13 +54,13 @@ class Dispatcher(Protocol):
         ...
 
     def start(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor, most_tokens: int | None = None) -> Dispatched:
-        """Begin to bring rows to their experts.
+        """Begin to send rows to their experts.
 
         Args:
             rows: Inputs of the experts for this rank's tokens. No argument may be written to before the sums are complete.
-            slots_TK: int64, in the order in which experts are added up.
+            slots_TK: int64, in the order in which results are added up.
             weight_TK: float32 mixing weights.
-            most_tokens: The largest number of tokens on a rank of ep; ``None`` if it is not known. The same on all ranks.
+            most_tokens: The largest number of tokens on a rank of ep; ``None`` if it is unknown. Equal on all ranks.
         """
         ...
 
@@ -72,9 +72,9 @@ class ExpertRanks:
     Attributes:
         ep: Ranks that share the experts.
         peers: Ranks that work on the same tokens.
-        slots_per_rank: Places for experts on each rank of ep.
-        dtype: Of the result of one expert for one token.
-        captured: Steps are captured as CUDA graphs if they can be.
+        slots_per_rank: Slots of each rank of ep.
+        dtype: Dtype of the result of one expert for one token.
+        captured: Whether steps are captured as CUDA graphs if they can be.
     """
 
     ep: Axis
@@ -120,7 +120,7 @@ class Local:
 class AllGather:
     """Every rank gets every token; ranks with fewer tokens than ``most_tokens`` send empty rows.
 
-    Without ``most_tokens`` the ranks exchange their numbers of tokens, for which the host waits.
+    Without ``most_tokens`` the ranks exchange their numbers of tokens, and the host waits for them.
     """
 
     capturable = True
@@ -151,7 +151,7 @@ class AllGather:
 
 
 class AllToAll:
-    """Rows travel to their experts only: the host waits for the numbers of rows before it can launch the transfer."""
+    """Rows are sent only to their experts; the host waits for the numbers of rows before it launches the transfer."""
 
     capturable = False
 
@@ -166,7 +166,7 @@ class AllToAll:
         none = size * ranks.slots_per_rank
         pairs = slots.flatten().clamp(0, none)  # a dry run leaves slots unwritten
         goal = pairs // ranks.slots_per_rank
-        goal = torch.where(goal < size, goal, ranks.ep.rank)  # no expert: padding stays
+        goal = torch.where(goal < size, goal, ranks.ep.rank)  # padding has no expert and stays here
         counts = torch.zeros(size, dtype=torch.int64, device=pairs.device).scatter_add_(0, goal, torch.ones_like(goal))
         ones = [1] * size
         send, receive = torch.stack([counts, ranks.ep.begin_all_to_all(counts, ones, ones).wait()]).tolist()
@@ -192,11 +192,11 @@ def make_dispatcher(choice: str | DispatcherFactory, ranks: ExpertRanks) -> Disp
     """Return a dispatcher.
 
     Args:
-        choice: A name in ``DISPATCHERS``, or a factory. ``auto`` is ``local`` where that suffices, else ``all_gather``
-            where steps are captured, else ``all_to_all``.
+        choice: A name in ``DISPATCHERS``, or a factory. ``auto`` is ``local`` if peers hold all experts, else ``all_gather`` if
+            steps are captured, else ``all_to_all``.
 
     Raises:
-        ConfigError: There is no such dispatcher, or it does not suit the layout.
+        ConfigError: There is no such dispatcher, or it does not fit the layout.
     """
     if not isinstance(choice, str):
         return choice(ranks)
@@ -211,7 +211,7 @@ def _whole(ranks: ExpertRanks) -> ExpertRanks:
     if ranks.ep.size < ranks.peers.size:
         raise ConfigError(
             f"tp={ranks.peers.size} ranks share the width of experts on ep={ranks.ep.size}; "
-            f"rows can travel to whole experts only: choose the dispatcher local, or ep={ranks.peers.size}"
+            f"rows can be sent to whole experts only: choose the dispatcher local, or ep={ranks.peers.size}"
         )
     return ranks
 
@@ -223,7 +223,7 @@ def equal_part(count: int, rank: int, size: int) -> slice:
 
 
 def _in_order(results: Tensor, order: Tensor, tokens: int, per_token: int) -> Tensor:
-    """Return float32 sums over each token's experts in their order; result i belongs to pair ``order[i]`` of token and expert."""
+    """Return float32 sums over each token's experts in their order; result i is that of the (token, expert) pair ``order[i]``."""
     by_pair = torch.empty(len(results), results.shape[1], dtype=torch.float32, device=results.device)
     by_pair[order] = results.float()
     total, *others = by_pair.view(tokens, per_token, by_pair.shape[1]).unbind(1)
@@ -247,7 +247,7 @@ def _pack(parts: Rows) -> Tensor:
 
 
 def _unpack(packed: Tensor, like: Rows) -> list[Tensor]:
-    """Return what ``_pack`` packed; ``like`` has the dtypes and the shapes of one row."""
+    """Undo ``_pack``; ``like`` has the dtypes, and the shapes of one row."""
     parts, begin = [], 0
     for part in like:
         end = begin + prod(part.shape[1:]) * part.dtype.itemsize

@@ -1,8 +1,8 @@
 """Ranks as child processes of the engine's process.
 
-A child is a new Python interpreter. It does not import the host's ``__main__``, as processes of ``multiprocessing`` do, needs no
-resource tracker, and is in no list of the host's children. It has two connections to its parent, one for work and one for signs of
-life; both end with either process. A child whose parent is gone ends at once.
+A child is a new Python interpreter. Unlike a ``multiprocessing`` process, it does not import the host's ``__main__``, needs no
+resource tracker, and is not in the host's list of children. It has two connections to its parent, one for work and one for signs of
+life; both close when either process ends. A child ends at once when its parent is gone.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _PROGRAM = (
     "from dsv4lite.bare import import_torch; import_torch()\n"
     "import importlib; importlib.import_module(module).main(int(work), int(life), int(parent))"
 )
-_LAST_WORDS_S = 5.0
+_EXIT_S = 5.0
 
 
 class RankProcess:
     """The leader's connections to a rank in a child process: ``work`` for messages, ``life`` for signs of life and errors."""
 
     def __init__(self, rank: int, module: str) -> None:
-        """Start ``module.main(work, life, parent)``, with the numbers of two sockets and of this process, in a child.
+        """Start ``module.main(work, life, parent)`` in a child, with two socket descriptors and the id of this process.
 
         Raises:
-            ConfigError: This program cannot start Python interpreters.
+            ConfigError: This program cannot start a Python interpreter.
         """
         self.rank = rank
         executable = os.fsdecode(multiprocessing.spawn.get_executable() or "")
         if getattr(sys, "frozen", False) or not Path(executable).name.startswith("python"):
             raise ConfigError(
-                f"ranks are Python processes, and {executable or 'this program'} is no interpreter: name one with "
+                f"ranks are Python processes, and {executable or 'this program'} is not an interpreter: name one with "
                 "multiprocessing.set_executable, or use executor='thread' and one rank"
             )
         (work, their_work), (life, their_life) = socket.socketpair(), socket.socketpair()
@@ -57,7 +57,7 @@ class RankProcess:
             ends = (their_work.fileno(), their_life.fileno())
             command = [executable, "-c", _PROGRAM, *map(str, ends), str(os.getpid()), module, *sys.path]
             try:
-                # What it prints goes where errors go: standard output belongs to the host's own results.
+                # Its standard output goes to standard error: standard output is for the host's own results.
                 self._process = subprocess.Popen(command, pass_fds=ends, stdin=subprocess.DEVNULL, stdout=2)
             except OSError as error:
                 work.close()
@@ -67,16 +67,16 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """Number of the process."""
+        """Id of the process."""
         return self._process.pid
 
     @property
     def where(self) -> str:
-        """The process, in words."""
+        """Name of the process in messages."""
         return f"process {self.pid}"
 
     def fate(self, wait_s: float = 1.0) -> str:
-        """Return how a process ended that has closed its connection, in words; waits ``wait_s`` seconds for its exit status."""
+        """Return how the process ended, for a message; wait up to ``wait_s`` seconds for its exit status."""
         try:
             status = self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
@@ -92,13 +92,13 @@ class RankProcess:
         self.work.shut_down()
 
     def end(self, *, kill: bool) -> None:
-        """Close the connections and wait for the end of the process; kill it if it takes 5 seconds, at once with ``kill``."""
+        """Close the connections and wait for the process; kill it after 5 seconds, or at once with ``kill``."""
         if kill:
             self._process.kill()
         self.work.close()
         self.life.close()
         try:
-            self._process.wait(_LAST_WORDS_S)
+            self._process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
             log.warning("rank %d (process %d) did not end by itself and is killed", self.rank, self.pid)
             self._process.kill()
@@ -106,13 +106,12 @@ class RankProcess:
 
 
 class Heartbeat:
-    """Sends signs of life of a rank, twice a second from a thread of its own, and listens for the end of the leader.
+    """A thread that sends a rank's signs of life twice a second, and listens for errors from the leader and for its end.
 
     Args:
         life: Connection to the leader.
-        on_end: Called in that thread, at most once: with an error that the leader has sent, or when the leader is gone without
-            having announced it.
-        parent: Number of the process that started this one, if it did.
+        on_end: Called in that thread, at most once: with an error from the leader, or if the leader is gone without notice.
+        parent: Id of the leader's process, if it started this one.
     """
 
     def __init__(self, life: Channel, on_end: Callable[[DSV4LiteError], None], parent: int | None = None) -> None:
@@ -130,7 +129,7 @@ class Heartbeat:
         while not self._stop.is_set():
             error: DSV4LiteError | None
             try:
-                with suppress(Closed):  # a message may still be there to be received
+                with suppress(Closed):  # a message of the leader may still be unread
                     self._life.send(None)
                 error = self._life.receive(HEARTBEAT_S)
             except TimeoutError:
@@ -146,7 +145,7 @@ class Heartbeat:
 
 def set_up_child(device: torch.device, ranks_here: int) -> None:
     """Set up this process, which the engine owns, for one rank of ``ranks_here`` on this machine."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine's process decides what follows
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the engine's process handles it
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:

@@ -1,9 +1,9 @@
 """Named axes of ranks, with their collectives as methods.
 
-An axis of size 1 does nothing and needs no torch.distributed. Others hold a process group: the host's own, or one that
-``Mesh.from_store`` makes. There is never a default group for the process.
+The collectives of an axis of size 1 do nothing and need no torch.distributed. A larger axis holds a process group, the host's or
+one that ``Mesh.from_store`` makes. The default process group is never set.
 
-Collectives return once the current stream can use the result; those that ``begin`` return at once. Rows are the first dimension.
+Collectives return once the current stream can use the result; ``begin_…`` methods return at once. Rows are the first dimension.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOPBACK = "127.0.0.1"
 T = TypeVar("T")
 
 Group = Any
-"""A ``ProcessGroup``, or a backend such as ``ProcessGroupGloo``: both have the methods that are used here."""
+"""A ``ProcessGroup`` or a backend such as ``ProcessGroupGloo``; both have the methods used here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,9 +41,9 @@ class _Transfer(Generic[T]):
     """A collective that has begun.
 
     Attributes:
-        result: The tensor, or tensors, that are complete after ``wait``.
-        works: The backend's handles.
-        sent: What must not be freed before that.
+        result: The tensor or tensors, complete after ``wait``.
+        works: Handles of the backend.
+        sent: Tensors that must stay allocated until then.
     """
 
     result: T
@@ -51,7 +51,7 @@ class _Transfer(Generic[T]):
     sent: object = None
 
     def wait(self) -> T:
-        """Let the current stream, or on a CPU the caller, wait; return the result."""
+        """Make the current stream (on a CPU, the caller) wait; return the result."""
         for work in self.works:
             work.wait()
         return self.result
@@ -70,7 +70,7 @@ class Axis:
         rank: Position of this rank along the axis.
         size: Ranks along the axis.
         group: Their process group, in the order of their positions; ``None`` for size 1.
-        memory: Memory that they have opened to each other; ``None`` where they cannot, or no collective uses it.
+        memory: Memory that they have opened to each other; ``None`` if they cannot, or if no collective uses it.
     """
 
     name: str
@@ -94,16 +94,16 @@ class Axis:
         return x
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Return the ranks' tensors, all of one shape, side by side along ``dim`` in the order of the ranks."""
+        """Return the tensors of all ranks, of equal shape, concatenated along ``dim`` in the order of the ranks."""
         if self.size == 1:
             return x
         (gathered,) = self.begin_all_gather(x).wait()
         return gathered if dim % x.dim() == 0 else torch.cat(gathered.chunk(self.size), dim)
 
     def begin_all_gather(self, *parts: Tensor) -> Transfers:
-        """Begin to gather the rows of all ranks, of one tensor or several; in one launch where the backend can.
+        """Begin to gather the rows of one or several tensors from all ranks; in one launch if the backend can.
 
-        Each has the same shape on all ranks, and must not be written to before ``wait``.
+        Each tensor has the same shape on all ranks, and must not be written to before ``wait``.
         """
         group, sent = self._group, tuple(part.contiguous() for part in parts)
         gathered = tuple(torch.empty(self.size * len(x), *x.shape[1:], dtype=x.dtype, device=x.device) for x in sent)
@@ -114,7 +114,7 @@ class Axis:
         return _Transfer(gathered, [group._end_coalescing()] if together else works, sent)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the sum: the ``rank``-th of ``size`` equal numbers of rows."""
+        """Return this rank's part of the sum: the ``rank``-th of ``size`` equal parts of the rows."""
         return self.begin_reduce_scatter(x).wait() if self.size > 1 else x
 
     def begin_reduce_scatter(self, x: Tensor) -> Transfer:
@@ -128,7 +128,7 @@ class Axis:
         return _Transfer(mine, [self._group._reduce_scatter_base(mine.flatten(), x.flatten())], x)
 
     def begin_all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Transfer:
-        """Begin to send numbers of rows [N, ...] to all ranks, and to receive as many from each; both in the order of the ranks.
+        """Begin to send ``send_counts`` rows of [N, ...] to the ranks and receive ``receive_counts`` rows, in order of the ranks.
 
         ``x`` must not be written to before ``wait``.
         """
@@ -149,12 +149,12 @@ class Axis:
         return _Transfer(x, [self._group.broadcast([_plain(x)], options)])
 
     def begin_send(self, x: Tensor, to: int) -> Transfer:
-        """Begin to send a tensor to a rank along the axis, which must ``receive`` it; it must not be written to before ``wait``."""
+        """Begin to send ``x`` to a rank along the axis, which must ``receive`` it; ``x`` must not be written to before ``wait``."""
         x = x.contiguous()
         return _Transfer(x, [self._group.send([_plain(x)], to, 0)])
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Fill a contiguous tensor with what a rank along the axis sends."""
+        """Receive a contiguous tensor from a rank along the axis."""
         self._group.recv([_plain(x)], source, 0).wait()
         return x
 
@@ -171,10 +171,10 @@ def _plain(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mesh:
-    """The axes of one rank, and its place among all ranks; by default that of a model on one device.
+    """The axes of one rank, and its place among all ranks; by default, of a model on one device.
 
     Attributes:
-        replica: All ranks that have the same requests, of every stage and copy; ``None`` where the host has no such group.
+        replica: All ranks that have the same requests, of every stage and copy; ``None`` if there is no such group.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -197,7 +197,7 @@ class Mesh:
 
     @classmethod
     def outline(cls, layout: Layout, rank: int) -> Mesh:
-        """Return the mesh of one rank without its groups: for sizes of shards, not for collectives."""
+        """Return the mesh of one rank without process groups: for sizes of shards, not for collectives."""
         place = layout.place(rank)
         axes = {name: Axis(name, getattr(place, name), getattr(layout, name), object()) for name in AXES}
         return cls(layout=layout, rank=rank, replica=None, **axes)
@@ -206,13 +206,13 @@ class Mesh:
     def from_store(
         cls, store: Store, layout: Layout, rank: int, device: torch.device, *, host: str = "", timeout_s: float = 600.0
     ) -> Mesh:
-        """Return a mesh with groups of its own, NCCL for a GPU, gloo for a CPU; a collective call.
+        """Return a mesh with its own process groups, NCCL on GPUs, gloo on CPUs; a collective call.
 
         Args:
-            store: Where the ranks find each other; the keys of another mesh must not be in it.
-            rank: Of this process in the layout.
-            host: Name under which ranks reach the store; with ``LOOPBACK`` gloo listens there alone, else at this machine's name.
-            timeout_s: Seconds after which a collective gives up.
+            store: Store in which the ranks find each other; it must not have keys of another mesh.
+            rank: Rank of this process in the layout.
+            host: Name under which ranks reach the store. With ``LOOPBACK``, gloo listens only there, else at this machine's name.
+            timeout_s: Seconds after which a collective fails.
         """
         # Every group of more than one rank, once, in an order that is the same on every rank.
         groups = sorted({ranks for name in (*AXES, "replica") for ranks in layout.groups(name) if len(ranks) > 1})
@@ -228,7 +228,7 @@ class Mesh:
         return cls(layout=layout, rank=rank, **axes)
 
     def abort(self) -> None:
-        """Make collectives that wait for other ranks fail; the mesh cannot be used afterwards. Only for groups of its own.
+        """Make collectives that wait for other ranks fail; the mesh cannot be used afterwards. Not for groups of the host.
 
         Returns at once. Each group is aborted in a thread: NCCL's abort waits until the CUDA graphs with its collectives are freed,
         and the abort of one group may wait for a kernel of another.
@@ -240,9 +240,9 @@ class Mesh:
             threading.Thread(target=_abort, args=(group,), name="dsv4lite-abort", daemon=True).start()
 
     def close(self) -> None:
-        """End the groups of NCCL, which warns of groups that only go out of use; the mesh cannot be used afterwards.
+        """Abort the NCCL groups, since NCCL warns of groups that are only dropped; the mesh cannot be used afterwards.
 
-        Waits for no other rank. CUDA graphs with collectives must be freed before that: NCCL's abort waits for them.
+        Does not wait for other ranks. CUDA graphs with collectives must be freed first: NCCL's abort waits for them.
         """
         for group in self.groups():
             if not isinstance(group, dist.ProcessGroupGloo):
@@ -266,11 +266,11 @@ class Mesh:
 
 
 def open_store(host: str, bind: str) -> Store:
-    """Return a new store in which ranks find each other, at a free port of this machine; it ends with the object.
+    """Return a new store in which ranks find each other, on a free port of this machine, until the object is freed.
 
     Args:
-        host: Name under which this machine is reached.
-        bind: Address to listen at, empty for all. The store's default is all, and it asks for no password.
+        host: Name under which ranks reach this machine.
+        bind: Address to listen at; empty for all. It should be given, since the store has no password.
     """
     listening = socket.create_server((bind, 0))
     port, number = listening.getsockname()[1], listening.detach()  # the store closes it
@@ -281,7 +281,7 @@ def open_store(host: str, bind: str) -> Store:
 
 
 def join_store(host: str, port: int) -> Store:
-    """Return another process's store."""
+    """Connect to the store of another process."""
     store: Store = dist.TCPStore(host, port, None, is_master=False)  # type: ignore[attr-defined]
     return store
 
@@ -308,7 +308,7 @@ def _make_group(store: Store, ranks: tuple[int, ...], rank: int, device: torch.d
 
 
 def _part_of(store: Store, name: str, ranks: tuple[int, ...]) -> Store:
-    """Return a view of a store with keys of its own for some ranks."""
-    from torch.distributed.distributed_c10d import PrefixStore  # which torch does not have everywhere
+    """Return a view of a store in which some ranks have their own keys."""
+    from torch.distributed.distributed_c10d import PrefixStore  # missing in builds of torch without distributed
 
     return PrefixStore(name + "-".join(map(str, ranks)), store)

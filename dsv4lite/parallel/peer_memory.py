@@ -1,7 +1,7 @@
-"""Memory that ranks of one machine open to each other, so that a kernel can write to all of them.
+"""Memory that the GPUs of one machine open to each other, so that a kernel can write to the memory of all ranks.
 
-CUDA's driver does it (``cuIpc…``), and handles are exchanged in a store, without a process group. If one rank cannot, none does:
-drivers and containers differ, and ranks may be on several machines.
+CUDA's driver opens it (``cuIpc…``); the ranks exchange handles in a store, without a process group. If one rank cannot open it
+(its driver or container forbids it, or ranks are on several machines), no rank uses it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("dsv4lite.parallel")
 
 MOST_NUMBERS = 1 << 18
-"""Numbers of the largest sum that every rank adds up as a whole."""
+"""Elements of the largest all-reduce in which every rank adds up all elements."""
 SHARDED_NUMBERS = 1 << 22
-"""Numbers of a larger sum that one launch takes; each rank adds up a shard of them."""
+"""Elements of a larger all-reduce that one launch processes; each rank adds up a shard of them."""
 SIZES = (2, 4)
-"""Numbers of ranks that use it: kernels want a power of two, and each rank writes to all others, which is not measured for more."""
+"""Numbers of ranks that use it: kernels require a power of two, and more than 4 ranks are not measured."""
 _HANDLE_BYTES = 64
 _ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def opened_bytes(ranks: int) -> int:
-    """Return what each of so many ranks opens to the others, if they are GPUs of one machine."""
+    """Return the bytes that each rank opens to the others, if they are GPUs of one machine."""
     return 4 * _words(ranks, MOST_NUMBERS, shard_words(ranks)) if ranks in SIZES else 0
 
 
 def shard_words(ranks: int) -> int:
-    """Return the words that a rank sends to each other one: parts of its shard, float32, and sums of the own one, bfloat16."""
+    """Return the words that a rank sends to each other rank: float32 parts of its shard, and bfloat16 sums of its own shard."""
     return SHARDED_NUMBERS // ranks // 2 * 3
 
 
@@ -63,9 +63,9 @@ class PeerMemory:
     """The buffers of all ranks.
 
     Attributes:
-        inbox: Their addresses, for kernels of few numbers.
+        inbox: Their addresses, for small all-reduces.
         shards: The same for ``all_reduce_shards``, in the same allocation.
-        abandoned: int32 [1] in pinned memory, read by the device: not 0 once kernels must not wait for peers any more.
+        abandoned: int32 [1] in pinned memory, read by the device: not 0 once kernels must stop waiting for peers.
     """
 
     inbox: Inbox
@@ -79,9 +79,9 @@ class PeerMemory:
         Args:
             places: Addresses of all ranks' buffers.
             rank: Position of this rank.
-            numbers: Of the largest sum that every rank adds up as a whole.
+            numbers: See ``MOST_NUMBERS``.
             abandoned: See the class.
-            device: Where kernels run.
+            device: Device of the kernels.
         """
         ranks, inboxes, begin = len(places), list[Inbox](), 0
         for count in (numbers, shard_words(ranks)):
@@ -95,19 +95,19 @@ class PeerMemory:
 
     @classmethod
     def open(cls, store: Store, rank: int, size: int, device: torch.device, *, numbers: int = MOST_NUMBERS) -> PeerMemory | None:
-        """Return the memory, filled with ``EMPTY``, or ``None`` if a rank cannot have it; a collective call.
+        """Return the memory, filled with ``EMPTY``, or ``None`` if a rank cannot open it; a collective call.
 
         Args:
-            store: Of these ranks; it must have no other keys.
+            store: Store of these ranks, without other keys.
             rank, size: Position of this rank, and number of ranks.
             device: The current GPU.
-            numbers: Of the largest sum that every rank adds up as a whole.
+            numbers: See ``MOST_NUMBERS``.
         """
         with torch.cuda.device(device):
             torch.zeros(1, dtype=torch.int32, device=device)  # a context for the driver
             found = open_buffers(store, rank, size, _words(size, numbers, shard_words(size)))
         if isinstance(found, str):
-            log.info("ranks add up all parts with NCCL: their memory is closed to each other (%s)", found)
+            log.info("ranks use NCCL for all collectives: they cannot open their memory to each other (%s)", found)
             return None
         own, opened, driver = found
         abandoned = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
@@ -131,7 +131,7 @@ class Driver:
         self._library = ctypes.CDLL("libcuda.so.1")
 
     def allocate(self, count: int) -> int:
-        """Return the address of numbers of 32 bits, all ``EMPTY``."""
+        """Allocate ``count`` 32-bit words, all ``EMPTY``; return the address."""
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(4 * count))
         self._call("cuMemsetD32_v2", address, ctypes.c_uint(EMPTY & 0xFFFFFFFF), ctypes.c_size_t(count))
@@ -156,7 +156,7 @@ class Driver:
             for address in opened:
                 self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
             self._call("cuMemFree_v2", ctypes.c_uint64(own))
-        except Refused as error:  # after a CUDA error nothing works any more
+        except Refused as error:  # after a CUDA error no call works
             log.debug("memory of ranks was not freed: %s", error)
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -166,7 +166,7 @@ class Driver:
 
 
 def open_buffers(store: Store, rank: int, size: int, count: int) -> tuple[int, list[int], Driver] | str:
-    """Return the address of this rank's buffer of numbers, and those of its peers; or, on all ranks, why one cannot have them."""
+    """Return the addresses of this rank's buffer and of its peers' buffers, or, on all ranks, why a rank cannot open them."""
     own, opened, handle, problem = 0, list[int](), b"", ""
     try:
         driver = Driver()

@@ -1,10 +1,9 @@
-"""What passes between the stages of a pipeline: streams to the next stage, sampled tokens to all stages.
+"""Transfers between the stages of a pipeline: streams to the next stage, sampled tokens to all stages.
 
-A stage waits only for what its step needs. It starts the next step while the streams of the last one are being sent, and it waits
-for sampled tokens when a step starts with them, not when the step that samples them ends: the last stage may be as many steps late
-as there are stages before it.
+A stage starts a step while the streams of its previous step are being sent. It waits for sampled tokens when a step starts with
+them, not when the step that samples them ends: the last stage may be as many steps late as there are stages before it.
 
-Streams and tokens have process groups of their own, each used in the order of the steps, so every wait is for an earlier step.
+Streams and tokens have separate process groups, each used in the order of the steps, so every wait is for an earlier step.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dsv4lite.parallel.mesh import Axis, Mesh, Transfer
 
 
 class StageLink:
-    """Receives streams from the stage before and sends them to the next one; mutable.
+    """Receives streams from the previous stage and sends them to the next one; mutable.
 
     Args:
         pp: The stages.
@@ -32,14 +31,14 @@ class StageLink:
         self._sending: list[Transfer] = []
 
     def receive(self, into: Sequence[Tensor]) -> None:
-        """Wait for what the stage before sends of a step, tensors of these shapes."""
+        """Wait for the tensors that the previous stage sends for a step."""
         for x in into:
             self._pp.receive(x, self._pp.rank - 1)
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Start to send to the next stage, which calls ``receive``. The tensors must not be written to any more.
+        """Start to send to the next stage, which calls ``receive``. The tensors must not be written to afterwards.
 
-        Waits until the next stage has received what was sent of the step before, which limits how far a stage runs ahead.
+        Waits until the next stage has received the tensors of the previous step, which limits how far a stage runs ahead.
         """
         for transfer in self._sending:
             transfer.wait()
@@ -57,7 +56,7 @@ class TokenBroadcast:
 
     Args:
         mesh: The ranks.
-        last_token: int64 [slots + 1], kept up to date on this rank; the last place is for padding.
+        last_token: int64 [slots + 1], kept up to date on this rank; the last element is for padding.
     """
 
     def __init__(self, mesh: Mesh, last_token: Tensor) -> None:
@@ -75,7 +74,7 @@ class TokenBroadcast:
 
     @property
     def pending(self) -> bool:
-        """Whether a broadcast has started that no step has waited for."""
+        """Whether a broadcast has started for which no step has waited yet."""
         return bool(self._pending)
 
     def begin(self, slots: Iterable[int]) -> None:
@@ -92,7 +91,7 @@ class TokenBroadcast:
             self.await_tokens(frozenset(slots))
 
     def await_tokens(self, slots: Set[int]) -> None:
-        """Let the stream wait for the tokens of some slots, and for those of all steps before."""
+        """Make the stream wait for the tokens of some slots, and of all steps before the ones that sampled them."""
         while len(self._pending) > self._stages or any(not slots.isdisjoint(sent.slots) for sent in self._pending):
             sent = self._pending.popleft()
             token_ids = sent.transfer.wait()

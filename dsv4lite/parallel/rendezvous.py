@@ -1,7 +1,7 @@
-"""Rendezvous of ranks that the host has started: which rank this is, and how the others connect to the leader.
+"""Rendezvous of ranks that the host has started: finds the rank of this process, and connects the other ranks to the leader.
 
-The host's process groups serve for this only. Plans and results go over sockets to the leader, collectives over groups of the
-engine's own, which can be aborted when a rank is lost without harm to the host's.
+The host's process groups are used only here. Plans and results go over sockets to and from the leader. Collectives use the engine's
+own groups, which can be aborted when a rank is lost without harm to the groups of the host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dsv4lite.parallel.mesh import LOOPBACK
 log = logging.getLogger("dsv4lite.parallel")
 
 _TOKEN_BYTES = 32
-_HELLO_S = 5.0  # for a new connection to send its token and rank
+_HELLO_S = 5.0  # within which a new connection must send its token and rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,10 +37,10 @@ class Rendezvous:
     """This rank among those that the host has started, and the exchange of facts between them.
 
     Attributes:
-        config: Settings, with the sizes that a device mesh has brought.
+        config: Settings, with the sizes of the device mesh.
         rank: Number of this rank in the layout.
-        groups: Process groups of the host; gathering over one after the other reaches every rank.
-        problem: What is wrong with the groups or the settings; the other ranks get it from ``agree``.
+        groups: Process groups of the host; gathering over each in turn reaches every rank.
+        problem: Error of the groups or the settings, which ``agree`` raises on all ranks.
     """
 
     config: EngineConfig
@@ -50,10 +50,10 @@ class Rendezvous:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Rendezvous:
-        """Find out which rank this is.
+        """Find the rank of this process.
 
         Raises:
-            ConfigError: There are no groups, or what is given is none, so that the other ranks cannot get the error.
+            ConfigError: There are no process groups, or the setting is not one, so that other ranks cannot get the error.
         """
         if config.device_mesh is not None:
             from torch.distributed.device_mesh import DeviceMesh  # slow to import
@@ -63,7 +63,7 @@ class Rendezvous:
             groups = tuple(config.device_mesh.get_all_groups())
             try:
                 config, rank = _read_mesh(config, config.device_mesh)
-            except DSV4LiteError as error:  # without a place in the layout; no other rank has this number
+            except DSV4LiteError as error:  # a unique negative number, since the layout has no place for this rank
                 return cls(config=config, rank=-1 - dist.get_rank(), groups=groups, problem=error)
             return cls(config=config, rank=rank, groups=groups)
         if not (dist.is_available() and dist.is_initialized()):
@@ -74,10 +74,10 @@ class Rendezvous:
         group = config.process_group or dist.group.WORLD
         try:
             rank, size = dist.get_rank(group), dist.get_world_size(group)
-        except ValueError as error:  # none, or one that was destroyed
+        except ValueError as error:  # not a group, or a destroyed one
             raise ConfigError(f"process_group={shown(config.process_group)} must be a ProcessGroup: {error}") from error
         if rank < 0:
-            raise ConfigError("this process is not in process_group; only its members make the engine")
+            raise ConfigError("this process is not in process_group; only its members can create the engine")
         problem: DSV4LiteError | None = None
         if size != config.layout.world:
             problem = ConfigError(f"{config.layout} needs {config.layout.world} ranks, and the process group has {size}")
@@ -88,7 +88,7 @@ class Rendezvous:
         """Return the values ``mine`` of all ranks, by rank; a collective call.
 
         Raises:
-            EngineDeadError: Not all ranks called this before the groups' own timeouts.
+            EngineDeadError: A rank did not call this before the timeout of a group.
         """
         known = {self.rank: mine}
         for group in self.groups:
@@ -96,24 +96,24 @@ class Rendezvous:
             try:
                 dist.all_gather_object(gathered, known, group=group)
             except RuntimeError as error:
-                raise EngineDeadError(f"not all ranks of the host have made the engine: {error}", phase="start") from error
+                raise EngineDeadError(f"not all ranks of the host have created the engine: {error}", phase="start") from error
             for part in gathered:
                 known |= part
         return known
 
     def agree(self, versions: Mapping[str, str], error: DSV4LiteError | None, device: str = "") -> dict[int, str]:
-        """Raise on all ranks what is wrong with any of them; a collective call.
+        """Raise the error of any rank on all ranks; a collective call.
 
         Args:
-            versions: Of this rank's software. They are compared first: errors are pickled, and other versions may not read them.
-            error: What is wrong with this rank: its ``problem``, or another error.
-            device: Name of its device that is unique on its machine, or empty if ranks may share it.
+            versions: Versions of this rank's software. They are compared first: other versions may fail to unpickle errors.
+            error: Error of this rank: its ``problem``, or another one.
+            device: Name of its device, unique on its machine; empty if ranks may share it.
 
         Returns:
             Names of the machines, by rank.
 
         Raises:
-            DSV4LiteError: What is wrong with a rank, on every rank.
+            DSV4LiteError: The error of a rank, raised on every rank.
         """
         if problems := differences(self.exchange(dict(versions))):
             raise ConfigError("the ranks of an engine must run the same software: " + "; ".join(problems))
@@ -132,7 +132,7 @@ class Rendezvous:
 
 
 def differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Return in which facts, in words, ranks differ from the first one."""
+    """Return a message for each fact in which a rank differs from the first rank."""
     first = 0 if 0 in facts else min(facts)  # a rank without a place in the layout has a negative number
     return [
         f"{name} is {found.get(name)} on rank {rank} and {facts[first].get(name)} on rank {first}"
@@ -146,7 +146,7 @@ def _read_mesh(config: EngineConfig, mesh: Any) -> tuple[EngineConfig, int]:
     """Return settings with the sizes of a device mesh, and the number of this rank in the layout.
 
     Raises:
-        ConfigError: Its dimensions are not axes, or not of the sizes of the settings.
+        ConfigError: Its dimensions are not axes, or their sizes differ from the settings.
     """
     names = mesh.mesh_dim_names or ()
     if not names or set(names) - set(AXES) or {"ep"} < set(names) - {"pp"}:
@@ -177,11 +177,11 @@ class ExternalRank:
         self.work, self.life = work, life
 
     def fate(self) -> str:
-        """Return why a connection may have ended, in words."""
+        """Return why the connection may have ended, for a message."""
         return "has ended, or its machine cannot be reached"
 
     def kill(self, error: DSV4LiteError) -> None:
-        """Send the rank the error that ended the engine; its process, the host's, continues."""
+        """Send the rank the error that ended the engine; its process belongs to the host and continues."""
         try:
             self.life.send(error)
         except Closed:
@@ -190,7 +190,7 @@ class ExternalRank:
             self.work.shut_down()
 
     def end(self, *, kill: bool) -> None:
-        """Close the connections; what was sent still arrives. Unless ``kill``, the rank learns that they end on purpose."""
+        """Close the connections; messages that were sent still arrive. Without ``kill``, tell the rank that this is intended."""
         if not kill:
             with suppress(Closed):
                 self.life.send(None)
@@ -199,9 +199,9 @@ class ExternalRank:
 
 
 def _listening_place(machines: Mapping[int, str]) -> tuple[str, str]:
-    """Return the name under which ranks reach this machine, rank 0's, and the address to listen at; an empty one means all.
+    """Return the name under which ranks reach this machine (of rank 0), and the address to listen at; empty means all.
 
-    With several machines it is the address from which this machine reaches the others, if that is one and the same.
+    With several machines it is the address from which this machine reaches the others, if it is the same for all of them.
     """
     others, found = {name for name in machines.values() if name != machines[0]}, set()
     if not others:
@@ -212,7 +212,7 @@ def _listening_place(machines: Mapping[int, str]) -> tuple[str, str]:
             found.add(probe.getsockname()[0])
     address = found.pop() if len(found) == 1 else ""
     if not address or address.startswith("127."):
-        log.warning("ranks listen at all addresses of this machine: %s are reached from none or from several", sorted(others))
+        log.warning("ranks listen at all addresses of this machine: it reaches %s from no address, or from several", sorted(others))
         return socket.gethostname(), ""
     return address, address
 
@@ -246,7 +246,7 @@ def lead(ranks: Rendezvous, machines: Mapping[int, str], timeout_s: float) -> tu
             try:
                 end.settimeout(_HELLO_S)
                 hello = end.recv(_TOKEN_BYTES + 12, socket.MSG_WAITALL)
-            except OSError:  # not a rank: it sent nothing, or has left
+            except OSError:  # not a rank: it sent nothing, or has closed the connection
                 end.close()
                 continue
             if not hmac.compare_digest(hello[:_TOKEN_BYTES], token):
@@ -262,7 +262,7 @@ def join(ranks: Rendezvous, timeout_s: float) -> tuple[Channel, Channel]:
     """Connect to rank 0; return the connections for work and for signs of life.
 
     Raises:
-        EngineDeadError: It cannot be reached.
+        EngineDeadError: Rank 0 cannot be reached.
     """
     name, port, token = ranks.exchange(None)[0]
     ends = []

@@ -1,9 +1,9 @@
-"""Which part of a tensor belongs to a rank: rules for a table beside the model, and the arithmetic of cutting.
+"""Sharding of tensors: the rules of a model's sharding table, and the part of a tensor that a rank holds.
 
 A table maps a pattern to a rule. The pattern of ``layers.7.attn.wo_b.weight`` and of its scale is ``layers.*.attn.wo_b``: numbers
 become ``*``, and a scale follows its weight. Axes are those of the mesh, and ``width``: the ranks of tp that share one expert, if
-there are more than of ep. Cuts are given in elements ``[out, in]``, whatever the storage; ``blocks_of`` turns
-them into positions of packed bytes and of scales.
+tp is larger than ep. Cuts are given in elements ``[out, in]`` for every storage format; ``blocks_of`` converts them to positions of
+packed bytes and of scales.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Shards:
         """Return this rank's part of a tensor that it holds.
 
         Args:
-            name: Official name, of a weight or of any other tensor but a scale, which is cut with its weight.
+            name: Official name of any tensor but a scale, which is cut with its weight.
             shape: Shape in elements.
             block: Elements per scale along each dimension; a cut must not go through a block.
 
@@ -75,7 +75,7 @@ class Shards:
         return slice_for(rule, shape, rank, size, block=block, name=name)
 
     def elsewhere(self, name: str) -> bool:
-        """Return whether a tensor that this rank has no place for may be another's: an expert, or part of another stage."""
+        """Return whether another rank may hold a tensor that this rank does not: an expert, or a tensor of another stage."""
         rule = self.table.get(pattern_of(name))
         if rule is None:
             return False
@@ -96,9 +96,9 @@ def pattern_of(name: str) -> str:
 
 
 def slice_for(rule: Rule, shape: Sequence[int], rank: int, size: int, *, block: Sequence[int] = (), name: str = "tensor") -> Cut:
-    """Return what one of ``size`` ranks holds of a tensor, one slice per dimension.
+    """Return the part of a tensor that one of ``size`` ranks holds, one slice per dimension.
 
-    ``Experts`` cuts the first dimension, that of experts stacked in one tensor.
+    ``Experts`` cuts the first dimension, along which experts are stacked in one tensor.
 
     Args:
         shape: Shape in elements.

@@ -14,7 +14,7 @@ from dsv4lite.parallel.channel import Channel, Closed
 from dsv4lite.parallel.launch import HEARTBEAT_S
 
 _NEVER = float("inf")
-_GRACE_S = 0.5  # when one rank fails, how long to look for another one whose death is the reason
+_GRACE_S = 0.5  # after a rank fails, how long to wait for the death of another rank, which is then the cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,9 @@ class Loss:
     """A rank that is lost.
 
     Attributes:
-        reason: In words, without a subject: ``gave no sign of life for 10 s``.
-        error: What it raised, if it did.
-        gone: Its connection ended.
+        reason: Text without a subject, such as ``gave no sign of life for 10 s``.
+        error: The error that it raised, if any.
+        gone: Whether its connection ended.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class Watch:
     Args:
         ranks: Connection for signs of life of each rank.
         silence_s: Seconds without a sign of life after which a rank is lost.
-        on_loss: Called in the thread of the watch, once, with the first loss; of several at the same time, a death.
+        on_loss: Called once, in the thread of the watch, with the first loss; a death takes precedence over errors at that time.
     """
 
     def __init__(self, ranks: Mapping[int, Channel], silence_s: float, on_loss: Callable[[Loss], None]) -> None:
@@ -54,7 +54,7 @@ class Watch:
 
     @contextmanager
     def within(self, seconds: float, rank: int, what: str) -> Iterator[None]:
-        """Count a rank as lost if the block takes longer; ``what`` names what the rank should do in it."""
+        """Count a rank as lost if the block takes longer than ``seconds``; ``what`` names its task, for the message."""
         reason = f"did not {what} within {seconds:g} s: it, or a rank that it waits for, is stuck"
         self._deadline = (time.monotonic() + seconds, rank, reason)
         try:
@@ -63,11 +63,11 @@ class Watch:
             self._deadline = None
 
     def await_decision(self) -> None:
-        """Wait for a loss that is about to be noticed: until ``on_loss`` has returned, at most 1.5 seconds."""
+        """Wait until ``on_loss`` has returned for a loss that may be about to be noticed, at most 1.5 seconds."""
         self._decided.wait(_GRACE_S + 2 * HEARTBEAT_S)
 
     def stop(self) -> None:
-        """Stop listening; a rank that ends from now on ends on purpose."""
+        """Stop listening; ranks that end from now on are not reported."""
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()

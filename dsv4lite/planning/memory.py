@@ -1,4 +1,4 @@
-"""The exact memory budget of an engine, worked out from config and headers before anything is loaded."""
+"""The exact memory budget of an engine, computed from config and headers before anything is loaded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _PARTS = {
     "workspace": "workspace of a step",
     "graphs": "captured steps",
 }
-"""Parts of a ``DeviceBudget``, in words."""
+"""Parts of a ``DeviceBudget``, by the names that a plan prints."""
 _SPARE_SEQUENCES = 4  # window pages for chunks that read their old pages while they write new ones
 
 
@@ -55,12 +55,12 @@ class DeviceBudget:
     """Bytes on one device.
 
     Attributes:
-        total: Memory of the device, or what is free of it on a CPU.
-        available: What of it is free; all of it where the plan is for another machine.
+        total: Memory of the device; on a CPU, its free memory.
+        available: Free memory; equal to ``total`` if the plan is for another machine.
         weights: Parameters and buffers, in their resident form.
         grow_pages, window_pages, slots, snapshots: Sequence state by store.
-        workspace: Most that one step allocates besides (activations, logits); an estimate where references run.
-        graphs: What captured decode steps and their sampling keep.
+        workspace: Most bytes that one step allocates (activations, logits); an estimate on a CPU.
+        graphs: Bytes of captured steps and their sampling.
     """
 
     device: str
@@ -81,19 +81,19 @@ class DeviceBudget:
 
     @property
     def used(self) -> int:
-        """Everything."""
+        """All of these."""
         return self.weights + self.state + self.workspace + self.graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPlan:
-    """One way to share a model among devices.
+    """One layout of a model on several devices.
 
     Attributes:
-        fits: Whether every rank's part does.
+        fits: Whether every rank's part fits.
         kv_tokens: Tokens whose state fits at once, in all replicas.
-        alone_s: Least seconds of a decode step of one sequence on the chip that was named (``planning/roofline.py``): to compare
-            layouts, not to predict speed. ``None`` where no chip was named.
+        alone_s: Least seconds of a decode step of one sequence on the named chip (``planning/roofline.py``), to compare layouts,
+            not to predict speed. ``None`` if no chip was named.
         full_s: The same with ``max_num_seqs`` sequences in every replica.
     """
 
@@ -110,18 +110,18 @@ class LayoutPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MemoryPlan:
-    """What an engine holds; prints as a table.
+    """The memory of an engine; prints as a table.
 
     Attributes:
         planned_for: The device, and the formats of weights and state on it.
         kv_tokens: Tokens whose state fits at once.
         max_model_len: Longest sequence the engine will accept.
         max_concurrency: Sequences of that length that fit at once.
-        bytes_per_token: Growing state.
-        bytes_per_sequence: Fixed state of a running sequence.
+        bytes_per_token: Bytes of the growing state.
+        bytes_per_sequence: Bytes of the fixed state of a running sequence.
         fits: Whether the engine would start.
-        advice: What would help; empty when all is well.
-        layouts: Where ``devices`` were given: every way to share the model, best first; the plan is the first one's.
+        advice: Remedies; empty if the plan fits.
+        layouts: If ``devices`` was given, all layouts, best first; the plan is that of the first one.
     """
 
     model: str
@@ -138,7 +138,7 @@ class MemoryPlan:
     layouts: tuple[LayoutPlan, ...] = ()
 
     def __str__(self) -> str:
-        """The answer, what it is for, each kind of device once, and what follows for requests."""
+        """The verdict, the target device, each kind of device once, and the figures for requests."""
         lines = [f"{self.model}: {self._answer()}", f"  planned for {self.planned_for}"]
         for budget in dict.fromkeys(self.per_device):
             count = self.per_device.count(budget)
@@ -170,15 +170,15 @@ class MemoryPlan:
 
 
 def in_gib(count: int) -> str:
-    """Return a number of bytes in GiB, or in KiB if they are few."""
+    """Return a number of bytes in GiB; below 1 MiB, in KiB."""
     return f"{count / GIB:,.3f} GiB" if count >= 1 << 20 else f"{count / 1024:,.1f} KiB"
 
 
 def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.device) -> Numerics:
-    """Return the arithmetic: the checkpoint's own unless the settings say otherwise.
+    """Return the arithmetic: the checkpoint's own unless the settings name another.
 
     Raises:
-        UnsupportedError: Settings that contradict the checkpoint.
+        UnsupportedError: Settings contradict the checkpoint.
     """
     model = source.model
     if model.quantized:
@@ -192,7 +192,7 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
     else:
         dtype = source.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         if source.dtype == torch.float16:
-            dtype = torch.float32 if config.dtype == "auto" else dtype  # which has all its numbers; bfloat16 has not
+            dtype = torch.float32 if config.dtype == "auto" else dtype  # represents all values of float16; bfloat16 does not
             log.warning("%s is float16 and is computed in %s: %s", source.folder, dtype, _FLOAT16[dtype])
     wanted = config.kv_cache_dtype
     unquantized, free = str(dtype).removeprefix("torch."), source.family.free_rows
@@ -236,10 +236,10 @@ def weight_bytes(
     return sum(t.nbytes for t in (*skeleton.parameters(), *skeleton.buffers()))
 
 
-def _working(
+def _working_bytes(
     config: EngineConfig, source: ModelSource, numerics: Numerics, longest: int, shard: ModelShard, drafting: Drafting
 ) -> tuple[int, int]:
-    """Return the bytes of a rank's workspace and of graphs, where a sequence samples from one row and from one for each draft."""
+    """Return the bytes of a rank's workspace and of its graphs; a sequence samples from one row, and from one for each draft."""
     model, family, layout = source.model, source.family, config.layout
     tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
     sampled = min(tokens, (1 + drafting.max_drafts) * sequences)
@@ -263,13 +263,13 @@ def _working(
         graphs += exchange_bytes(model, numerics, shard, max(captured, prompts), experts, by_expert=by_expert)
         if numerics.device.type == "cuda":
             workspace += opened_bytes(len(layout.group(layout.exchanging, 0)))
-    if layout.pp > 1:  # hidden states as they came, and those of the step before, on their way to the next stage
+    if layout.pp > 1:  # received hidden states, and those of the previous step being sent
         workspace, graphs = workspace + 2 * tokens * step.hidden, graphs + 2 * captured * step.hidden
     return workspace, graphs
 
 
 def captured_prompts(config: EngineConfig, family: Family) -> int:
-    """Return the most tokens of a step with prompts that is captured; those of pipeline stages are not."""
+    """Return the most tokens of a captured step with prompts; 0 with pipeline stages, which capture none."""
     return min(family.captured_prompts, config.max_num_batched_tokens) if config.layout.pp == 1 else 0
 
 
@@ -291,7 +291,7 @@ def plan_state(
     )
     left = budget - spec.bytes(fixed)
     wanted = longest or model.max_positions
-    # No more than all sequences at full length could use, and as much again for cached prefixes.
+    # At most the pages of all sequences at full length, and as many again for cached prefixes.
     useful = 2 * config.max_num_seqs * -(-wanted // PAGE_TOKENS)
     page = spec.grow_page_bytes
     pages = useful if page == 0 else max(0, min(useful, left // page))
@@ -311,9 +311,9 @@ def choose_drafting(config: EngineConfig, source: ModelSource) -> Drafting:
     """Return the engine's drafters.
 
     Raises:
-        UnsupportedError: The checkpoint lacks the drafter that is wanted.
-        ConfigError: More draft tokens are wanted than its drafter makes.
-        CheckpointError: Its config describes another drafter than its tensors.
+        UnsupportedError: The checkpoint lacks the drafter of the settings.
+        ConfigError: The settings have more draft tokens than the drafter makes.
+        CheckpointError: The checkpoint's config describes another drafter than its tensors.
     """
     own = next((drafter for drafter in named_drafters(config.speculative) if isinstance(drafter, MTP | DSpark)), None)
     if own is not None or config.speculative == "auto":
@@ -322,7 +322,7 @@ def choose_drafting(config: EngineConfig, source: ModelSource) -> Drafting:
 
 
 def _own_drafter(wanted: MTP | DSpark | None, source: ModelSource) -> MTP | DSpark | None:
-    """Return the model's own drafter with the wanted settings, or with its default ones if it has one."""
+    """Return the model's own drafter with the given settings, or, for ``None``, with the defaults if it has a drafter."""
     kind, block = source.drafter, source.model.draft_block
     if wanted is None:
         return MTP() if kind == "mtp" else DSpark(k=block) if kind == "dspark" else None
@@ -330,7 +330,7 @@ def _own_drafter(wanted: MTP | DSpark | None, source: ModelSource) -> MTP | DSpa
         lacks = "MTP block" if isinstance(wanted, MTP) else "block drafter"
         instead = {"mtp": "MTP(), for it has that block", "dspark": "DSpark(), for it is a refreshed release", None: "NGram()"}
         raise UnsupportedError(
-            f"speculative={wanted!r}: {source.folder} has no {lacks}; take {instead[kind]}, 'auto', a Speculator, or None"
+            f"speculative={wanted!r}: {source.folder} has no {lacks}; use {instead[kind]}, 'auto', a Speculator, or None"
         )
     if isinstance(wanted, DSpark) and wanted.k > block:
         raise ConfigError(f"speculative={wanted!r}: the drafter's block has {block} rows; k is at most that")
@@ -351,11 +351,11 @@ def make_plan(
 
     Args:
         drafting: The drafters of the engine; default is none.
-        total: Bytes of the device; default is what this machine has.
-        target: The device in words; default is this machine's.
+        total: Bytes of the device; default: this machine's.
+        target: Name of the device; default: this machine's.
 
     Raises:
-        ConfigError: The model cannot be shared in the layout of the settings, or has fewer positions than they want.
+        ConfigError: The layout does not fit the model, or ``max_model_len`` exceeds its positions.
     """
     model, family, longest, limit = source.model, source.family, config.max_model_len, source.model.max_positions
     if longest is not None and longest > limit:
@@ -374,7 +374,7 @@ def make_plan(
     spec = replace(family.state(model, numerics, shard, drafter=drafts), copies=1 + drafting.max_drafts)
     named = config.dispatcher if isinstance(config.dispatcher, str) else "auto"
     weights = weight_bytes(family, model, numerics, mesh, with_mtp=drafts, dispatcher=named, redundant_experts=extra)
-    workspace, graphs = _working(config, source, numerics, longest or limit, shard, drafting)
+    workspace, graphs = _working_bytes(config, source, numerics, longest or limit, shard, drafting)
     usable = int(total * (1.0 if on_cpu else config.gpu_memory_utilization))
     room = usable - weights - workspace - graphs
     budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
@@ -383,11 +383,11 @@ def make_plan(
     used = weights + workspace + graphs + spec.bytes(sizes)
     notes = list(advice)
     if room < 0:
-        notes = [_too_large(weights, workspace + graphs, usable)]
+        notes = [_too_large_advice(weights, workspace + graphs, usable)]
     elif budget > room:
         notes.append(f"kv_cache_memory_bytes={budget:,} exceeds the {in_gib(room)} that weights and workspace leave; lower it")
     elif used > available:
-        notes.append(_taken(config, used, available, total, least=used - sizes.grow_pages * spec.grow_page_bytes))
+        notes.append(_taken_advice(config, used, available, total, least=used - sizes.grow_pages * spec.grow_page_bytes))
     if room >= 0 and length < 1:
         notes.append("no room for one page of state: raise kv_cache_memory_bytes or gpu_memory_utilization, or lower max_num_seqs")
     pages_each = -(-max(1, length) // PAGE_TOKENS)
@@ -429,8 +429,8 @@ def _formats(numerics: Numerics) -> str:
     return f"{matrices} matrices, {experts} experts, {rows} KV rows"
 
 
-def _too_large(weights: int, working: int, usable: int) -> str:
-    """Return what leaves no room for any state."""
+def _too_large_advice(weights: int, working: int, usable: int) -> str:
+    """Return the advice for weights and workspace that leave no memory for state."""
     if weights > usable:
         remedy = "use a device with more memory, several that share the model (tensor_parallel_size), or a smaller model"
         return f"the weights ({in_gib(weights)}) do not fit in {in_gib(usable)}; {remedy}"
@@ -440,8 +440,8 @@ def _too_large(weights: int, working: int, usable: int) -> str:
     )
 
 
-def _taken(config: EngineConfig, used: int, available: int, total: int, *, least: int) -> str:
-    """Return what to do where others use the device's memory; ``least`` is what is used besides state that grows."""
+def _taken_advice(config: EngineConfig, used: int, available: int, total: int, *, least: int) -> str:
+    """Return the advice for a device whose memory is partly taken; ``least`` is the memory used without growing state."""
     ways = ["free what this program or other processes hold there (nvidia-smi lists them)"]
     if available > least:
         if config.kv_cache_memory_bytes is not None:
@@ -460,21 +460,21 @@ def plan_memory(
     devices: int | None = None,
     **settings: Any,
 ) -> MemoryPlan:
-    """Work out what an engine would hold, from the checkpoint's config and headers alone.
+    """Compute the memory of an engine from the checkpoint's config and headers alone.
 
-    With ``gpu`` or ``memory_bytes`` the plan is for a GPU that need not be here, unless ``device="cpu"``. Without them it is for
-    this machine.
+    With ``gpu`` or ``memory_bytes`` the plan is for a GPU, which this machine may lack, unless ``device="cpu"``. Without them it is
+    for this machine.
 
     Args:
         model: Folder or hub id of a checkpoint, or a whole configuration.
         gpu: Chip to plan for, by its name in ``device.CHIPS``, such as ``"h200"``.
         memory_bytes: Memory of each device to plan for; default is that of ``gpu``, or of this machine's device.
-        devices: Compare all layouts of so many devices, and return the plan of the best: of those that fit, the one with the
-            shortest steps of many sequences.
+        devices: Compare all layouts of this number of devices, and return the plan of the best: among those that fit, the one with
+            the shortest steps of many sequences.
         settings: Fields of ``EngineConfig``.
 
     Raises:
-        ConfigError: Settings or model config are wrong, or the chip is not known.
+        ConfigError: Settings or model config are invalid, or the chip is unknown.
         CheckpointError: The checkpoint cannot be read.
     """
     config = model if isinstance(model, EngineConfig) else EngineConfig.from_dict({"model": model, **settings})
@@ -491,10 +491,10 @@ def plan_memory(
 
 
 def _target(config: EngineConfig, chip: Chip | None, memory_bytes: int | None) -> tuple[torch.device, int | None, str]:
-    """Return the device to plan for, its bytes where it is not this machine's, and its name.
+    """Return the device to plan for, its bytes unless it is this machine's, and its name.
 
     Raises:
-        ConfigError: A chip and a CPU are named, the device does not exist, or its memory is not known, or is no number.
+        ConfigError: Both a chip and a CPU are named, the device does not exist, or its memory is unknown or not a number.
     """
     if memory_bytes is not None and not (is_number(memory_bytes) and memory_bytes >= 1):
         raise ConfigError(f"memory_bytes={shown(memory_bytes)} must be at least 1")
@@ -527,15 +527,15 @@ def _best_plan(
     chip: Chip | None,
     plan_rank: Callable[..., MemoryPlan],
 ) -> MemoryPlan:
-    """Return the plan of the best layout of some devices, with all layouts; one of them is replicas that share nothing.
+    """Return the plan of the best layout of ``devices`` devices, with all layouts, replicas that share nothing included.
 
     Raises:
-        ConfigError: There are no devices, or too many.
+        ConfigError: ``devices`` is below 1 or too large.
     """
     if problem := integer(1, MOST_RANKS)(devices):
         raise ConfigError(f"devices={shown(devices)} {problem}")
     model, tensors, reads = source.model, source.family.tensors, source.family.row_reads(source.model, numerics)
-    rates = chip or CHIPS["h200"]  # orders the layouts; the plan has times only for a named chip
+    rates = chip or CHIPS["h200"]  # to order layouts; the plan has times only for a named chip
     found: list[tuple[float, LayoutPlan, MemoryPlan]] = []
     for layout in layouts_for(model, tensors, devices, None if source.form is None else source.form.block):
         sizes = {setting: getattr(layout, axis) for axis, setting in AXES.items()}
@@ -550,22 +550,22 @@ def _best_plan(
         kv_tokens, full_s = plan.kv_tokens * layout.dp, layout.pp * max(full)  # groups take turns in the slowest stage
         times = (sum(alone), full_s) if chip is not None else (None, None)
         entry = LayoutPlan(layout=layout, fits=plan.fits, kv_tokens=kv_tokens, alone_s=times[0], full_s=times[1])
-        found.append((full_s / layout.dp, entry, plan))  # more replicas do more in a step
+        found.append((full_s / layout.dp, entry, plan))  # replicas run their steps at the same time
     found.sort(key=lambda each: (not each[1].fits, each[0], -each[1].kv_tokens))
     return replace(found[0][2], layouts=tuple(layout for _, layout, _ in found))
 
 
 def _merged(layout: Layout, plans: Sequence[MemoryPlan]) -> MemoryPlan:
-    """Return the plan of all ranks, given that of the first one of each stage: the others of the stage hold equally much."""
+    """Return the plan of all ranks from those of the first rank of each stage; the other ranks of a stage hold the same."""
     return merge_plans([plan for plan in plans for _ in range(layout.stage)])
 
 
 def merge_plans(plans: Sequence[MemoryPlan]) -> MemoryPlan:
-    """Return what ranks can hold together: equal numbers of pages and slots, those of the poorest one."""
+    """Return the plan of all ranks: each has as many pages and slots as the rank with the fewest."""
     sizes = [asdict(plan.sizes) for plan in plans]
-    poorest = min(plans, key=lambda plan: plan.kv_tokens)
+    smallest = min(plans, key=lambda plan: plan.kv_tokens)
     return replace(
-        poorest,
+        smallest,
         sizes=StateSizes(**{name: min(one[name] for one in sizes) for name in sizes[0]}),
         max_model_len=min(plan.max_model_len for plan in plans),
         per_device=tuple(budget for plan in plans for budget in plan.per_device),

@@ -1,11 +1,11 @@
-"""The least time of a decode step on several devices: what memory and links have to move, and nothing else.
+"""Roofline: the least time of a decode step on several devices, from the bytes that memory and links must move.
 
     stage  = (weights that its tokens need + state that they read) / memory bandwidth + collectives
     step   = sum over stages of the slowest rank
     collective = HOP_S + bytes / link bandwidth
 
-The rates are a chip's (``device.CHIPS``). Launches, small kernels and arithmetic are left out, so the numbers compare layouts and
-do not predict speed. Sequences are short: their state is the window and one selection.
+The rates are those of a chip (``device.CHIPS``). Launches, small kernels and arithmetic are left out, so the numbers compare
+layouts and do not predict speed. Sequences are assumed to be short: their state is the window and one selection.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _EXPERT_ITEM = {"fp4": 0.5 + 1 / 32, "fp8": 1.0, "four_bit": 0.5 + 1 / 32}
 def stage_roofline(
     model: ModelConfig, numerics: Numerics, shard: ModelShard, weights: int, sequences: int, chip: Chip, row_reads: int
 ) -> float:
-    """Return the seconds that one rank needs at least for its layers, where each of its replica's sequences has one token.
+    """Return the least seconds that one rank needs for its layers in a step with one token of each of its replica's sequences.
 
-    ``weights`` are the bytes of its weights, and ``row_reads`` those of one layer's state that a sequence reads.
+    ``weights`` are the bytes of its weights, ``row_reads`` the bytes of one layer's state that a sequence reads.
     """
     layers = len(shard.layers)
     read = weights_read(model, numerics, shard, weights, sequences) + sequences * layers * row_reads
@@ -35,7 +35,7 @@ def stage_roofline(
 
 
 def weights_read(model: ModelConfig, numerics: Numerics, shard: ModelShard, weights: int, sequences: float) -> float:
-    """Return the bytes of its weights that a rank needs where every sequence has one token, and experts are chosen evenly.
+    """Return the bytes of weights that a rank reads in a step of one token per sequence, if experts are chosen evenly.
 
     Arguments are those of ``stage_roofline``; ``sequences`` may be an average over replicas.
     """
@@ -45,7 +45,7 @@ def weights_read(model: ModelConfig, numerics: Numerics, shard: ModelShard, weig
     tokens = sequences * shard.gathered
     used = slots * (1 - pow(1 - model.experts_per_token / experts, tokens))
     idle = sum(map(model.has_experts, shard.layers)) * (slots - used) * expert
-    if shard.first:  # of the embedding only the tokens' rows are read
+    if shard.first:  # only the tokens' rows of the embedding are read
         idle += len(shard.vocab) * model.hidden_size * numerics.dtype.itemsize
     return weights - idle
 

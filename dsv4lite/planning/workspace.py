@@ -1,4 +1,4 @@
-"""What a step allocates beside weights and state: the pass that the family counts, sampling, and exchange with other ranks."""
+"""Memory that a step allocates besides weights and state: the forward pass, sampling, and exchange with other ranks."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from dsv4lite.weights.quant import Numerics
 
 MIB = 1 << 20
 _FLOAT, _INT = 4, 4
-# Copies of the logits while they are sampled from: on a CPU for a nucleus among all tokens (sorted keys, ids, masses, penalties);
-# elsewhere kernels work in rows of their own, and only long lists of best tokens take copies (the processed logits and their keys).
+# Copies of the logits during sampling. On a CPU: top_p among all tokens (sorted keys, ids, masses, penalties). On a GPU, kernels
+# have scratch rows (``row_bytes``), and only long lists of best tokens take copies (the processed logits and their keys).
 _SAMPLING_CPU, _SAMPLING = 15, 8
-SCORED_ROWS = 64  # prompt tokens that are scored at a time where that takes copies of their logits
-_SCORED_LOGITS = 1024  # prompt tokens whose logits exist at a time on an accelerator, so that few passes read the output head
+SCORED_ROWS = 64  # prompt tokens scored at a time if scoring copies their logits
+_SCORED_LOGITS = 1024  # prompt tokens whose logits exist at a time on a GPU; more tokens mean fewer reads of the output head
 _LISTED = 10  # words of each listed best token: keys and ids while they are ranked, ids and values
 _LIBRARY = 32 * MIB  # scratch of the matrix library on one stream, on the chips where it is largest
-_SCRATCH = 16 * MIB  # parts of products of few rows, and counters
-SMALL_BLOCKS = 12 * MIB  # what tensors of less than a MiB take, which the allocator keeps apart from others
-_GAPS = 1.2  # what the allocator takes for each byte that lives: blocks of other sizes than those before leave gaps
-_GRAPH_SEGMENTS = (20 + 2) * MIB  # the least that the allocator takes for a graph's large and small tensors
+_SCRATCH = 16 * MIB  # partial products of matrices with few rows, and counters
+SMALL_BLOCKS = 12 * MIB  # for tensors of less than a MiB, which the allocator keeps in separate segments
+_GAPS = 1.2  # bytes that the allocator takes per live byte: blocks of different sizes leave gaps
+_GRAPH_SEGMENTS = (20 + 2) * MIB  # the allocator's smallest segments for a graph's large and small tensors
 
 
 def step_bytes(step: PassBytes, numerics: Numerics, vocab_size: int, *, tokens: int, sequences: int, listed: int) -> int:
-    """Return the bytes that hold any step; on an accelerator ``SMALL_BLOCKS``, and the rest in one piece.
+    """Return the bytes that suffice for any step; on a GPU, ``SMALL_BLOCKS`` and one piece of the rest.
 
     Args:
-        step: A pass of the most tokens; what samples from it, or scores prompt tokens, comes after it.
-        numerics: Says whether products are left to the matrix library.
+        step: A pass of the most tokens; sampling and scoring run after it.
+        numerics: Tells whether the matrix library computes products.
         vocab_size: Tokens of the vocabulary.
         tokens: Most tokens of a step.
         sequences: Most rows that are sampled from.
-        listed: Most best tokens of a row that are listed.
+        listed: Most best tokens that a row lists.
     """
     on_cpu = numerics.device.type == "cpu"
     words = (_SAMPLING_CPU if on_cpu else _SAMPLING) * vocab_size + _LISTED * min(listed, vocab_size)
     sampling = _FLOAT * words * max(sequences, SCORED_ROWS)
-    if on_cpu:  # whose passes are estimated as a whole
+    if on_cpu:  # its passes are only estimated
         return step.widest + sampling
     logits = _FLOAT * vocab_size * min(tokens, scored_logits(numerics.device))
     live = max(step.widest, tokens * step.held + sampling + logits)
@@ -46,46 +46,46 @@ def step_bytes(step: PassBytes, numerics: Numerics, vocab_size: int, *, tokens: 
 
 
 def scored_logits(device: torch.device) -> int:
-    """Return how many prompt tokens have their logits made together."""
+    """Return how many prompt tokens have their logits computed at a time."""
     return SCORED_ROWS if device.type == "cpu" else _SCORED_LOGITS
 
 
 def graph_bytes(step: PassBytes, vocab_size: int, *, sequences: int) -> int:
-    """Return what the graphs of decode steps keep: the workspace of the largest, and of every sequence what it samples from.
+    """Return the bytes of the graphs of decode steps: the workspace of the largest one, and the sampling tensors of sequences.
 
-    Smaller graphs, captured later, find room in what the largest has left. All of them write their logits in one place. A sequence
-    has its logits, what its settings make of them, and at most its counts and edits, allocated when its slot first needs them.
+    Smaller graphs are captured later and reuse that workspace. All graphs write their logits to one tensor. A sequence has logits,
+    scratch rows, and at most its token counts and logit edits, which are allocated when its slot first needs them.
     """
     logits, counts, edits = _FLOAT * vocab_size, _INT * vocab_size, _FLOAT * vocab_size
     return sequences * (logits + row_bytes(vocab_size) + counts + edits) + step.widest + _GRAPH_SEGMENTS
 
 
 def prompt_pool_bytes(step: PassBytes) -> int:
-    """Return the bytes of one segment that holds any captured step with prompts; ``step`` is a pass of the most tokens."""
+    """Return the bytes of one segment that suffices for any captured step with prompts; ``step`` is a pass of the most tokens."""
     return int(_GAPS * step.widest)
 
 
 def drafting_bytes(model: ModelConfig, hidden: int, *, sequences: int, rows: int) -> int:
-    """Return what graphs keep besides where the model's own drafter drafts: an MTP block a row at a time, DSpark a block of rows.
+    """Return the further bytes of graphs with the model's own drafter: an MTP block runs one row at a time, DSpark a block of rows.
 
     Args:
         hidden: Bytes of one token's residual.
         sequences: Most sequences of a step.
         rows: Most rows of a verify step.
     """
-    block = model.draft_block + 1  # and one row apart from the others
+    block = model.draft_block + 1  # and one separate row
     return rows * hidden + sequences * (hidden + block * _FLOAT * model.vocab_size)
 
 
 def exchange_bytes(
     model: ModelConfig, numerics: Numerics, shard: ModelShard, tokens: int, experts: int, *, by_expert: bool = False
 ) -> int:
-    """Return what sharing a layer with other ranks takes besides: partial sums, other ranks' rows, and their results.
+    """Return the further bytes of a layer that ranks share: partial sums, other ranks' rows, and their results.
 
     Args:
         tokens: Most tokens of a step.
-        experts: Bytes of one token's row while routed experts work; with ``by_expert``, for one of its experts.
-        by_expert: A row travels once for each of its experts, at worst all to the same rank.
+        experts: Bytes of one token's row while routed experts run; with ``by_expert``, for one of its experts.
+        by_expert: Whether a row is sent once for each of its experts, in the worst case all to the same rank.
     """
     width, gathered = model.expert_width, shard.gathered
     sums = 2 * _FLOAT * model.hidden_size  # of the routed experts, and of the shared one

@@ -1,4 +1,4 @@
-"""The sampler: what each sequence asked for in a table of slots, and one token per row of a step, on the CPU and on the GPU alike.
+"""The sampler: a table of settings by slot, and one sampled token per row of a step, on CPU and GPU alike.
 
 The order in which a row's logits are processed:
 
@@ -6,16 +6,15 @@ The order in which a row's logits are processed:
     2. logit bias
     3. masks          allowed ids, bad words, end-of-sequence and stop ids before ``min_tokens``, grammar, thinking budget
     4. temperature    of sampled rows; greedy rows take the best token here
-    5. min_p, top_k, top_p, each on what the one before has left
+    5. min_p, top_k, top_p, each on the tokens that the previous one has left
 
 ``logprobs_mode="raw"`` is the distribution before 1, ``"processed"`` the one after 5; for a greedy row that is after 3. ``score``
 runs the same stages for tokens that are given.
 
-A line of the table is written when its sequence takes a slot; ``sample_rows`` reads it, captured in a graph or not. Counts of
-tokens live beside it and follow the sampled ids without the host, so that a step can run before the host knows the previous token.
-Grammars, bad words of several tokens and thinking budgets need the token on the host (``accept``): in each step they become a mask,
-or the only token that may come, for the rows of their sequences (``rules``). The scheduler plans the next step of such a sequence
-when its token is there.
+A sequence's line of the table is written when it takes a slot, and read by ``sample_rows``, eagerly or in a graph. Token counts are
+updated on the device with each sampled id, so that a step can run before the host knows the previous token. Grammars, bad words of
+several tokens and thinking budgets need the token on the host (``accept``). In each step they produce a mask, or a forced token,
+for the rows of their sequences (``rules``). The scheduler plans the next step of such a sequence when its token has arrived.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from dsv4lite.kernels.sampling.rows import (
     scored_values,
 )
 from dsv4lite.request import Request, SamplingParams
-from dsv4lite.sampling.samples import Arrival, Given, Samples, cut
+from dsv4lite.sampling.samples import GivenSpan, HostCopy, Samples, slice_spans
 from dsv4lite.sampling.state import Line, SequenceState, failed, state_of
 from dsv4lite.scheduling.step_plan import UNKNOWN, SequencePlan
 
@@ -60,30 +59,30 @@ if TYPE_CHECKING:
     from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
 
 PREPARED_GRAMMARS = 64
-"""Grammars that are compiled for sequences to come, the latest ones."""
+"""Number of grammars, the latest ones, that are kept compiled for sequences to be added."""
 
-# What float32 can divide by and add up without leaving its range.
+# Bounds within which divisions and sums of logits stay in the range of float32.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1.2e-38, 3.4e38
 _MIN_REPETITION, _MAX_REPETITION = 1e-30, 1e30
 _MAX_BIAS = 1e30
 _IN_PROMPT = -(1 << 31)
 
 Best = tuple[Tensor, Tensor, Tensor]
-"""What ``argmax_finite`` returns of logits."""
+"""The result of ``argmax_finite`` for some logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowNeeds:
-    """What a step of some sequences asks for.
+    """What the sequences of a step need from the sampler.
 
     Attributes:
-        seq_ids: Of the sequences.
-        slots: Likewise.
-        needs: Of all of them together. Without any, every row takes its best token, and nothing else is wanted or kept.
-        wanted: Sequence, by its place, and number of best tokens of each one that has log-probabilities.
-        ruled: Places of the sequences with rules that the host follows.
-        long: Places of the sequences that list more best tokens than ``sample_rows`` does.
-        kept: Places of the sequences that record which tokens could be sampled.
+        seq_ids: Ids of the sequences.
+        slots: Their slots.
+        needs: Union of their needs. If it is empty, every row takes its best token, and nothing else is computed.
+        wanted: Index of each sequence that has log-probabilities, and the number of best tokens that it lists.
+        ruled: Indices of the sequences with rules on the host.
+        long: Indices of the sequences that list more best tokens than ``sample_rows`` does.
+        kept: Indices of the sequences that record which tokens could be sampled.
     """
 
     seq_ids: tuple[int, ...]
@@ -95,43 +94,43 @@ class RowNeeds:
     kept: tuple[int, ...]
 
     @property
-    def positions(self) -> bool:
-        """Whether the host has to know at which positions the step samples, and after which drafts."""
+    def needs_positions(self) -> bool:
+        """Whether the host needs the positions and drafts of the step's rows."""
         return bool(self.ruled or self.long or self.kept)
 
 
 def dry_run(request: Request, vocab_size: int) -> None:
-    """Turn a request's settings into tensors as its steps will, on the CPU.
+    """Convert a request's settings to tensors on the CPU, as its steps will on the device.
 
-    What cannot be done fails here, where only the request fails, and not in a step that it shares with others.
+    An error here fails only the request; in a step it would fail all requests of the step.
 
     Raises:
         IndexError: A token id is too large. On a GPU it would end the process.
     """
     state = state_of(request, 0, 0)
     _line_of(state, vocab_size, torch.device("cpu"))
-    if state.holds_back:
+    if state.forbids_stops:
         torch.empty(vocab_size, dtype=torch.bool, device="cpu")[list(state.stop_ids)]
 
 
 class Sampler:
     """Samples the next tokens of the sequences of a step; mutable, owned by the engine thread.
 
-    A sequence is known from ``add`` to ``remove``, also while it is preempted; its state follows its tokens alone, so it resumes as
-    if nothing had happened.
+    A sequence is known from ``add`` to ``remove``, also while it is preempted. Its state depends on its tokens only, so preemption
+    changes no result.
 
     Attributes:
-        settings: float64 [slots + 1, NUM_COLUMNS], see ``Column``; the last line is that of padding.
-        drafting: Likewise, by which drafts of each slot's tokens are chosen: settings that are the same for every token, but
-            ``top_k`` and ``top_p``, which would have to rank.
-        space: Where rows are worked on.
+        settings: float64 [slots + 1, NUM_COLUMNS], see ``Column``; the last line is for padding.
+        drafting: The settings by which drafts are chosen, in the same format: those that are the same for every token, without
+            ``top_k`` and ``top_p``, which need a ranking.
+        space: Scratch memory of ``sample_rows``.
 
     Args:
         vocab_size: V, at most 2**23.
-        device: Where the logits are.
-        default_seed: Seed of requests that give none.
+        device: Device of the logits.
+        default_seed: Seed of requests without one.
         grammars: Compiler for ``structured_outputs``; may be ``None`` if no request uses them.
-        slots: Of the state.
+        slots: Number of slots of the state.
         rows: Most rows of a step.
     """
 
@@ -151,9 +150,9 @@ class Sampler:
         self._grammars = grammars
         self._prepared: deque[Future[LLMatcher]] = deque(maxlen=PREPARED_GRAMMARS)
         self._sequences: dict[int, SequenceState] = {}
-        self._seated: dict[int, int] = {}  # sequence by slot
+        self._slot_owners: dict[int, int] = {}  # sequence id by slot
         self._last: RowNeeds | None = None
-        self.settings = send(torch.tensor(_neutral(), dtype=torch.float64, device="cpu"), self._device).repeat(slots + 1, 1)
+        self.settings = send(torch.tensor(_default_line(), dtype=torch.float64, device="cpu"), self._device).repeat(slots + 1, 1)
         self.drafting = self.settings.clone()
         self.space = RowSpace.allocate(rows, vocab_size, self._device)
 
@@ -163,19 +162,17 @@ class Sampler:
         return len(self._sequences)
 
     def compile(self, grammar: StructuredOutputs) -> None:
-        """Begin to compile a grammar that a sequence will need."""
+        """Start to compile a grammar that a sequence will need."""
         if self._grammars is not None:
             self._prepared.append(self._grammars.begin(grammar))
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
-        """Take in a sequence before its first token.
+        """Register a sequence before its first token. An error in its settings fails its first token.
 
         Args:
             seq_id: Not in use.
             request: Already checked against the vocabulary.
             index: Which of the request's ``n`` sequences.
-
-        What turns out to be wrong with it fails its first token.
         """
         assert seq_id not in self._sequences
         try:
@@ -183,7 +180,7 @@ class Sampler:
             if grammar is not None:
                 assert self._grammars is not None and not isinstance(grammar, Mapping)
                 state.compiled = self._grammars.begin(grammar)
-        except Exception as error:  # the leader has checked it before; what fails on this rank only must not end the rank
+        except Exception as error:  # the leader has checked the request; an error on this rank alone must not end the rank
             state = state_of(replace(request, params=SamplingParams()), index, self._default_seed)
             state.failure = failed(error)
         if state.params.logprobs is not None:
@@ -192,27 +189,27 @@ class Sampler:
         self._sequences[seq_id] = state
 
     def remove(self, seq_id: int) -> None:
-        """Forget a sequence and everything kept for it; unknown ones are ignored."""
+        """Forget a sequence and its state; unknown sequences are ignored."""
         state = self._sequences.pop(seq_id, None)
-        if state is not None and state.slot is not None and self._seated.get(state.slot) == seq_id:
-            del self._seated[state.slot]
+        if state is not None and state.slot is not None and self._slot_owners.get(state.slot) == seq_id:
+            del self._slot_owners[state.slot]
         if self._last is not None and seq_id in self._last.seq_ids:
             self._last = None
 
     def accept(self, seq_id: int, token_id: int) -> None:
-        """Tell a sequence the token that was sampled for it, in order, when the host knows it.
+        """Pass a sampled token to the sequence's rules on the host, in order.
 
-        A sequence that ended while its last step was still in flight is unknown by then, and ignored.
+        Unknown sequences are ignored: they ended while a step was in flight.
         """
         state = self._sequences.get(seq_id)
         if state is not None and state.host_rules:
             state.accept(token_id)
 
     def prepare(self, sequences: Sequence[SequencePlan]) -> RowNeeds:
-        """Bring the table up to date for the sequences that sample in a step, and return what they ask for."""
+        """Write the table's lines of the sequences that sample in a step; return their needs."""
         seq_ids, slots = tuple([s.seq_id for s in sequences]), tuple([s.slot for s in sequences])
         if self._last is None or self._last.seq_ids != seq_ids or self._last.slots != slots:
-            self._seat(sequences)
+            self._write_lines(sequences)
             states = [self._sequences[seq_id] for seq_id in seq_ids]
             needs = NOTHING
             for each in states:
@@ -224,19 +221,19 @@ class Sampler:
                 wanted=tuple((i, each.num_logprobs) for i, each in enumerate(states) if each.num_logprobs >= 0),
                 ruled=tuple(i for i, each in enumerate(states) if each.host_rules),
                 long=tuple(i for i, each in enumerate(states) if each.num_logprobs > BEST),
-                kept=tuple(i for i, each in enumerate(states) if each.keeps),
+                kept=tuple(i for i, each in enumerate(states) if each.records_kept),
             )
         return self._last
 
     def rules(
         self, asked: RowNeeds, sequences: Sequence[SequencePlan], first_rows: Sequence[int]
     ) -> tuple[RowMasks | None, Mapping[int, RequestFailedError]]:
-        """Return what the host forbids or forces in the rows of a step, and the rows in which its rules failed, with the reason.
+        """Return the tokens that the host forbids or forces in the rows of a step, and the rows whose rules failed, with reason.
 
         Args:
             asked: From ``prepare``.
-            sequences: What they run in this step; the host knows their tokens.
-            first_rows: The row of the first token that each of them samples.
+            sequences: Their plans in this step; the host knows their tokens.
+            first_rows: Row of the first token that each of them samples.
         """
         found: list[tuple[int, Tensor, int]] = []
         failures: dict[int, RequestFailedError] = {}
@@ -257,7 +254,7 @@ class Sampler:
         drafts: tuple[Tensor, Tensor] | None = None,
         masks: RowMasks | None = None,
     ) -> Tensor:
-        """Sample; see ``SampleInputs``. Without ``masks`` nothing here asks the host, so that it can be captured."""
+        """Sample; see ``SampleInputs``. Without ``masks`` this can be captured, since nothing depends on the host."""
         where = (slots, positions, self.settings, last_token, self.space)
         return sample_rows(SampleInputs(logits, best, *where, needs, drafts, masks=masks))
 
@@ -276,17 +273,17 @@ class Sampler:
         sequences: Sequence[SequencePlan],
         first_rows: Sequence[int],
         failures: Mapping[int, RequestFailedError] | None = None,
-        placed: Arrival | None = None,
+        placed: HostCopy | None = None,
     ) -> Samples:
         """List best tokens beyond those that ``sample_rows`` lists, and start the copy of the results to the host.
 
         Args:
-            out: From ``run``, which was called last with these rows; or without ``needs`` [3, R], best tokens alone.
+            out: Result of ``run``, whose last call had these rows; without ``needs``, the best tokens [3, R].
             logits: float32 [R, V].
-            best: Of these.
+            best: ``argmax_finite`` of the logits.
             asked: From ``prepare``.
-            sequences: Of these rows.
-            first_rows: Of each sequence.
+            sequences: Plans of the sequences of these rows.
+            first_rows: First row of each sequence.
             failures: From ``rules``.
             placed: See ``Samples``.
         """
@@ -322,9 +319,9 @@ class Sampler:
         """Sample the next tokens of some sequences.
 
         Args:
-            logits: float32 [R, V], of the last position of each, and with drafts of the one before each of them, in order.
-            sequences: What they ran in this step.
-            last_token: int64 [slots + 1], where the tokens are remembered.
+            logits: float32 [R, V], of each sequence in order: at the position before each draft, and at the last position.
+            sequences: Their plans in this step.
+            last_token: int64 [slots + 1], to which the tokens are written.
         """
         asked, best = self.prepare(sequences), argmax_finite(logits)
         first_rows = [0, *accumulate(1 + s.drafts for s in sequences)][:-1]
@@ -340,15 +337,15 @@ class Sampler:
         return self.finish(out, logits, best, asked, sequences, first_rows, failures)
 
     def draft(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Draft one token per row: the best one, or where the request draws, the one that its own draw there would take.
+        """Draft one token per row: the best one, or, for a request that draws, the one that the position's noise draws.
 
-        The noise is that of the draw which checks the draft, so that the two agree as often as their distributions do. Nothing here
-        asks the host, so that it can be captured.
+        The draw that verifies the draft uses the same noise, so that both agree as often as their distributions allow. This can be
+        captured, since nothing depends on the host.
 
         Args:
             logits: float32 [S, V], of a drafter.
-            slots: int32 [S], of the sequences; -1 for padding.
-            positions: int32 [S], of the token before the drafted one.
+            slots: int32 [S], slots of the sequences; -1 for padding.
+            positions: int32 [S], positions of the tokens before the drafted ones.
 
         Returns:
             int64 [S].
@@ -357,26 +354,26 @@ class Sampler:
         best, needs = argmax_finite(logits), Needs.EDITS | Needs.DRAWS
         return sample_rows(SampleInputs(logits, best, slots, positions, self.drafting, nowhere, self.space, needs))[0].long()
 
-    def score(self, logits: Tensor, spans: Sequence[Given]) -> tuple[Tensor, ...]:
+    def score(self, logits: Tensor, spans: Sequence[GivenSpan]) -> tuple[Tensor, ...]:
         """Score given tokens by the distributions that they would have been sampled from; they count as their sequence's output.
 
         Args:
             logits: float32 [T, V], not modified.
-            spans: T tokens in all, of each sequence those after the ones that were scored before.
+            spans: T tokens in all; the tokens of a sequence follow those that were scored before.
 
         Returns:
-            What ``kernels.sampling.token_logprobs`` returns, with as many best tokens as the request that wants the most.
+            The results of ``kernels.sampling.token_logprobs``, with as many best tokens as any of the requests lists.
         """
         most, rows = len(self.space.state), range(len(logits))
         if len(rows) > most:
             some = [logits[start : start + most] for start in rows[::most]]
-            some = [part if part.data_ptr() % 16 == 0 else part.clone() for part in some]  # as kernels want them
-            parts = [self.score(part, cut(spans, row, row + most)) for part, row in zip(some, rows[::most], strict=True)]
+            some = [part if part.data_ptr() % 16 == 0 else part.clone() for part in some]  # kernels require alignment
+            parts = [self.score(part, slice_spans(spans, row, row + most)) for part, row in zip(some, rows[::most], strict=True)]
             width = max(part[2].shape[1] for part in parts)
             parts = [(*part[:2], *(pad(x, (0, width - x.shape[1])) for x in part[2:])) for part in parts]
             return tuple(torch.cat(column) for column in zip(*parts, strict=True))
-        self._last = None  # the lines of the slots are written here
-        self._seat([given.sequence for given in spans])
+        self._last = None  # lines of slots change here
+        self._write_lines([given.sequence for given in spans])
         states = [self._sequences[given.sequence.seq_id] for given in spans]
         best, needs, found, row = argmax_finite(logits), NOTHING, list[tuple[int, Tensor, int]](), 0
         for given, state in zip(spans, states, strict=True):
@@ -413,16 +410,16 @@ class Sampler:
             lists = torch.stack((out[HEADER : HEADER + 2 * k : 2].t(), out[HEADER + 1 : HEADER + 2 * k : 2].t()))
         return out[4].view(torch.float32), out[3], lists[0], lists[1].view(torch.float32)
 
-    def _seat(self, sequences: Sequence[SequencePlan]) -> None:
-        """Write the lines of those sequences that were not in their slots before."""
-        new = [(s.slot, s.seq_id) for s in sequences if self._seated.get(s.slot) != s.seq_id]
+    def _write_lines(self, sequences: Sequence[SequencePlan]) -> None:
+        """Write the lines of sequences that are new in their slots."""
+        new = [(s.slot, s.seq_id) for s in sequences if self._slot_owners.get(s.slot) != s.seq_id]
         if not new:
             return
         lines = []
         for slot, seq_id in new:
             state = self._sequences[seq_id]
             state.line = state.line or _line_of(state, self._vocab_size, self._device)
-            state.slot, self._seated[slot] = slot, seq_id
+            state.slot, self._slot_owners[slot] = slot, seq_id
             lines.append((slot, *state.line.settings, *state.line.drafting))
         table = send(torch.tensor(lines, dtype=torch.float64, device="cpu"), self._device)
         slots, settings, drafting = table.split([1, NUM_COLUMNS, NUM_COLUMNS], dim=1)
@@ -451,7 +448,7 @@ class Sampler:
     def _scored_values(
         self, logits: Tensor, top: Tensor, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Return what the log-probabilities of L rows are of, float32 [L, V], and the rows, int64 [L]."""
+        """Return the logits whose log-probabilities L rows report, float32 [L, V], and the rows, int64 [L]."""
         numbers, slots_L, positions_L = self._columns(rows, slots, positions)
         rows_L = numbers.long()
         return scored_values(logits, top, self.settings[slots_L.long()], positions_L, self.space, rows_L), rows_L
@@ -465,19 +462,19 @@ class Sampler:
         found: list[tuple[int, Tensor, int]],
         failures: dict[int, RequestFailedError],
     ) -> None:
-        """Find what the host forbids in the rows of one sequence; a rule that fails, fails its own row only.
+        """Find the tokens that the host forbids or forces in the rows of one sequence; a rule that fails, fails its row only.
 
-        Along drafts a copy of the sequence's state looks ahead, up to the first draft that may not be.
+        With drafts, a copy of the sequence's state accepts them, up to the first one that is forbidden.
 
         Args:
-            state: Of the sequence.
-            position: Of the token that the first row samples.
-            drafts: Of the tokens that the rows sample, but for the last.
+            state: State of the sequence.
+            position: Position of the token that the first row samples.
+            drafts: Drafts of the tokens that the rows sample, except the last row's.
             row: The first row.
-            found: Takes row, forbidden tokens bool [V], and the only token that may come, or -1.
-            failures: Takes row and reason.
+            found: Receives row, forbidden tokens bool [V], and the forced token or -1.
+            failures: Receives row and reason.
         """
-        self._start(state)
+        self._create_matcher(state)
         state = state.fork() if drafts else state
         for place, draft in enumerate((*drafts, UNKNOWN)):
             token_id, mask = state.forced_token(), None
@@ -495,8 +492,8 @@ class Sampler:
                 return
             state.accept(draft)
 
-    def _start(self, state: SequenceState) -> None:
-        """Take the grammar of a sequence, which it does not have while it waits for its first token."""
+    def _create_matcher(self, state: SequenceState) -> None:
+        """Create the grammar matcher of a sequence, at its first token."""
         if state.compiled is not None and state.matcher is None and state.failure is None:
             assert self._grammars is not None
             try:
@@ -513,7 +510,7 @@ class Sampler:
 
 
 def _position(sequence: SequencePlan) -> int:
-    """Return the position of the last token before the first that a sequence samples."""
+    """Return the position of the token before the first one that a sequence samples."""
     return sequence.end - 1 - sequence.drafts
 
 
@@ -522,7 +519,7 @@ def _needs_of(state: SequenceState, vocab_size: int) -> Needs:
     drawn, ranked = not params.greedy_sampling, 0 < params.top_k < vocab_size
     processed = num_logprobs >= 0 and params.logprobs_mode == "processed"
     wanted = {
-        Needs.EDITS: state.penalised or _has_edits(state) or state.holds_back,
+        Needs.EDITS: state.penalised or _has_edits(state) or state.forbids_stops,
         Needs.DRAWS: drawn and not ranked,
         Needs.NUCLEI: drawn and not ranked and params.top_p < 1,
         Needs.BEST: drawn and ranked and params.top_k <= BEST,
@@ -540,7 +537,7 @@ def _has_edits(state: SequenceState) -> bool:
     return state.restricted or bool(state.params.logit_bias) or state.host_rules or state.replay is not None
 
 
-def _neutral() -> list[float]:
+def _default_line() -> list[float]:
     line = [0.0] * NUM_COLUMNS
     line[Column.TOP_P] = line[Column.REPETITION] = 1.0
     line[Column.LOG_MIN_P], line[Column.NUM_LOGPROBS] = -math.inf, -1.0
@@ -549,7 +546,7 @@ def _neutral() -> list[float]:
 
 def _line_of(state: SequenceState, vocab_size: int, device: torch.device) -> Line:
     """Return a sequence's line of the table."""
-    params, line, held = state.params, _neutral(), list[Tensor]()
+    params, line, held = state.params, _default_line(), list[Tensor]()
 
     def hold(x: Tensor) -> int:
         """Keep a tensor as long as the line; return its address, which a float64 holds exactly."""
@@ -576,22 +573,22 @@ def _line_of(state: SequenceState, vocab_size: int, device: torch.device) -> Lin
         occurrences = torch.zeros(vocab_size, dtype=torch.int32, device=device)
         prompt = send(torch.tensor(state.prompt, dtype=torch.int64, device="cpu"), device)
         line[Column.OCCURRENCES] = hold(occurrences.index_fill_(0, prompt, _IN_PROMPT))
-    if state.holds_back:
+    if state.forbids_stops:
         line[Column.STOPS] = hold(send(torch.tensor(state.stop_ids, dtype=torch.int32, device="cpu"), device))
         line[Column.NUM_STOPS], line[Column.STOPS_FROM] = len(state.stop_ids), state.stops_from
-    # What is no number of a float64 fails here, where only the request is concerned.
+    # A value that is not a float fails here, where it fails only the request.
     return Line([float(x) for x in line], [float(x) for x in drafting], tuple(held), occurrences)
 
 
 def _edits(state: SequenceState, vocab_size: int, device: torch.device) -> Tensor:
-    """Return what is added to every logit of a sequence, float32 [V]: bias, and -inf for tokens that it may never sample."""
+    """Return the values to add to the logits of a sequence, float32 [V]: bias, and -inf for tokens that it may never sample."""
     edits = torch.zeros(vocab_size, dtype=torch.float32, device=device)
     bias = state.params.logit_bias or {}
     if bias:
         values = torch.tensor([_clamp(x, -_MAX_BIAS, _MAX_BIAS) for x in bias.values()], dtype=torch.float32, device="cpu")
         token_ids = torch.tensor(list(bias), dtype=torch.int64, device="cpu")
         edits.index_copy_(0, send(token_ids, device), send(values, device))
-    return edits.masked_fill_(send(state.never(vocab_size), device), -math.inf) if state.restricted else edits
+    return edits.masked_fill_(send(state.always_forbidden(vocab_size), device), -math.inf) if state.restricted else edits
 
 
 def _clamp(value: float, least: float, most: float) -> float:

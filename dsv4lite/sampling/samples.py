@@ -1,4 +1,4 @@
-"""One step's tokens on their way from the device to the host."""
+"""Sampled tokens and scores of a step, and their asynchronous copies to the host."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dsv4lite.request import Logprobs, LogprobsMode, TokenLogprob
 from dsv4lite.scheduling.step_plan import UNKNOWN, Sampled, SequencePlan, sampled_of
 
 
-class Arrival:
-    """A copy of a tensor to the host, which the host does not wait for until it needs the values."""
+class HostCopy:
+    """An asynchronous copy of a tensor to the host."""
 
     def __init__(self, x: Tensor) -> None:
         on_gpu = x.device.type == "cuda"
@@ -27,17 +27,17 @@ class Arrival:
             self._event = torch.cuda.current_stream(x.device).record_event()
 
     def wait(self) -> Tensor:
-        """Return the copy."""
+        """Wait for the copy, and return it."""
         if self._event is not None:
             self._event.synchronize()
         return self._x
 
 
-class Given(NamedTuple):
+class GivenSpan(NamedTuple):
     """Consecutive tokens of a sequence that are scored, not sampled.
 
     Attributes:
-        sequence: Whose tokens they are.
+        sequence: Plan of their sequence.
         position: Index of the first one within prompt and output.
         token_ids: The tokens.
     """
@@ -52,33 +52,33 @@ class Given(NamedTuple):
         return self.position + len(self.token_ids)
 
 
-def cut(spans: Sequence[Given], begin: int, end: int) -> list[Given]:
-    """Return the tokens ``begin`` to ``end`` of spans taken one after the other."""
+def slice_spans(spans: Sequence[GivenSpan], begin: int, end: int) -> list[GivenSpan]:
+    """Return the tokens ``[begin, end)`` of concatenated spans."""
     found, first = [], 0
     for sequence, position, token_ids in spans:
         low, high = max(begin - first, 0), min(end - first, len(token_ids))
         if low < high:
-            found.append(Given(sequence, position + low, token_ids[low:high]))
+            found.append(GivenSpan(sequence, position + low, token_ids[low:high]))
         first += len(token_ids)
     return found
 
 
 class Scores:
-    """What a step's given tokens scored, on its way to the host; mutable until the step has been launched."""
+    """Log-probabilities of a step's given tokens, being copied to the host; mutable until the step has been launched."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Sequence[Given], Sequence[int], LogprobsMode, list[Arrival]]] = []
+        self._parts: list[tuple[Sequence[GivenSpan], Sequence[int], LogprobsMode, list[HostCopy]]] = []
 
-    def add(self, spans: Sequence[Given], tops: Sequence[int], mode: LogprobsMode, scores: Sequence[Tensor]) -> None:
-        """Take the scores of some spans, one row after the other.
+    def add(self, spans: Sequence[GivenSpan], tops: Sequence[int], mode: LogprobsMode, scores: Sequence[Tensor]) -> None:
+        """Add the scores of some spans, one row per token.
 
         Args:
-            spans: Those after the ones that were added before.
-            tops: How many best tokens each of them wants.
-            mode: Of which distribution the scores are.
-            scores: What ``kernels.sampling.token_logprobs`` returns.
+            spans: The spans, after those that were added before.
+            tops: Number of best tokens that each span lists.
+            mode: Distribution of the scores.
+            scores: Results of ``kernels.sampling.token_logprobs``.
         """
-        self._parts.append((spans, tops, mode, [Arrival(x) for x in scores]))
+        self._parts.append((spans, tops, mode, [HostCopy(x) for x in scores]))
 
     def to_host(self) -> dict[int, Logprobs]:
         """Wait for the scores; return them by sequence."""
@@ -94,20 +94,20 @@ class Scores:
 
 
 class Samples:
-    """One step's tokens as ``sample_rows`` leaves them; the copy of the wanted lines to the host starts at once.
+    """Results of ``sample_rows`` for one step; the copy of the needed lines to the host starts at once.
 
     Args:
         out: int32 [lines, R].
         sequences: S plans.
         first_rows: The row of each sequence's first sampled token; one more follows for each draft.
-        wanted: Sequence, by its place, and number of best tokens of each one that has log-probabilities.
+        wanted: See ``RowNeeds``.
         failures: Rows in which the request itself failed, with the reason.
         long_rows: Rows whose lists have more than ``BEST`` tokens, in the order of ``long_lists``.
         long_lists: int32 [2, L, K], ids and log-probabilities (as bits) of their best tokens.
-        kept_rows: Rows of which the tokens that could be sampled are wanted.
+        kept_rows: Rows that record which tokens could be sampled.
         kept: bool [L, V], these tokens.
         placed: If the host does not know where spans start: position, number of drafts, copy of the compressor state and tokens
-            of each, int32 [3 + width, S].
+            of each span, int32 [3 + width, S].
     """
 
     def __init__(
@@ -122,17 +122,17 @@ class Samples:
         long_lists: Tensor | None = None,
         kept_rows: Sequence[int] = (),
         kept: Tensor | None = None,
-        placed: Arrival | None = None,
+        placed: HostCopy | None = None,
     ) -> None:
         lines = HEADER + 2 * max([k for _, k in wanted if k <= BEST], default=0) if wanted else 3
         self.out, self._sequences, self._first_rows = out, sequences, first_rows
         self._wanted, self._failures = wanted, failures or {}
-        self._long_rows, self._long_lists = long_rows, None if long_lists is None else Arrival(long_lists)
-        self._kept_rows, self._kept = kept_rows, None if kept is None else Arrival(kept)
-        self._download, self._placed = Arrival(out[:lines]), placed
+        self._long_rows, self._long_lists = long_rows, None if long_lists is None else HostCopy(long_lists)
+        self._kept_rows, self._kept = kept_rows, None if kept is None else HostCopy(kept)
+        self._download, self._placed = HostCopy(out[:lines]), placed
 
-    def ill(self) -> set[int]:
-        """Return the sequences with logits that are unusable. Waits for the device."""
+    def not_finite(self) -> set[int]:
+        """Return the sequences with logits that are not finite. Waits for the device."""
         finite = self.out[1].tolist()
         rows = zip(self._sequences, self._first_rows, strict=True)
         return {s.seq_id for s, row in rows if not all(finite[row : row + 1 + s.drafts])}
@@ -140,7 +140,7 @@ class Samples:
     def accepted(self) -> tuple[Tensor, Tensor]:
         """Return the number of accepted drafts of each sequence and the token that follows them, int64 [S] twice, on the device.
 
-        The host knows all drafts, and does not wait.
+        Only for steps whose drafts the host knows. Does not wait for the device.
         """
         tokens_R, device = self.out[0].long(), self.out.device
         first_S = send(torch.tensor(self._first_rows, dtype=torch.int64, device="cpu"), device)
@@ -155,7 +155,7 @@ class Samples:
         return accepted_S, tokens_R[first_S + accepted_S]
 
     def to_host(self) -> dict[int, Sampled]:
-        """Wait for the tokens, of each sequence up to its first rejected draft; a row that failed has an ``error`` in its place."""
+        """Wait for the tokens; return those of each sequence up to its first rejected draft. A row that failed has an ``error``."""
         lines = self._download.wait()
         token_ids, finite, feasible = lines[:3].tolist()
         if self._wanted or self._failures or 0 in finite or 0 in feasible:
@@ -173,7 +173,7 @@ class Samples:
         return [span[1 : 1 + count] for count, span in zip(counts, zip(*columns, strict=True), strict=True)]
 
     def _position(self, i: int) -> int:
-        """Return the position of the first token that a sequence has sampled."""
+        """Return the position of the first token that a sequence sampled."""
         s = self._sequences[i]
         return s.end - s.drafts if self._placed is None else int(self._placed.wait()[0, i]) + 1
 
@@ -196,7 +196,7 @@ class Samples:
         return results
 
     def _logprobs(self, lines: Tensor) -> dict[int, TokenLogprob]:
-        """Return the log-probabilities of the rows that have them; no tensor is left in pinned memory."""
+        """Return the log-probabilities of the rows that have them, in tensors outside pinned memory."""
         if not self._wanted:
             return {}
         ranks, logprobs = lines[3].tolist(), lines[4].view(torch.float32).tolist()
@@ -216,7 +216,7 @@ class Samples:
 
 
 def _accepted(token_ids: list[int], row: int, drafts: tuple[int, ...]) -> Sampled:
-    """Return the tokens that were sampled from a row on, up to the first that is not the draft of it."""
+    """Return the tokens sampled from ``row`` on, up to the first that differs from its draft."""
     last = row
     for draft in drafts:
         if token_ids[last] != draft:

@@ -1,4 +1,4 @@
-"""What the sampler keeps of each sequence between its steps, and the rules that only the host can follow."""
+"""The sampler's state of each sequence between steps, and the sampling rules that run on the host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def random_stream(seed: int | None, index: int, *, default_seed: int, request_id
     """Name the random stream of one sequence.
 
     Args:
-        seed: The request's own; without one the stream follows from ``default_seed`` and ``request_id``.
+        seed: Seed of the request; without one, ``default_seed`` and ``request_id`` determine the stream.
         index: Which of the request's ``n`` sequences.
 
     Returns:
@@ -38,7 +38,7 @@ def random_stream(seed: int | None, index: int, *, default_seed: int, request_id
 
 @dataclass(slots=True, kw_only=True)
 class Thinking:
-    """Where a sequence stands between ``<think>`` and ``</think>``; one of the mutable classes."""
+    """Whether a sequence is between ``<think>`` and ``</think>``, and the tokens spent there; mutable."""
 
     opening: int
     closing: int
@@ -48,7 +48,7 @@ class Thinking:
 
     @classmethod
     def of(cls, request: Request) -> Thinking | None:
-        """Follow the thinking of a request, if its vocabulary has it and a setting depends on it."""
+        """Return the state after the prompt, or ``None`` if there are no thinking tags or no setting depends on them."""
         params = request.params
         if request.think_ids is None or (params.thinking_budget is None and params.structured_outputs is None):
             return None
@@ -57,7 +57,7 @@ class Thinking:
         return cls(opening=opening, closing=closing, budget=params.thinking_budget, inside=last_tag == opening)
 
     def accept(self, token_id: int) -> bool:
-        """Follow one token; return whether it belongs to the thinking, tags included."""
+        """Process one token; return whether it belongs to the thinking, tags included."""
         was_inside = self.inside
         if not was_inside:
             self.inside = token_id == self.opening
@@ -74,7 +74,7 @@ class Thinking:
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """One sequence's line of the sampler's table, and the tensors that its addresses lead to."""
+    """One sequence's line of the sampler's table, and the tensors whose addresses it has."""
 
     settings: list[float]
     drafting: list[float]
@@ -84,23 +84,23 @@ class Line:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SequenceState:
-    """What the sampler keeps of one sequence; one of the mutable classes.
+    """The sampler's state of one sequence; mutable.
 
     Attributes:
         stream: Name of its random stream.
-        stop_ids: Tokens it may not sample before position ``stops_from``.
-        prompt: Its tokens.
-        penalised: Whether what it has said matters.
-        bad_words: Those of at least two tokens.
-        tail: The last tokens of prompt and output, as many as the longest bad word looks back.
+        stop_ids: Tokens that it may not sample before position ``stops_from``.
+        prompt: Tokens of the prompt.
+        penalised: Whether it has penalties, which depend on its tokens.
+        bad_words: Bad words of at least two tokens.
+        tail: Last tokens of prompt and output, as many as bad words are compared with.
         compiled: Its grammar, perhaps still being compiled.
-        matcher: Where it stands in its grammar, from its first token on.
+        matcher: State of its grammar, from its first token on.
         failure: Why nothing can be sampled for it.
-        replay: What could be sampled, of a completion that is scored; and its first position.
+        replay: For a completion that is scored: the tokens that could be sampled, and its first position.
         num_logprobs: -1 without log-probabilities, else the number of best tokens to list.
-        needs: What it asks of a step.
-        line: Made when it first takes a slot.
-        slot: The one that it took last.
+        needs: Kernels that its rows need in a step.
+        line: Its line of the table, made when it first takes a slot.
+        slot: The slot that it took last.
     """
 
     params: SamplingParams
@@ -123,7 +123,7 @@ class SequenceState:
 
     @property
     def host_rules(self) -> bool:
-        """Whether the host decides at every step what may come next: grammars, bad words of several tokens, thinking budgets."""
+        """Whether the host restricts the token of every step: grammars, bad words of several tokens, thinking budgets."""
         return self.compiled is not None or self.thinking is not None or bool(self.bad_words) or self.failure is not None
 
     @property
@@ -132,20 +132,20 @@ class SequenceState:
         return self.params.allowed_token_ids is not None or any(len(word) == 1 for word in self.params.bad_words_ids)
 
     @property
-    def keeps(self) -> bool:
-        """Whether the tokens that could be sampled are wanted, and are not always all."""
+    def records_kept(self) -> bool:
+        """Whether to record which tokens could be sampled: if it is wanted, and they are not always all tokens."""
         p = self.params
         wanted = p.return_replay and p.logprobs is not None and p.logprobs_mode == "processed"
         truncated = not p.greedy_sampling and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
-        return wanted and (truncated or self.restricted or self.host_rules or self.holds_back)
+        return wanted and (truncated or self.restricted or self.host_rules or self.forbids_stops)
 
     @property
-    def holds_back(self) -> bool:
-        """Whether its settings forbid stop ids before ``stops_from``; with host rules, the host does."""
+    def forbids_stops(self) -> bool:
+        """Whether its line of the table forbids stop ids before ``stops_from``; with host rules, the host does."""
         return bool(self.params.min_tokens and self.stop_ids) and not self.host_rules
 
-    def never(self, vocab_size: int) -> Tensor:
-        """Return what never changes, bool [V] on the CPU: all but the allowed ids, and bad words of one token."""
+    def always_forbidden(self, vocab_size: int) -> Tensor:
+        """Return the tokens that it may never sample, bool [V] on the CPU: all but the allowed ids, and bad words of one token."""
         allowed = self.params.allowed_token_ids
         forbidden = torch.full((vocab_size,), allowed is not None, dtype=torch.bool, device="cpu")
         forbidden[list(allowed or ())] = False
@@ -165,7 +165,7 @@ class SequenceState:
             length = max(map(len, self.bad_words)) - 1
             self.tail = (*self.tail, token_id)[-length:]
         if self.thinking is not None and self.thinking.accept(token_id):
-            return  # the grammar is for what is said, not for what is thought
+            return  # the grammar applies to the answer, not to the thinking
         if self.matcher is not None and self.failure is None and not self.matcher.is_terminated():
             try:
                 self.matcher.accept(token_id)
@@ -179,14 +179,14 @@ class SequenceState:
         return None
 
     def forbidden_next(self, position: int, vocab_size: int) -> Tensor | None:
-        """Tokens that ``min_tokens``, grammar, bad words or used up thinking rule out now, bool [V] on the CPU, or ``None``.
+        """Tokens that ``min_tokens``, grammar, bad words or a spent thinking budget forbid now, bool [V] on the CPU, or ``None``.
 
         Raises:
-            RequestFailedError: The grammar gave up.
+            RequestFailedError: The grammar failed.
         """
         if self.failure is not None:
             raise self.failure
-        # While a grammar waits for the thinking to end, the text is still to come.
+        # While a grammar waits for the end of the thinking, the answer has not begun.
         waiting = self.matcher is not None and self.thinking is not None and self.thinking.inside
         early = self.stop_ids if waiting or position < self.stops_from else ()
         banned = [word[-1] for word in self.bad_words if self.tail[max(0, len(self.tail) - len(word) + 1) :] == word[:-1]]
@@ -194,7 +194,7 @@ class SequenceState:
             banned.append(self.thinking.opening)
         if self.matcher is not None and not waiting:
             forbidden = ~self.matcher.mask()
-            # Where the grammar has nothing left but the end, the text may stay shorter than min_tokens.
+            # If the grammar allows only stop ids, the answer may be shorter than min_tokens.
             if early and not bool(with_tokens(forbidden, early).all()):
                 banned.extend(early)
         elif early or banned:
@@ -206,7 +206,7 @@ class SequenceState:
 
 
 def state_of(request: Request, index: int, default_seed: int) -> SequenceState:
-    """Return what is kept of one of a request's sequences before its first token: nothing on the device, and no grammar."""
+    """Return the state of one of a request's sequences before its first token, without tensors on the device or a grammar."""
     if not request.generate:  # the tokens that are scored count as output
         request = replace(request, prompt_token_ids=request.prompt_token_ids[: request.score_from])
     params, prompt = request.params, request.prompt_token_ids
@@ -229,7 +229,7 @@ def state_of(request: Request, index: int, default_seed: int) -> SequenceState:
 
 
 def failed(error: Exception) -> RequestFailedError:
-    """Return the error of one request whose own settings are behind an exception."""
+    """Return an exception as the error of the one request whose settings caused it."""
     if isinstance(error, RequestFailedError):
         return error
     failure = RequestFailedError(f"the request failed, other requests are unaffected: {type(error).__name__}: {error}")
@@ -238,7 +238,7 @@ def failed(error: Exception) -> RequestFailedError:
 
 
 def with_tokens(mask: Tensor, token_ids: Sequence[int]) -> Tensor:
-    """Return a mask with some more tokens set."""
+    """Return a copy of a mask in which these tokens are set as well."""
     if not token_ids:
         return mask
     return mask.index_fill(0, torch.tensor(token_ids, dtype=torch.int64, device="cpu"), 1)

@@ -33,7 +33,7 @@ class KVManager:
         self._pools = pools
         self._window = window
         self._drafter_runs = False  # the model's own drafter computes its KV in the step
-        self._moves: dict[str, list[Any]] = defaultdict(list)  # of the next plan, by its fields
+        self._changes: dict[str, list[Any]] = defaultdict(list)  # by field of the next plan
 
     # ------------------------------------------------------------------------------------------------------- start and end
 
@@ -45,11 +45,11 @@ class KVManager:
         return slots is not None
 
     def attach_prefix(self, seq: Sequence) -> CachedPrefix | None:
-        """Share the longest cached prefix that leaves the sequence tokens to run and to score."""
+        """Share the longest cached prefix that ends before the last position to run and before the first position to score."""
         if seq.chain is None or seq.chain.epoch != self.cache.epoch:
             seq.chain = self.cache.chain(seq.tokens, seq.request.cache_salt)
         if seq.request.params.records_choices or seq.request.replay is not None:
-            return None  # choices are only known, and made again, for tokens that run
+            return None  # choices are recorded and replayed only for tokens that run
         most = seq.num_to_run - 1
         prefix = self.cache.lookup(seq.chain, most if seq.score_next is None else min(most, seq.score_next))
         if prefix is None:
@@ -67,9 +67,9 @@ class KVManager:
     def start(self, seq: Sequence, prefix: CachedPrefix | None) -> None:
         """Let the step being planned initialize the state of a sequence that starts."""
         if prefix is None or not prefix.snapshot:
-            self._moves["resets"].append(seq.slot)
+            self._changes["resets"].append(seq.slot)
         else:
-            self._moves["restores"].append((prefix.snapshot[0], seq.slot))
+            self._changes["restores"].append((prefix.snapshot[0], seq.slot))
         if self._drafter_runs:
             self._zero_missed(seq)
 
@@ -96,16 +96,16 @@ class KVManager:
             self.release(child)
             return False
         if partial_page:
-            self._moves["grow_copies"].append((leader.pages[full_pages], child.pages[full_pages]))
+            self._changes["grow_copies"].append((leader.pages[full_pages], child.pages[full_pages]))
         if partial_window and self._window:
-            self._moves["window_copies"].append((leader.window[full_window], child.window[full_window]))
-        self._moves["slot_copies"].append((leader.slot, child.slot))
+            self._changes["window_copies"].append((leader.window[full_window], child.window[full_window]))
+        self._changes["slot_copies"].append((leader.slot, child.slot))
         child.chain = leader.chain.fork(child.tokens)
         child.cached_until = leader.prompt_pages_end
         return True
 
     def release(self, seq: Sequence) -> None:
-        """Release all state of a sequence; it would have to start from its first token."""
+        """Release all state of a sequence, which can start again from its first token."""
         self._pools.grow.release(seq.pages)
         self._pools.window.release(page for page in seq.window if page != NO_PAGE)
         if seq.slot != NO_SLOT:
@@ -117,14 +117,14 @@ class KVManager:
         seq.state_copy, seq.drafts = 0, ()
         seq.rolling = None
 
-    def take_moves(self) -> dict[str, tuple[Any, ...]]:
-        """Return what the step being planned does to state besides running its sequences, by the fields of ``StepPlan``.
+    def take_changes(self) -> dict[str, tuple[Any, ...]]:
+        """Return the changes of state that the step being planned makes besides its sequences, by field of ``StepPlan``.
 
-        A preempted sequence's rows to zero-fill may be among it.
+        ``zero_rows`` may include rows of a sequence that was preempted since.
         """
-        moves = {name: tuple(ids) for name, ids in self._moves.items()}
-        self._moves.clear()
-        return moves
+        changes = {name: tuple(ids) for name, ids in self._changes.items()}
+        self._changes.clear()
+        return changes
 
     # ---------------------------------------------------------------------------------------------------------------- pages
 
@@ -175,7 +175,7 @@ class KVManager:
         self._pools.window.release(page for page in passed if page != NO_PAGE)
 
     def rewind(self, seq: Sequence, length: int) -> None:
-        """Take back rejected drafts, from position ``length`` on: their rows are overwritten, window pages beyond released."""
+        """Take back rejected drafts from position ``length`` on: release later window pages; later spans overwrite other rows."""
         seq.num_computed = length
         if seq.drafter_computed != ALL_TOKENS:
             seq.drafter_computed = min(seq.drafter_computed, length)
@@ -187,7 +187,7 @@ class KVManager:
     # ------------------------------------------------------------------------------------------------------ the drafter's KV
 
     def run_drafter(self, running: Iterable[Sequence], *, on: bool) -> None:
-        """Note whether the model's own drafter computes its KV in the next step and those after it."""
+        """Set whether the model's own drafter computes its KV from the next step on."""
         if on == self._drafter_runs:
             return
         self._drafter_runs = on
@@ -198,22 +198,22 @@ class KVManager:
                 seq.drafter_computed = min(seq.drafter_computed, seq.num_computed)
 
     def _zero_missed(self, seq: Sequence) -> None:
-        """Zero-fill the drafter's rows of the tokens for which it has not computed its KV: in a sequence's window, or all without.
+        """Let the step zero-fill drafter rows of tokens whose KV is not computed: those in the window, or all without a window.
 
-        Rows of a cached prefix may be among them: they are zero for every sequence that has it.
+        Rows of a cached prefix may be among them; they are then zero for every sequence that shares it.
         """
         size, pages, before, first = WINDOW_PAGE_TOKENS, seq.window, seq.window_first, seq.num_computed + 1 - self._window
         if not self._window:
             size, pages, before, first = PAGE_TOKENS, seq.pages, 0, 0
         for position in range(max(seq.drafter_computed, first, 0), seq.num_computed):
             number, row = divmod(position, size)
-            self._moves["zero_rows"].append((pages[number - before], row))
+            self._changes["zero_rows"].append((pages[number - before], row))
         seq.drafter_computed = ALL_TOKENS
 
     # ------------------------------------------------------------------------------------------------------ cached prefixes
 
     def capture(self, ends: Iterable[tuple[Sequence, int, bool]]) -> None:
-        """Cache the prefixes that end where spans of a step end; the next step may use them: by then they are written.
+        """Cache prefixes that end with a span of the step being planned; the next step may use them, since it runs later.
 
         Args:
             ends: Sequence, length of the prefix, and whether it is kept when the sequence's next one is cached.
@@ -221,7 +221,7 @@ class KVManager:
         captured = []
         for seq, length, lasting in ends:
             assert seq.chain is not None
-            if seq.chain.epoch != self.cache.epoch or seq.request.replay is not None:  # given choices may be others
+            if seq.chain.epoch != self.cache.epoch or seq.request.replay is not None:  # state of replayed choices
                 continue
             if seq.rolling is not None:
                 self.cache.discard(seq.chain, seq.rolling)
@@ -237,10 +237,10 @@ class KVManager:
                 drafter_computed=min(seq.drafter_computed, length),
             )
             if prefix is not None:
-                self._moves["saves"] += [(seq.slot, snapshot) for snapshot in prefix.snapshot]
+                self._changes["saves"] += [(seq.slot, snapshot) for snapshot in prefix.snapshot]
                 seq.pending = (prefix, lasting)
                 captured.append(seq)
-        # Inserting only now keeps a snapshot of this step from being evicted, and saved to twice, within it.
+        # Inserted only now: within the loop, a new prefix could be evicted and its snapshot saved to twice in one step.
         for seq in captured:
             self.insert_pending(seq)
 

@@ -27,7 +27,7 @@ def first_window_page(position: int, window: int) -> int:
     """Return the first logical window page that the token at ``position`` attends to; pages before it have slid away.
 
     Args:
-        position: Of the token.
+        position: Position of the token.
         window: Tokens that sliding-window attention sees; 0 if no layer has a window, and so no pages.
     """
     return max(0, position - window + 1) // WINDOW_PAGE_TOKENS if window else 0

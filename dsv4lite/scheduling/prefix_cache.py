@@ -17,12 +17,12 @@ _KEY_BYTES = 16
 class PrefixChain:
     """Hashes of all whole-page prefixes of one growing token list.
 
-    The key of k pages covers every token before it, the weight epoch and the salt: equal keys mean equal state. Each page is hashed
-    once, when its key is first asked for. The list is the sequence's own and may only grow.
+    The key of k pages covers all their tokens, the weight epoch and the salt: equal keys mean equal state. Each page is hashed
+    once, when its key is first requested. The list is the sequence's own and may only grow.
 
     Attributes:
         epoch: The weight epoch that the keys stand for.
-        keys: Of no page, of one page and so on, as far as they were asked for.
+        keys: Keys of 0, 1, 2, … pages, as far as they were requested.
     """
 
     __slots__ = ("_token_ids", "epoch", "keys")
@@ -78,11 +78,11 @@ class PrefixCache:
     they become the least recently used ones and are evicted first.
 
     Args:
-        pools: Where ids come from.
+        pools: Pools of the ids of pages and snapshots.
         snapshots: Whether a prefix needs a snapshot of compressor state.
 
     Attributes:
-        epoch: Counts ``bump_epoch``.
+        epoch: Number of calls of ``bump_epoch``.
     """
 
     def __init__(self, pools: Pools, *, snapshots: bool = True) -> None:
@@ -177,7 +177,7 @@ class PrefixCache:
         self.epoch += 1
 
     def allocate(self, pool: IdPool, count: int) -> list[int] | None:
-        """Allocate ids, evicting as many prefixes as that takes; ``None``, and nothing evicted, if evicting all is not enough."""
+        """Allocate ids, evicting prefixes as needed; return ``None``, without eviction, if too few ids are available."""
         if count > pool.num_available:
             return None
         while pool.num_free < count:

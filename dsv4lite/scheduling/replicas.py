@@ -1,7 +1,7 @@
 """Several schedulers that act as one: each data-parallel replica has its own requests, pages and cached prefixes.
 
 A request goes to the replica with its longest cached prefix, then to the one with the fewest live sequences; or to each in turn.
-Full replicas are skipped as long as another one has room: a cached prefix is no reason to wait.
+Full replicas are skipped while another one has room: waiting for a place costs more than the cached prefix saves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dsv4lite.request import Logprobs
 
 SEQ_IDS = 1 << 40
-"""Sequences that a replica can have in its life; the next one's ids begin there."""
+"""Sequence ids per replica: those of replica r begin at ``r * SEQ_IDS``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class JointPlan:
     """One step of all replicas.
 
     Attributes:
-        plans: Of each replica; ``None`` for one that has nothing to do.
+        plans: The plan of each replica; ``None`` for one that has nothing to do.
     """
 
     plans: tuple[StepPlan | None, ...]
@@ -40,7 +40,7 @@ class JointPlan:
 
     @property
     def max_drafts(self) -> int:
-        """Drafts that each span could have; the same in all plans."""
+        """Most drafts in a span; the same in all plans."""
         return max(plan.max_drafts for plan in self.plans if plan is not None)
 
     @property
@@ -53,8 +53,8 @@ class Replicas:
     """The schedulers of an engine's replicas, with the methods of one; see ``Scheduler``.
 
     Args:
-        schedulers: Of each replica; their sequences' ids begin at multiples of ``SEQ_IDS``.
-        placement: Which of them a request goes to.
+        schedulers: One per replica; their sequence ids begin at multiples of ``SEQ_IDS``.
+        placement: How the replica of a request is chosen.
     """
 
     def __init__(self, schedulers: Sequence[Scheduler], placement: ReplicaPlacement = "prefix") -> None:
@@ -64,7 +64,7 @@ class Replicas:
 
     def add(self, request: Request) -> None:
         """Queue a request with one of the replicas."""
-        home = self._homes.get(request.request_id) or self._choose(request)  # one that has a live request of this id refuses it
+        home = self._homes.get(request.request_id) or self._choose(request)  # the replica of a live id rejects it
         home.add(request)
         self._homes[request.request_id] = home
 
@@ -147,7 +147,7 @@ class Replicas:
         return max(scheduler.num_running for scheduler in self._schedulers)
 
     def stats(self) -> SchedulerStats:
-        """Return the present counts of all together."""
+        """Return the summed counts of all replicas."""
         every = [scheduler.stats() for scheduler in self._schedulers]
         return SchedulerStats(**{f.name: sum(getattr(one, f.name) for one in every) for f in fields(SchedulerStats)})
 

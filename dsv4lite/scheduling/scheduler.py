@@ -2,8 +2,8 @@
 
 Sequences are served in the order of (priority, arrival): pages are allocated in that order; the last sequence is preempted first.
 
-A released id may be allocated again at once, though a step in flight still uses it, because steps run in the order in which they
-were planned. Hence what a plan uses is released when the next one is made, at the earliest.
+A released id may be allocated again at once, even if a step in flight still uses it, because steps run in the order of their
+plans. So the ids that a plan uses are released no earlier than when the next plan is made.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from dsv4lite.request import Logprobs
 
 LEAST_PIPELINE_TOKENS = 1024
-"""Tokens of a pipeline's step: with fewer it takes nearly as long, because it reads as many weights."""
+"""Least token budget of a pipeline's step: with fewer tokens a step takes nearly as long, because it reads the same weights."""
 
 REFILLED_SHARE = 64
 MOST_STEPS_HELD = 8
-"""A step with a prompt takes longer than one without, however short the prompt. So places that get free while more requests wait
-are filled together, a 64th of all at once, but none stands free for more steps than this."""
+"""Even a short prompt makes a step longer. So free places are filled together: when ``max_num_seqs // REFILLED_SHARE`` are free, or
+enough for all waiting sequences, or when places have been held back for ``MOST_STEPS_HELD`` steps."""
 
 Propose = Callable[[Sequence, int], tuple[int, ...]]
 _IN_FLIGHT = (IN_FLIGHT,)
@@ -50,8 +50,8 @@ class SchedulerLimits:
         window: Tokens that sliding-window attention sees, the token itself included; 0 for a model without it.
         snapshots: Whether a cached prefix needs a snapshot of compressor state.
         max_drafts: Most draft tokens in one scheduled span.
-        drafter_rows: Whether a drafter of the model's own computes KV in steps with drafts.
-        stages: Of the pipeline that runs the steps: so many steps are in progress at a time.
+        drafter_rows: Whether the model's own drafter computes KV in steps with drafts.
+        stages: Pipeline stages; as many steps are in progress at a time.
     """
 
     max_num_seqs: int
@@ -77,13 +77,13 @@ class SchedulerStats:
 
     Attributes:
         num_running: Sequences that hold state.
-        num_waiting: Sequences that hold none yet, or none any more.
-        preemptions: How often a running sequence had to give up its state, so far.
-        prompt_tokens: Tokens of sequences that started, so far; a sequence starts again after it was preempted.
-        cached_tokens: How many of them came from the prefix cache.
+        num_waiting: Sequences that wait to start, or to start again after a preemption.
+        preemptions: Preemptions so far.
+        prompt_tokens: Tokens of sequences that started, so far; a preempted sequence counts again when it starts again.
+        cached_tokens: Those of ``prompt_tokens`` that came from the prefix cache.
         checkpoints: Cached prefixes, unreachable ones of older epochs included.
         num_pages: Grow pages.
-        available_pages: Those that are free or held by the prefix cache alone.
+        available_pages: Grow pages that are free or held by the prefix cache alone.
     """
 
     num_running: int
@@ -102,12 +102,12 @@ class _Planning:
 
     Attributes:
         now: ``time.monotonic()``.
-        room: Tokens that it can still take.
+        room: Tokens that the step can still take.
         max_drafts: Most draft tokens in a span.
         singles, chunks: Spans of one known token, and others.
         leaders: Sequences whose prompt ends in this step, with completions that wait for it.
-        prefixes: Sequences whose span fills a page, the length up to there, and whether its cached prefix is a lasting one.
-        short_of_pages: A sequence was preempted or could not run, so that no waiting one may start.
+        prefixes: For each span that fills a page: sequence, its length then, and whether its cached prefix is a lasting one.
+        short_of_pages: A sequence was preempted or could not run, so no waiting one may start.
     """
 
     now: float
@@ -122,7 +122,7 @@ class _Planning:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The sequences of one request, how many of them have not ended, and its deadline."""
+    """The sequences of one request, the number of those that have not ended, and the deadline."""
 
     sequences: list[Sequence]
     open: int
@@ -132,15 +132,15 @@ class _Group:
 class Scheduler:
     """Continuous batching with chunked prefill, recompute preemption, a prefix cache, micro-batches and one step of overlap.
 
-    ``schedule`` makes a plan and ``update`` takes its results, in the same order. As many plans as there are stages may be
-    outstanding, and one more, by which the stages learn ahead what comes next. Not thread-safe.
+    ``schedule`` makes a plan and ``update`` takes its results, in the same order. One plan per stage may be outstanding, and one
+    more unless a pipeline has a ``propose``. Not thread-safe.
 
     Args:
         limits: Settings.
         pools: Ids of pages and slots; the scheduler is their only user.
-        propose: Asked for at most so many draft tokens for a sequence, all tokens of which are known. With it, a plan is made only
-            when the results of the last one are there, unless the scheduler ``foresees`` the next.
-        first_seq_id: Ids of sequences count from here.
+        propose: Returns at most a given number of draft tokens for a sequence whose tokens are all known. With it and one stage,
+            a plan needs the results of the previous one, unless the scheduler ``foresees`` the step.
+        first_seq_id: Id of the first sequence; later ids count up from it.
 
     Raises:
         CapacityError: The pools cannot hold a single sequence of ``max_model_len``.
@@ -171,11 +171,11 @@ class Scheduler:
         self._running: list[Sequence] = []  # by (priority, arrival)
         self._waiting = WaitingQueue()
         self._retiring: list[Sequence] = []  # their last step is planned
-        self._sliding: dict[Sequence, None] = {}  # their last step passed a window page
-        self._next_deadline = inf  # no request ends before it
+        self._sliding: dict[Sequence, None] = {}  # the window may have passed their first page
+        self._next_deadline = inf  # the earliest of all requests
         self._outstanding: deque[StepPlan] = deque()
         self._num_unforked = 0
-        self._steps_held = 0  # since there are free places that are not filled yet
+        self._steps_held = 0  # during which free places were held back
         self._next_seq_id = first_seq_id
         self._next_step = 0
         self._weight_version = 0
@@ -237,17 +237,17 @@ class Scheduler:
         return [update for group in groups if group.deadline <= now for update in self._end_group(group, "deadline")]
 
     def reset_prefix_cache(self) -> None:
-        """Make cached prefixes unreachable. Running sequences continue; what they computed so far is not cached any more."""
+        """Make cached prefixes unreachable. Running sequences continue; their prefixes so far are no longer cached."""
         self._cache.bump_epoch()
 
     def publish(self, weight_version: int) -> None:
-        """Mark later tokens with a version of the weights, and make what older weights have cached unreachable; between steps."""
+        """Mark later tokens with a weight version and make all cached prefixes unreachable; no step may be outstanding."""
         assert not self._outstanding
         self._weight_version = weight_version
         self.reset_prefix_cache()
 
     def preempt_all(self) -> None:
-        """Release the state of all sequences, which will compute it again from their tokens; between steps."""
+        """Preempt all sequences, which compute their state again from their tokens; no step may be outstanding."""
         assert not self._outstanding
         self._release_deferred()
         while self._running:
@@ -258,11 +258,11 @@ class Scheduler:
         return tuple(self._groups[request_id].sequences)
 
     def has_request(self, request_id: str) -> bool:
-        """Return whether a request has sequences that did not end."""
+        """Return whether a request has sequences that have not ended."""
         return request_id in self._groups
 
     def has_place(self) -> bool:
-        """Return whether one more sequence fits beside those that run and wait."""
+        """Return whether fewer than ``max_num_seqs`` sequences run and wait."""
         return len(self._live) < self._limits.max_num_seqs
 
     def cached_prefix(self, request: Request) -> int:
@@ -275,11 +275,11 @@ class Scheduler:
         return bool(self._live)
 
     def foresees(self, max_drafts: int) -> bool:
-        """Return whether the next step, of at most ``max_drafts`` draft tokens in a span, can be planned before the last's results.
+        """Return whether a step with at most ``max_drafts`` drafts per span can be planned before the results of the last step.
 
-        It can if neither has drafts, or if both have the same number of drafts, made on the device, and all sequences only
-        decode: none starts, has a prompt to run, or waits for the host. A waiting sequence starts only if there is room for it.
-        A scheduler without sequences, as that of an idle replica, foresees any step.
+        It can if neither step has drafts. It also can if both have the same number of drafts, made on the device, all running
+        sequences decode without rules on the host, and no waiting sequence can start. A scheduler without sequences, such as that
+        of an idle replica, foresees any step.
         """
         if not self._live:
             return True
@@ -328,7 +328,7 @@ class Scheduler:
 
         Args:
             now: ``time.monotonic()``.
-            max_drafts: Most draft tokens in a span; at most, and by default, what the limits say.
+            max_drafts: Most draft tokens in a span, at most the ``max_drafts`` of the limits, which is the default.
 
         Returns:
             The plan, which must be run and given to ``update``; ``None`` when there is nothing to do before ``update`` or ``add``.
@@ -349,13 +349,13 @@ class Scheduler:
             return None
         self._kv.capture(step.prefixes)
         sequences = (*step.singles, *step.chunks)
-        plan = StepPlan(step=self._next_step, sequences=sequences, max_drafts=max_drafts, **self._kv.take_moves())
+        plan = StepPlan(step=self._next_step, sequences=sequences, max_drafts=max_drafts, **self._kv.take_changes())
         self._next_step += 1
         self._outstanding.append(plan)
         return plan
 
     def _release_deferred(self) -> None:
-        """Release what only the plan made last still needed."""
+        """Release the pages and slots that only the last plan still needed."""
         for seq in self._retiring:
             if seq.state is State.RUNNING:
                 self._stop(seq)
@@ -364,7 +364,7 @@ class Scheduler:
         for seq in self._sliding:
             if seq.state is State.RUNNING:
                 self._kv.slide(seq)
-        unresolved = [seq for seq in self._sliding if seq.num_computed >= self._kv.slides_at(seq)]  # if their drafts are accepted
+        unresolved = [seq for seq in self._sliding if seq.num_computed >= self._kv.slides_at(seq)]  # if drafts are accepted
         self._sliding = dict.fromkeys(unresolved)
 
     def _plan_running(self, step: _Planning) -> None:
@@ -407,7 +407,7 @@ class Scheduler:
                 self._preempt(running[-1])
             if fits:
                 self._plan_span(seq, end, step, drafts)
-            else:  # all others have precedence; it keeps its pages until one of them needs them
+            else:  # the sequence comes last; it keeps its pages until another one needs them
                 step.short_of_pages = True
 
     def _max_tokens(self) -> int:
@@ -419,7 +419,7 @@ class Scheduler:
         return pipeline_tokens(left, most, stages)
 
     def _other_groups(self) -> set[int]:
-        """Return the decoding sequences that a pipeline's next step skips: another group's, and those with tokens in flight."""
+        """Return the decoding sequences that a pipeline's next step skips: other groups, and those with tokens in flight."""
         most = 1 if self._propose is None else 0  # tokens in flight: drafts follow known ones
         decoding = {s.seq_id: s.in_flight > most for s in self._running if s.in_flight or len(s.tokens) - s.num_computed == 1}
         in_progress = [[part.seq_id for part in plan.sequences if part.sample] for plan in self._outstanding]
@@ -427,7 +427,7 @@ class Scheduler:
         return {seq_id for seq_id, early in decoding.items() if early}.union(decoding.keys() - group)
 
     def _drafts(self, seq: Sequence, room: int) -> tuple[int, ...]:
-        """Return at most ``room`` draft tokens for a sequence, which gets the pages for them."""
+        """Return at most ``room`` draft tokens for a sequence, and allocate the pages for them."""
         assert self._propose is not None
         most = _most_drafts(seq, seq.num_computed, room)
         if most < 1 or seq.unforked:
@@ -437,9 +437,9 @@ class Scheduler:
         return drafts if self._kv.extend(seq, seq.num_computed + 1 + len(drafts)) else ()
 
     def _plan_unresolved(self, seq: Sequence, room: int, step: _Planning) -> int:
-        """Plan the span of a sequence whose drafts are being verified, for any number of accepted ones.
+        """Plan the next span of a sequence while its drafts are being verified, valid for any number of accepted drafts.
 
-        A sequence waits for its results where it depends on them whether it fills a page or ends.
+        If that number decides whether the span fills a page or ends the sequence, plan nothing: the sequence waits for its results.
 
         Returns:
             The number of draft tokens of the span.
@@ -469,7 +469,7 @@ class Scheduler:
         return room
 
     def _chunk_end(self, seq: Sequence, room: int) -> int:
-        """Return the end of the next prefill chunk of at most ``room`` tokens, so that prefixes to cache end with a chunk."""
+        """Return the end of the next prefill chunk of at most ``room`` tokens; a chunk ends where a prefix is to be cached."""
         start = seq.num_computed
         to_run = seq.prompt_len - 1 if seq.unforked else seq.num_to_run
         end = min(start + room, to_run)
@@ -481,7 +481,7 @@ class Scheduler:
         if due <= end:
             return due
         if end == start + room < to_run and end + room > due:
-            # Another chunk like this one would be cut at ``due``; the end of an earlier page serves as well, without a small chunk.
+            # The next chunk would be cut at ``due``. Instead this one ends at a page boundary, and its prefix is cached.
             aligned = end // PAGE_TOKENS * PAGE_TOKENS
             end = aligned if aligned > start else end
         return end
@@ -498,7 +498,7 @@ class Scheduler:
         seq.in_flight += 1
 
     def _plan_span(self, seq: Sequence, end: int, step: _Planning, drafts: tuple[int, ...] = (), *, resolved: bool = True) -> None:
-        """Plan the span ``[num_computed, end)`` of a sequence, which has the pages for it and ends in drafts."""
+        """Plan the span ``[num_computed, end)`` of a sequence, which has its pages; its last tokens are ``drafts``."""
         start, tokens = seq.num_computed, seq.tokens
         known = end - len(drafts)
         sample = known == len(tokens) + seq.in_flight and seq.request.generate
@@ -638,7 +638,7 @@ class Scheduler:
         return updates
 
     def _append(self, seq: Sequence, planned: int, sampled: Sampled, score: Logprobs | None) -> SequenceUpdate:
-        """Append what a span with ``planned`` drafts sampled, up to the token that ends the sequence; rewind rejected drafts.
+        """Append the tokens sampled by a span with ``planned`` drafts, up to one that ends the sequence; rewind rejected drafts.
 
         This runs for every token of every completion; hence the update is made without keywords, which would take twice as long.
         """
@@ -654,8 +654,8 @@ class Scheduler:
         else:
             tokens += token_ids
         accepted = len(token_ids) - 1
-        if planned and finish is None and seq.state is State.RUNNING:  # else it was preempted meanwhile
-            if accepted and not seq.in_flight:  # a span in flight leaves compressor state of its own
+        if planned and finish is None and seq.state is State.RUNNING:  # it may have been preempted since
+            if accepted and not seq.in_flight:  # a span in flight takes the copy on the device
                 seq.state_copy, seq.steady_until = accepted, 0
             if accepted < planned:
                 self._kv.rewind(seq, seq.num_computed - planned + accepted)
@@ -682,7 +682,7 @@ class Scheduler:
     def _append_one_by_one(
         self, seq: Sequence, sampled: Sampled
     ) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...], FinishReason | None, int | None, DSV4LiteError | None]:
-        """Append tokens of which one may end the sequence; return them, their log-probabilities, and how and why it ends."""
+        """Append tokens up to one that ends the sequence; return them, log-probabilities, finish and stop reasons, and error."""
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []
         finish: FinishReason | None = None
@@ -756,7 +756,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------------- integrity
 
     def check(self) -> None:
-        """Assert that every id is free, or held by exactly the sequences and prefixes that list it; every sequence in one queue."""
+        """Assert that holders of ids are exactly the sequences and prefixes that list them, and each sequence is in one queue."""
         running, waiting = self._running, list(self._waiting)
         self._kv.check(self._live.values())
         unforked = [child for seq in self._live.values() for child in seq.unforked]
@@ -791,9 +791,9 @@ def pipeline_group(decoding: Sized[int], in_progress: Sized[Collection[int]], st
     """Return which of the decoding sequences run in the next step of a pipeline of P stages, in the order given.
 
     A pipeline works on P steps at a time. A sequence is in one of them only, since its next token is known when the last stage has
-    sampled it; hence the decoding sequences take turns, in P groups. Groups are not stored: each step takes its share of the
-    sequences that are in no other. While the same sequences decode, each runs in one of any P steps in a row, and the sizes of
-    groups differ by at most one. With fewer than P of them every step takes one, and its token may still be in flight.
+    sampled it; hence the decoding sequences take turns, in P groups. Groups are not stored: each step takes a P-th of the decoding
+    sequences, from those in no other step. While the same sequences decode, each runs once in any P consecutive steps, and group
+    sizes differ by at most one. With fewer than P sequences every step takes one, whose token may still be in flight.
 
     Args:
         decoding: Ids of all sequences that have only their last token to run, known or in flight, the most urgent first.
@@ -812,7 +812,7 @@ def pipeline_group(decoding: Sized[int], in_progress: Sized[Collection[int]], st
 
 
 def pipeline_tokens(left: Iterable[int], most: int, stages: int) -> int:
-    """Return how many tokens the next step of a pipeline of P stages may have: a P-th of what is left to run.
+    """Return how many tokens the next step of a pipeline of P stages may have: a P-th of the tokens left to run.
 
     Chunks of prompts wait for no token: a prompt is cut so that all stages work on it.
 

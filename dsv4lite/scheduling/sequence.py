@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NO_SLOT = -1
 ALL_TOKENS = 1 << 62
-"""A position after every token, those to come included."""
+"""A position after every token of a sequence, future ones included."""
 
 
 class State(enum.Enum):
@@ -44,14 +44,14 @@ class Sequence:
     """One completion; the scheduler's only mutable record.
 
     Attributes:
-        tokens: Prompt and completion as far as known.
+        tokens: Prompt and completion, as far as the host knows them.
         last_run: Computed length at which the sequence ends.
         end_ids: Tokens that end it after ``min_tokens``.
         num_computed: KV computed length once the steps planned so far have run, if all their drafts are accepted.
-        in_flight: Sampled tokens whose ids did not arrive yet: at most 1 when a step is planned, at most 2 after that.
+        in_flight: Sampled tokens that have not arrived on the host: at most 1 before a step is planned, at most 2 after that.
         steady_until: Before this position decode is in a steady state: spans need no page, release none, fill no grow page, and
             are not the last.
-        state_copy: The copy of its compressor state that holds at ``num_computed``.
+        state_copy: The copy of its compressor state that is valid at ``num_computed``.
         drafts: Draft tokens that follow ``tokens``, made on the device.
         drafter_computed: KV computed length of the model's own drafter, zero-filled rows included, as far back as the window
             reaches; ``ALL_TOKENS`` while it computes that of every token.
@@ -65,7 +65,7 @@ class Sequence:
         score_next: First prompt position whose next token is still to be scored.
         unforked: Completions that will share this one's prompt.
         cached_tokens: Prompt tokens from the prefix cache, until they are reported.
-        started: Second of its first step.
+        started: Time of its first step, from ``time.monotonic()``.
     """
 
     seq_id: int

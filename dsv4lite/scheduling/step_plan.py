@@ -17,7 +17,7 @@ from dsv4lite.request import TokenLogprob
 IN_FLIGHT = -1
 """In a plan, the token that the previous step sampled for this sequence and that is still on the device."""
 UNKNOWN = -1
-"""In a plan, a token that is not known yet."""
+"""In a plan, a token that the host does not know yet."""
 NO_PAGE = -1
 """In ``window_pages``, a page that is neither read nor written."""
 
@@ -46,10 +46,10 @@ class SequencePlan(NamedTuple):
         drafts: How many of the last tokens are drafts.
         state_copy: Copy of the compressor state that it starts from. Without drafts it writes copy 0, else copy i after token i.
         next_id: The token after the last, or ``UNKNOWN``.
-        unresolved: Unresolved drafts: if the span was planned while the drafts of the one before it were being verified, how many
-            positions after ``start`` it may begin, and end. The device knows where, with which tokens, and from which copy of the
-            compressor state; there may be fewer drafts than ``drafts``. Pages are allocated for the latest end. ``None`` if the
-            host knows.
+        unresolved: Number of unresolved drafts, if the span was planned while drafts of the previous span were being verified. The
+            span may begin and end up to this many positions later. The device knows its position, its tokens and its copy of the
+            compressor state; it may have fewer drafts than ``drafts``. Pages are allocated for the latest end. ``None`` if the host
+            knows the position.
     """
 
     seq_id: int
@@ -93,7 +93,7 @@ class StepPlan:
         window_copies: ``(from, to)`` window pages.
         slot_copies: ``(from, to)`` slots.
         saves: ``(slot, snapshot)``, after the sequences.
-        max_drafts: Drafts that each span could have, and that are wanted after it; 0 if the model's own drafter does not run.
+        max_drafts: Most drafts in a span, and drafts to make after it; 0 if the model's own drafter does not run.
         zero_rows: ``(window page, row)`` of the model's own drafter to zero-fill, for tokens whose KV it has not computed; without
             sliding window ``(grow page, row)``.
     """
@@ -126,18 +126,18 @@ class StepPlan:
 
 
 class StepShape(NamedTuple):
-    """The shape of a step, the same on all ranks that run it together, each with sequences of its own or none.
+    """The shape of a step: equal on all ranks that run it together, though replicas have different sequences or none.
 
     Attributes:
-        tokens: Of the replica with the most; ``None`` if a sequence has given experts, which only its own replica knows: ranks
-            that share experts then choose them before rows travel.
-        sequences: Of the replica with the most.
+        tokens: Tokens of the replica with the most; ``None`` if a sequence replays given experts, which only its own replica knows:
+            ranks that share experts then route their tokens before they send rows.
+        sequences: Sequences of the replica with the most.
         width: Tokens of the longest span.
         decodes: All spans are one token and drafts, and sample, without scores or routed experts.
-        max_drafts: Drafts that are wanted after each span.
+        max_drafts: Drafts to make after each span.
         longest: Length of the longest sequence after the step, if all drafts are accepted.
-        unresolved: Some sequence continues from accepted lengths that only the device knows.
-        records: Routed experts of some sequence are wanted, or given.
+        unresolved: Some sequence starts from accepted lengths that only the device knows.
+        records: Some sequence records its routed experts, or replays given ones.
     """
 
     tokens: int | None
@@ -154,9 +154,9 @@ class StepShape(NamedTuple):
         """Return the shape of a step.
 
         Args:
-            plans: Of all replicas; ``None`` for those that have nothing to do.
-            routed: Sequences whose experts are wanted.
-            given: Sequences whose experts are given.
+            plans: Plans of all replicas; ``None`` for those that have nothing to do.
+            routed: Ids of sequences that record their experts.
+            given: Ids of sequences that replay given experts.
         """
         tokens = sequences = width = max_drafts = longest = 0
         decodes, unresolved, known, records = True, False, True, False

@@ -4,11 +4,11 @@
     probability that the first i drafts are accepted. The gain of a k is its tokens per second relative to the k in use.
  2. Acceptance is measured by position, log T by batch-size bucket (half octaves) and k, on windows of steps with the same k.
  3. A new bucket starts with the costs of the warm-up, or of the nearest bucket, and with the best k by these; else with k = 1.
- 4. What moves T for all k alike (longer contexts, other work on the machine) is measured on the k in use, and moves all.
- 5. The regret of a k is the steps lost by not using it, beyond a margin and the error; above one step the bucket switches to it.
- 6. A window now and then is a probe of another k: first of those never measured, unless they cannot pay even in the best case.
- 7. Probes, switching there and back included, lose at most ``EXPLORATION`` of all steps, and each k has its share of that.
- 8. A k that cannot pay even in the best case that its measurements allow is probed half as often each time.
+ 4. Changes of T common to all k (longer contexts, other work on the machine) are measured on the k in use and applied to all.
+ 5. The regret of a k is the steps lost by not using it, beyond a margin and the error. Above one step, the bucket switches to it.
+ 6. Some windows are probes of another k, the nearest that is due. A k without measurements is skipped if it could not pay at best.
+ 7. Probes lose at most ``EXPLORATION`` of all steps, switches there and back included; each k has an equal share of that.
+ 8. Each probe of a k that cannot pay even in the best case that its measurements allow doubles the interval to its next probe.
  9. Steps with prompts and the first steps after a switch are not timed.
 10. Time comes from a clock argument: the same observations lead to the same decisions.
 """
@@ -25,18 +25,18 @@ EXPLORATION = 0.0075
 WINDOW = 32
 """Steps between two decisions."""
 
-_SETTLE_STEPS = 2  # unmeasured after a switch or a prompt: the first has no drafts of the device yet, or others overlap
-_MIN_STEPS = 4  # of a window that is timed
-_PROBE_STEPS, _FEW_STEPS = 6, 48  # of a probe that loses much; a cost from fewer may mislead
+_SETTLE_STEPS = 2  # not timed after a switch or a prompt: the first step has no drafts of the device yet, and steps overlap
+_MIN_STEPS = 4  # timed steps that a window needs for a measurement
+_PROBE_STEPS, _FEW_STEPS = 6, 48  # least steps of a probe; steps below which a measured cost is uncertain
 _MARGIN, _PATIENCE = 0.005, 1.0  # relative gain that does not count; steps lost before a switch
 _SWITCH_COST, _MAX_BACKOFF = 1.0, 3  # steps lost by the two switches of a probe; doublings of its interval
-_ERROR, _CONFIDENCE = 0.05, 2.0  # of the log cost of one step, and of one not measured; standard deviations to the best case
+_ERROR, _CONFIDENCE = 0.05, 2.0  # error of the log cost of one step, or without measurement; standard deviations of the best case
 _LEVEL_MEMORY, _COST_MEMORY = 4, 256  # windows; steps
-_MAX_DEVIATION = 0.7  # of a log cost, believed at once
+_MAX_DEVIATION = 0.7  # of a log cost from its estimate; a larger one is clipped
 _BUCKETS = (1, *sorted(size << octave for octave in range(14) for size in (2, 3)))
-_PRIOR_ACCEPTANCE, _PRIOR_WEIGHT = 0.7, 2.0  # of a position, and how many drafts it weighs
-_DRAFT_MEMORY, _STEP_MEMORY = 512.0, (16.0, 256.0)  # drafts that acceptance remembers, but at least and at most so many steps
-_STALE, _OLD_DRAFTS = 0.99, 64.0  # what a step without drafts leaves of it, down to the weight of so many
+_PRIOR_ACCEPTANCE, _PRIOR_WEIGHT = 0.7, 2.0  # acceptance before any measurement; its weight in drafts
+_DRAFT_MEMORY, _STEP_MEMORY = 512.0, (16.0, 256.0)  # memory of acceptance: drafts, but at least and at most these steps
+_STALE, _OLD_DRAFTS = 0.99, 64.0  # decay of that memory in a step without drafts, and the drafts below which it stops
 # A drafter with the KV of only the r latest tokens is accepted 1 - a / (1 + r / 10) times as often as one with all; the shipped
 # checkpoint's MTP block with a = 0.3: measured 0.70, 0.82, 0.88, 0.94, 0.98 for r = 1, 8, 16, 32, 64. Others may forget less. Each
 # step without the drafter multiplies r by 0.92: measured 0.98, 0.96, 0.92, 0.85 after gaps of 4, 8, 16, 32 tokens.
@@ -54,7 +54,7 @@ class StepCosts:
     seconds: Mapping[int, tuple[float, ...]]
 
     def of(self, num_sequences: int) -> tuple[float, ...]:
-        """Return the seconds of a step by draft tokens: on the line through the two sizes around it, or below it."""
+        """Return the seconds of a step by draft tokens, interpolated (above the largest size, extrapolated) between two sizes."""
         sizes = list(self.seconds)
         at = max(1, min(bisect_left(sizes, num_sequences), len(sizes) - 1))
         low, high = sizes[at - 1], sizes[min(at, len(sizes) - 1)]
@@ -75,8 +75,8 @@ class BucketStats:
     Attributes:
         num_sequences: Largest batch size of the bucket.
         k: Draft tokens in use.
-        seconds: Of a step, by k; ``None`` where it was never measured.
-        steps: Steps measured, by k.
+        seconds: Seconds of a step, by k; ``None`` if it was never measured.
+        steps: Number of measured steps, by k.
         gains: Expected tokens per second relative to the k in use, by k.
         most_gains: The same in the best case that the measurements allow.
     """
@@ -115,7 +115,7 @@ class Acceptance:
 
     Args:
         max_k: Positions.
-        forgets: Whether the drafter keeps KV, and is accepted less often after steps that it had no part in.
+        forgets: Whether the drafter has KV of its own, so that its drafts are accepted less often after steps without it.
     """
 
     def __init__(self, max_k: int, *, forgets: bool) -> None:
@@ -133,13 +133,13 @@ class Acceptance:
             reached = count
 
     def skip(self, steps: int) -> None:
-        """Account for steps that the drafter had no part in: what is known grows old, down to the weight of a few drafts."""
+        """Account for steps without the drafter: measurements lose weight, down to that of ``_OLD_DRAFTS`` drafts."""
         self._context *= _KEPT**steps
         keep = max(_STALE**steps, min(1.0, _OLD_DRAFTS / max(1.0, self._reached[0])))
         self._accepted, self._reached = [keep * each for each in self._accepted], [keep * each for each in self._reached]
 
     def probabilities(self, deviations: float = 0.0) -> list[float]:
-        """Return acceptance by position, so many standard deviations above what is expected."""
+        """Return acceptance by position, ``deviations`` standard deviations above the expected value."""
         found, prior = [], _PRIOR_ACCEPTANCE
         for accepted, reached in zip(self._accepted, self._reached, strict=True):
             prior = min(1.0, (accepted + _PRIOR_WEIGHT * prior) / (reached + _PRIOR_WEIGHT))
@@ -147,7 +147,7 @@ class Acceptance:
         return found
 
     def tokens(self, deviations: float = 0.0) -> list[float]:
-        """Return the tokens that a sequence's step yields, by k."""
+        """Return the tokens that a step yields per sequence, by k."""
         found, survival = [1.0], 1.0
         for p in self.probabilities(deviations):
             survival *= p
@@ -160,12 +160,12 @@ class _Bucket:
 
     Attributes:
         cost: Log seconds of a step; before the first measured window only differences count.
-        prior: The cost to begin with; zeros if nothing is known.
-        device: Log seconds that a step takes at least.
-        steps: Measured.
+        prior: Initial cost; zeros if nothing is known.
+        device: Log seconds that a step takes at least, measured at warm-up.
+        steps: Number of measured steps.
         regret: Steps lost against each k.
         due, backoff: When to probe, by ``now``; doublings of the interval.
-        windows: Measured with the k in use.
+        windows: Windows measured with the k in use.
     """
 
     def __init__(self, size: int, cost: Sequence[float], device: Sequence[float]) -> None:
@@ -179,7 +179,7 @@ class _Bucket:
         return _ERROR * sqrt(sum(1 / count for count in counts)) if all(counts) else _ERROR
 
     def least_ratio(self, k: int) -> float:
-        """Return the least log cost relative to the k in use: a step takes its device time, and no less with more drafts."""
+        """Return a lower bound of the log cost relative to the k in use: the device time, and the bound of fewer drafts."""
         if k == self.k:
             return 0.0
         if self.steps[k]:
@@ -191,7 +191,7 @@ class _Bucket:
         return [each / tokens[self.k] * exp(self.cost[self.k] - cost) for each, cost in zip(tokens, self.cost, strict=True)]
 
     def learn(self, k: int, steps: int, cost: float) -> None:
-        """Learn the log cost of a window; the k in use moves the level of all."""
+        """Learn the log cost of a window; a window of the k in use shifts the costs of all k."""
         deviation, most = cost - self.cost[k], _MAX_DEVIATION if self.steps[k] else 2 * _MAX_DEVIATION
         self.steps[k] += steps
         if k != self.k:
@@ -209,12 +209,12 @@ class DraftController:
 
     Args:
         max_k: Most tokens to draft.
-        clock: Of the time that steps take, in seconds.
+        clock: Returns the time in seconds, to time steps.
         forgets: See ``Acceptance``.
         costs: Step costs from the warm-up.
 
     Attributes:
-        length: Draft tokens of the present window.
+        length: Draft tokens of the current window.
         windows: Decisions so far.
     """
 
@@ -225,9 +225,9 @@ class DraftController:
         self._acceptance = Acceptance(max_k, forgets=forgets)
         self._buckets: dict[int, _Bucket] = {}
         self._changes, self._probes, self._total_seconds, self._lost_seconds = 0, 0, 0.0, 0.0
-        # The present window: its batch size, its steps planned and so far, those measured and their seconds.
+        # The current window: batch size, steps planned, steps run, steps measured and their seconds.
         self._sequences, self._planned, self._ran, self._steps, self._seconds = 1, 0, 0, 0, 0.0
-        self._chosen_at, self._unmeasured, self._settling = 0.0, 1, 0  # steps not to time; not to learn acceptance from
+        self._chosen_at, self._unmeasured, self._settling = 0.0, 1, 0  # steps left not to time; not to learn from
 
     def choose(self, num_sequences: int) -> int:
         """Return the number of tokens to draft for each sequence of the next step; called once per step."""
@@ -320,7 +320,7 @@ class DraftController:
         return self._acceptance.tokens(_CONFIDENCE)[k] / self._acceptance.tokens()[bucket.k] * exp(-bucket.least_ratio(k))
 
     def _due_probe(self, bucket: _Bucket) -> int | None:
-        """Return the nearest k that is due for a probe; one that was never measured is not if it cannot pay."""
+        """Return the nearest k that is due for a probe; a k that was never measured is skipped if it cannot pay."""
         for k in sorted(range(self._max_k + 1), key=lambda k: abs(k - bucket.k)):
             if k != bucket.k and bucket.now >= bucket.due[k]:
                 bucket.due[k] = bucket.now + self._interval(bucket, k)
@@ -329,24 +329,24 @@ class DraftController:
         return None
 
     def _probe_loss(self, bucket: _Bucket, k: int) -> float:
-        """Return the steps that each step of a probe loses; a cost from few steps counts no more than its prior."""
+        """Return the steps lost per step of a probe; a cost from few steps is capped by its prior."""
         costs = (bucket.cost, bucket.prior) if bucket.steps[k] < _FEW_STEPS and any(bucket.prior) else (bucket.cost,)
         tokens = self._acceptance.tokens()
         return max(0.0, exp(min(cost[k] - cost[bucket.k] for cost in costs)) - tokens[k] / tokens[bucket.k])
 
     def _probe_steps(self, bucket: _Bucket, k: int) -> int:
-        """Return the length of a probe: as many steps as lose the switch cost, within limits; the first one is short."""
+        """Return the steps of a probe: as many as lose the switch cost, within limits; the first probe is short."""
         steps = _SWITCH_COST / max(self._probe_loss(bucket, k), 1e-3) if bucket.steps[k] else 0
         return max(_PROBE_STEPS, min(WINDOW, int(steps)))
 
     def _interval(self, bucket: _Bucket, k: int) -> float:
-        """Return the steps between two probes of a k, which lose no more than their part of ``EXPLORATION``."""
+        """Return the steps between two probes of a k, so that they lose at most their share of ``EXPLORATION``."""
         loss = self._probe_steps(bucket, k) * self._probe_loss(bucket, k) + _SWITCH_COST
         probed = max(1, sum(steps > 0 for steps in bucket.steps) - 1)  # lengths that share the time
         return loss * probed / EXPLORATION * 2.0 ** bucket.backoff[k]
 
     def stats(self) -> ControllerStats:
-        """Return the present statistics."""
+        """Return the current statistics."""
         classes = [
             BucketStats(
                 num_sequences=bucket.size,

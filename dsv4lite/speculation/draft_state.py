@@ -1,6 +1,6 @@
-"""What a step leaves on the device: where the next step starts before the host knows it, and what a drafter continues from.
+"""State on the device after a step: accepted lengths, from which the next step starts, and the inputs of the drafter.
 
-Both are tensors at fixed addresses where steps and drafter passes are captured.
+If steps and drafter passes are captured, both are tensors at fixed addresses.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.scheduling.step_plan import NO_PAGE, UNKNOWN, SequencePlan, StepPlan
 
 Choose = Callable[[Tensor, Tensor], Tensor]
-"""Chooses a draft token per sequence, int64 [S], from logits float32 [S, V] and the positions before those tokens, int32 [S]."""
+"""Chooses a draft token per sequence, int64 [S], from logits float32 [S, V] and the position before the token, int32 [S]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AcceptedLengths:
-    """Where S sequences continue after a step, on the device.
+    """Accepted lengths of a step, kept on the device so that the next step can start from them.
 
     Attributes:
         columns: Column of each sequence, by its id.
-        next_3S: int64 [3, S]: the next position; the copy of the compressor state to continue from, which is the number of
-            accepted draft tokens; the next token.
-        drafts_KS: int64 [K, S], draft tokens that follow it, ``UNKNOWN`` where there are none.
+        next_3S: int64 [3, S]: the next position; the number of accepted draft tokens, which is also the compressor-state copy to
+            continue from; the next token.
+        drafts_KS: int64 [K, S], draft tokens after the next token, ``UNKNOWN`` where there are none.
     """
 
     columns: Mapping[int, int]
@@ -41,9 +41,9 @@ class AcceptedLengths:
         """Return the accepted lengths of a step whose plan the host has resolved.
 
         Args:
-            sequences: Those that sampled.
-            accepted: Number of accepted draft tokens of each, and the token that follows them, int64 [S] twice.
-            drafts_SK: int64 [S, K], draft tokens that follow it.
+            sequences: The sequences that sampled.
+            accepted: Number of accepted draft tokens of each, and the token after them, int64 [S] twice.
+            drafts_SK: int64 [S, K], draft tokens after that token.
         """
         accepted_S, tokens_S = accepted
         firsts = torch.tensor([s.end - s.drafts for s in sequences], dtype=torch.int64, device="cpu")
@@ -52,7 +52,7 @@ class AcceptedLengths:
         return cls(columns=columns, next_3S=torch.stack((next_S, accepted_S, tokens_S)), drafts_KS=drafts_SK.t())
 
     def resolve(self, plan: StepPlan) -> StepPlan:
-        """Return a plan with the positions and tokens of the sequences that continue from here. Waits for the device."""
+        """Return the plan with the positions and tokens of its unresolved spans. Waits for the device."""
         starts, copies, tokens = self.next_3S.tolist()
         drafts = self.drafts_KS.t().tolist()
 
@@ -70,18 +70,18 @@ class AcceptedLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftState:
-    """Where S sequences continue; a drafter pass changes the first three.
+    """Inputs of a drafter pass over S sequences; the pass advances the first three.
 
     Attributes:
         streams_SND: Final streams of the main model, or of the drafter's last pass, at ``positions_S``.
-        tokens_S: int64, the token that follows.
+        tokens_S: int64, the token after that position.
         positions_S: int64; -1 is padding.
         slots_S: int32, -1 for padding.
-        window_SP: int32, window pages of the step before, ``NO_PAGE`` where there are none.
-        window_first_S: int32, logical number of the first of them.
-        grow_SP: int32, grow pages of the step before, ``NO_PAGE`` past their end: for a model without sliding window, whose drafter
-            has its rows there; else ``None``.
-        most: Where replicas share experts, sequences of the replica with the most.
+        window_SP: int32, window pages of the step, ``NO_PAGE`` where there are none.
+        window_first_S: int32, logical number of the first window page.
+        grow_SP: int32, grow pages of the step, then ``NO_PAGE``: they hold the drafter's rows if the model has no sliding window.
+            Otherwise ``None``.
+        most: If replicas share experts, sequences of the replica with the most.
     """
 
     streams_SND: Tensor
@@ -95,7 +95,7 @@ class DraftState:
 
     @classmethod
     def empty(cls, sequences: int, pages: int, like_ND: Tensor, *, grow: int = 0) -> DraftState:
-        """Allocate for a number of sequences, all padding, and of each window pages or, without sliding window, ``grow`` pages."""
+        """Allocate a state of padding, with ``pages`` window pages per sequence and, without sliding window, ``grow`` pages."""
         device = like_ND.device
         return cls(
             streams_SND=like_ND.new_zeros(sequences, *like_ND.shape),
@@ -114,11 +114,11 @@ class DraftState:
         """Return the state after a step whose plan the host has resolved.
 
         Args:
-            plans: Of the sequences that sampled.
-            begins: Row of the last token of each before its draft tokens.
+            plans: Plans of the sequences that sampled.
+            begins: Row of each sequence's last token before its draft tokens.
             streams_TND: Final streams of the main model.
-            accepted: Number of accepted draft tokens of each, and the token that follows them, int64 [S] twice.
-            most: Sequences of the replica with the most.
+            accepted: Number of accepted draft tokens of each, and the token after them, int64 [S] twice.
+            most: See the class.
         """
         accepted_S, tokens_S = accepted
         windows = any(s.window_pages for s in plans)
@@ -142,7 +142,7 @@ class DraftState:
         )
 
     def first(self, count: int) -> DraftState:
-        """Return the first sequences, in the same memory."""
+        """Return a view of the first ``count`` sequences."""
         return DraftState(
             streams_SND=self.streams_SND[:count],
             tokens_S=self.tokens_S[:count],
@@ -155,10 +155,10 @@ class DraftState:
         )
 
     def start(self, batch: Batch, streams_TND: Tensor, tokens_SQ: Tensor) -> None:
-        """Write the state after a step of Q rows per sequence, of which only the device knows how many were accepted.
+        """Write the state after a step of Q rows per sequence; the accepted draft tokens are counted on the device.
 
         Args:
-            batch: The step; a sequence with fewer than Q tokens has padding after them.
+            batch: The step; sequences with fewer than Q tokens are padded.
             streams_TND: Final streams of the main model.
             tokens_SQ: int64, the token sampled from each row.
         """
@@ -174,13 +174,13 @@ class DraftState:
         self.slots_S.copy_(paging.slots_S)
         self.window_SP.copy_(paging.window_SP)
         self.window_first_S.copy_(paging.window_first_S)
-        if self.grow_SP is not None:  # past its end a sequence's row of the tables has pages of others
+        if self.grow_SP is not None:  # after a sequence's end, its row of the table has old entries
             last_S = (paging.first_S + paging.lens_S - 1) // PAGE_TOKENS
             held_SP = torch.arange(self.grow_SP.shape[1], device=last_S.device) <= last_S[:, None]
             self.grow_SP.copy_(torch.where(held_SP, paging.grow_SP, NO_PAGE))
 
     def advance(self, streams_SND: Tensor, tokens_S: Tensor) -> None:
-        """Continue one position later."""
+        """Move to the next position."""
         self.streams_SND.copy_(streams_SND)
         self.tokens_S.copy_(tokens_S)
         self.positions_S.add_(self.positions_S >= 0)

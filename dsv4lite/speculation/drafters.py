@@ -25,8 +25,8 @@ class DeviceDrafter(Protocol):
     It reads nothing on the host, so that it can be captured.
 
     Attributes:
-        most: Most draft tokens in a row.
-        per_pass: Draft tokens of one ``draft``.
+        most: Most draft tokens of a sequence.
+        per_pass: Draft tokens of one call of ``draft``.
     """
 
     most: int
@@ -38,12 +38,12 @@ class DeviceDrafter(Protocol):
         Args:
             batch: The step's tokens.
             streams_TND: The main model's final streams.
-            next_T: int64, the token that follows each; any token where a later step runs the same position again.
+            next_T: int64, the token after each; arbitrary where a later step runs the position again.
         """
         ...
 
     def draft(self, state: DraftState, choose: Choose) -> Tensor:
-        """Draft what follows each sequence, and advance the state.
+        """Draft the next tokens of each sequence, and advance the state.
 
         Returns:
             int64 [S, per_pass], ``UNKNOWN`` where there are none.
@@ -51,16 +51,16 @@ class DeviceDrafter(Protocol):
         ...
 
     def take_part(self, shape: StepShape) -> None:
-        """Let this rank's experts work for replicas that draft, while its own has nothing to draft.
+        """Run this rank's experts for replicas that draft, when its own replica has nothing to draft.
 
         Args:
-            shape: Of the step of all replicas.
+            shape: Shape of the step of all replicas.
         """
         ...
 
 
 def make_drafter(own: MTP | DSpark, model: Any, cache: StateCache) -> DeviceDrafter:
-    """Return the drafter that a setting names, of a model that has it: an ``MtpModel`` or a ``BlockModel``."""
+    """Return the drafter for a setting, of an ``MtpModel`` or a ``BlockModel``."""
     if isinstance(own, MTP):
         return MtpDrafter(model, cache.layers[-1], own.k)
     return BlockDrafter(model, cache.layers[len(model.shard.layers) :], own)
@@ -76,22 +76,22 @@ def draft(
     accepted: tuple[Tensor, Tensor] | None,
     choose: Choose,
 ) -> Tensor | None:
-    """Draft what follows a step that ran eagerly.
+    """Draft the next tokens after a step that ran eagerly.
 
     Args:
         drafter: The drafter.
         plan: The step.
-        shape: Of the step of all replicas, where they share experts.
-        batch: Its tokens.
+        shape: Shape of the step; of all replicas if they share experts.
+        batch: The step's tokens.
         streams_TND: The main model's final streams.
         first_rows: The row of each sequence's first token.
-        accepted: Of the sequences that sampled, if there are any: the number of accepted draft tokens, and the token that follows
-            them, int64 [S] twice.
-        choose: Chooses their draft tokens.
+        accepted: For the sequences that sampled, if any: the number of accepted draft tokens and the token after them, int64 [S]
+            twice.
+        choose: Chooses the draft tokens.
 
     Returns:
-        int64 [S, K] of the sequences that sampled, in the order of the plan, ``UNKNOWN`` where there are none; ``None`` if none are
-        wanted. They are valid on the rank that samples.
+        int64 [S, K] for the sequences that sampled, in the order of the plan, ``UNKNOWN`` where there are none; ``None`` if there
+        is nothing to draft. Only the values of the rank that samples are valid.
     """
     next_T = batch.token_ids_T.roll(-1)
     rows = zip(plan.sequences, first_rows, strict=True)
@@ -115,15 +115,15 @@ def draft(
 class MtpDrafter:
     """Drafts with the MTP block of a model; see ``DeviceDrafter``.
 
-    The block reads the main model's final streams at a position and the token that follows, and a window of its own rows. Its rows
-    are stored for every token of a step; the rest of it runs where a draft token is wanted: at the last accepted position, where it
-    predicts the token after the next. Each further draft token comes from the block's own streams and the draft token before, one
-    position later. The rows that drafting writes into the window are overwritten when the main model runs these positions.
+    The block reads the main model's final streams at a position, the token after it, and a window of its own KV rows. Its rows are
+    stored for every token of a step. The rest of the block runs only at the last accepted position, where it predicts the token
+    after the next. Each further draft token comes from the block's own streams and the previous draft token, one position later.
+    Drafting writes rows into the window; they are overwritten when the main model runs these positions.
 
     Args:
-        model: With its MTP block.
-        cache: The block's rows, in window pages, or in grow pages of a model without sliding window.
-        most: Most draft tokens in a row.
+        model: A model with an MTP block.
+        cache: The block's rows, in window pages, or in grow pages for a model without sliding window.
+        most: Most draft tokens of a sequence.
     """
 
     def __init__(self, model: MtpModel, cache: LayerCache, most: int) -> None:
@@ -133,13 +133,13 @@ class MtpDrafter:
         self._cache = cache
 
     def feed(self, batch: Batch, streams_TND: Tensor, next_T: Tensor) -> None:
-        """Store the block's kv rows of a step."""
+        """Store the block's KV rows of a step."""
         fed = copy(batch)
         fed.token_ids_T = next_T
         self._model.mtp_feed(streams_TND, fed, self._cache)
 
     def draft(self, state: DraftState, choose: Choose) -> Tensor:
-        """Run the block once, where the pages of its rows reach that far; int64 [S, 1]."""
+        """Run the block once for the sequences with a page for its row; int64 [S, 1]."""
         if state.grow_SP is None:
             table_SP, page_S = state.window_SP, state.positions_S // WINDOW_PAGE_TOKENS - state.window_first_S
         else:
@@ -183,7 +183,7 @@ class MtpDrafter:
 
 
 class BlockDrafter:
-    """Drafts with DSpark; see ``DeviceDrafter``. The rows that it reads are written by the main model's own pass.
+    """Drafts with DSpark; see ``DeviceDrafter``. The main model's forward pass writes the rows that it reads.
 
     Its window, counted from the position after the last accepted token, reaches one position farther back than the main model's:
     exactly as far as the window pages of the step.

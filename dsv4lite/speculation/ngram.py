@@ -1,9 +1,9 @@
-"""Prompt lookup: drafts are what followed the last tokens of a sequence when they stood together before.
+"""Prompt lookup: drafts are the tokens that followed an earlier occurrence of the sequence's last n-gram.
 
-An index maps every n-gram, n from ``min_n`` to ``max_n``, to the latest place where it was followed by a token. New tokens are
-indexed as they come. What was there at the first call, or came by the thousand, is indexed from its end backwards, at most
-``BACKLOG`` places per call, so that no call takes long. Only the last ``lookback`` places stay in the index, which bounds its
-memory: see ``NGramIndex``.
+An index maps every n-gram, n from ``min_n`` to ``max_n``, to its latest position that was followed by a token. Each call indexes
+the new tokens. A backlog (the text of the first call, or more than ``BACKLOG`` new tokens at once) is indexed backwards from its
+end, at most ``BACKLOG`` positions per call, which bounds the time of a call. Only the last ``lookback`` positions stay in the
+index, which bounds its memory: see ``NGramIndex``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dsv4lite.config import NGram
 
 BACKLOG = 512
-"""Places of the text before the first call that a call indexes."""
+"""Most positions of a backlog that one call indexes."""
 
 _TOKEN_BITS = 32
 
@@ -21,7 +21,7 @@ _TOKEN_BITS = 32
 class NGramIndex:
     """The n-grams of one sequence.
 
-    It holds at most ``lookback * (max_n - min_n + 1)`` of them, at about 250 bytes each where no two are equal: 6 MB by default.
+    It holds at most ``lookback * (max_n - min_n + 1)`` n-grams of about 250 bytes: 6 MB by default if all are different.
     """
 
     __slots__ = ("_first", "_last", "_latest", "_lookback", "_max_n", "_min_n")
@@ -29,17 +29,17 @@ class NGramIndex:
     def __init__(self, settings: NGram) -> None:
         self._min_n, self._max_n, self._lookback = settings.min_n, settings.max_n, settings.lookback
         self._latest: list[dict[int, int]] = [{} for _ in range(self._min_n, self._max_n + 1)]
-        # Indexed are the n-grams that end before the tokens first, first + 1, ..., last - 1.
+        # The index has the n-grams that end before the tokens first, first + 1, ..., last - 1.
         self._first = self._last = -1
 
     def draft(self, tokens: Sequence[int], k: int) -> list[int]:
         """Return ``k`` tokens that may come next, or none if nothing matches.
 
-        The longest match decides, of equally long ones the latest. Where it reaches the end of the text, what it foretold is
-        taken for text: drafts go round in the period that the match found.
+        The longest match is used; among equally long ones, the latest. If its continuation reaches the end of the text, drafts
+        repeat the text since the match.
 
         Args:
-            tokens: The sequence so far; what the call before got, and possibly more.
+            tokens: The sequence so far: the tokens of the previous call, and any new ones.
             k: Number of drafts.
         """
         self._index(tokens)
@@ -55,7 +55,7 @@ class NGramIndex:
         return text
 
     def _index(self, tokens: Sequence[int]) -> None:
-        """Take up the new tokens and a piece of the backlog; drop what is too far back."""
+        """Index the new tokens and a part of the backlog; drop positions beyond ``lookback``."""
         size, oldest = len(tokens), max(self._min_n, len(tokens) - self._lookback)
         if self._last < 0 or size - self._last > BACKLOG:
             for latest in self._latest:
@@ -76,7 +76,7 @@ class NGramIndex:
                 latest[key] = place
 
     def _ngrams(self, tokens: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, dict[int, int]]]:
-        """Yield the n-grams that end before each of some places, the shortest first: place, key, and the table of its length."""
+        """Yield (position, key, table of its length) of the n-grams that end before each position, the shortest first."""
         if begin >= end:
             return
         first, shortest, longest = max(0, begin - self._max_n), self._min_n, self._max_n
@@ -98,7 +98,7 @@ class NGramSpeculator:
         self._indices: dict[int, NGramIndex] = {}
 
     def propose(self, sequence_id: int, token_ids: Sequence[int], max_drafts: int) -> list[int]:
-        """Draft what follows the tokens of a sequence."""
+        """Draft the next tokens of a sequence."""
         if sequence_id not in self._indices:
             self._indices[sequence_id] = NGramIndex(self._settings)
         return self._indices[sequence_id].draft(token_ids, max_drafts)

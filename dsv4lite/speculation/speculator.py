@@ -68,7 +68,7 @@ class _ReadOnly(Tokens[int]):
 
 
 def make_drafting(speculative: Any, own: MTP | DSpark | None) -> Drafting:
-    """Return the drafters that a setting names, with the model's own one as the checkpoint has it."""
+    """Return the drafters that a setting names; ``own`` is the model's own drafter."""
     named = named_drafters(speculative)
     speculators = tuple(NGramSpeculator(d) if isinstance(d, NGram) else d for d in named if not isinstance(d, MTP | DSpark))
     adaptive = any(drafter.adaptive for drafter in (own, *named) if isinstance(drafter, MTP | DSpark | NGram))
@@ -76,13 +76,13 @@ def make_drafting(speculative: Any, own: MTP | DSpark | None) -> Drafting:
 
 
 class DraftProposer:
-    """Collects draft tokens for the scheduler, and decides how many; mutable, owned by the engine's thread.
+    """Collects draft tokens for the scheduler, and decides their number; mutable, owned by the engine's thread.
 
     Args:
         drafting: The drafters. The first one on the host that returns draft tokens is used; the device's draft tokens come last.
         vocab_size: Number of tokens.
         costs: Step costs from the warm-up.
-        clock: Of the time that steps take, in seconds.
+        clock: Returns the time in seconds, to time steps.
     """
 
     def __init__(
@@ -103,19 +103,19 @@ class DraftProposer:
         self._accepted = [0] * drafting.max_drafts
         self._runs = 0
         self._disabled: set[int] = set()  # sequences whose drafter failed
-        self._stats: SpeculationStats | None = None  # until something of it changes
+        self._stats: SpeculationStats | None = None  # cached until a count changes
         self._controller_stats: ControllerStats | None = None
-        self._windows, self._looked = 0, 0.0  # the controller's when the statistics were made; when its own were
+        self._windows, self._updated = 0, 0.0  # the controller's windows at the last ``stats``; time of ``_controller_stats``
 
     def choose_length(self, num_sequences: int) -> int:
-        """Return how many tokens to draft per sequence in the next step, of about so many sequences; called once per step.
+        """Return how many tokens to draft per sequence in a step of about ``num_sequences`` sequences; called once per step.
 
         The device drafts one step before its draft tokens are verified.
         """
         return self._length if self._controller is None else self._controller.choose(num_sequences)
 
     def interrupt(self, *, idle: bool = False) -> None:
-        """Note that the step that was just asked about runs prompts, too, or that the engine is ``idle``."""
+        """Note that the step of the last ``choose_length`` also runs prompts, or that the engine is ``idle``."""
         if self._controller is not None:
             self._controller.interrupt(idle=idle)
 
@@ -127,13 +127,13 @@ class DraftProposer:
             try:
                 wanted = min(most, speculator.k)
                 proposed = speculator.propose(seq.seq_id, _ReadOnly(seq.tokens), wanted)
-                drafts = tuple(islice(proposed, wanted + 1))  # it may have no end
+                drafts = tuple(islice(proposed, wanted + 1))  # a speculator may return an endless iterator
             except Exception as error:
                 self._disable(seq, speculator, f"raised {shown(error)}")
                 return ()
             wrong = next((t for t in drafts if type(t) is not int or not 0 <= t < self._vocab_size), None)
             if wrong is not None or len(drafts) > wanted:
-                what = f"more than {wanted} draft tokens" if wrong is None else f"{shown(wrong)}, which is no token"
+                what = f"more than {wanted} draft tokens" if wrong is None else f"{shown(wrong)}, which is not a token id"
                 self._disable(seq, speculator, f"returned {what}")
                 return ()
             if drafts:
@@ -168,13 +168,13 @@ class DraftProposer:
                 log.warning("%s.forget failed", type(speculator).__name__, exc_info=True)
 
     def stats(self) -> SpeculationStats:
-        """Return the present statistics; those of the controller may be ``_CONTROLLER_STATS_S`` old."""
+        """Return the current statistics; those of the controller may be ``_CONTROLLER_STATS_S`` old."""
         controller = self._controller
         if controller is not None and controller.windows != self._windows:
             self._windows, self._length, self._stats = controller.windows, controller.length, None
             now = self._clock()
-            if self._controller_stats is None or now - self._looked > _CONTROLLER_STATS_S:
-                self._controller_stats, self._looked = controller.stats(), now
+            if self._controller_stats is None or now - self._updated > _CONTROLLER_STATS_S:
+                self._controller_stats, self._updated = controller.stats(), now
         if self._stats is None:
             self._stats = SpeculationStats(
                 drafted=sum(self._drafted),

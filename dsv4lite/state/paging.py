@@ -1,4 +1,4 @@
-"""From plain ints to ``Paging``: where a step's tokens stand, and where their rows lie."""
+"""Makes the ``Paging`` of a step (positions of tokens, places of their rows) from the plain integers of its plan."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.step_plan import SequencePlan
 from dsv4lite.state.spec import StateSizes
 
-_ALIGNED = 4  # integers: every part begins at 16 bytes, for kernels are compiled for aligned addresses, and not again in traffic
+_ALIGNED = 4  # integers; every part begins at a multiple of 16 bytes, since kernels are compiled for aligned addresses only
 
 
 def whole_sequences(sequences: Sequence[Sequence[int]]) -> tuple[list[SequencePlan], StateSizes]:
-    """Return the plans of whole sequences in a state that has nothing else, and the sizes of that state."""
+    """Return plans that run whole sequences in an otherwise empty state, and the sizes of that state."""
     plans: list[SequencePlan] = []
     first_page = first_window = 0
     for index, token_ids in enumerate(sequences):
@@ -32,12 +32,12 @@ def whole_sequences(sequences: Sequence[Sequence[int]]) -> tuple[list[SequencePl
     return plans, sizes
 
 
-class Room(NamedTuple):
+class PagingSizes(NamedTuple):
     """Sizes of a step's tensors.
 
     Attributes:
-        tokens, sequences: Of the step, padding included.
-        grow_pages, window_pages: Of a sequence, at least 1.
+        tokens, sequences: Numbers of the step, padding included.
+        grow_pages, window_pages: Pages per sequence, at least 1.
     """
 
     tokens: int
@@ -46,14 +46,14 @@ class Room(NamedTuple):
     window_pages: int
 
     @classmethod
-    def of(cls, sequences: Sequence[SequencePlan]) -> Room:
-        """Return the sizes that leave no room for padding."""
+    def of(cls, sequences: Sequence[SequencePlan]) -> PagingSizes:
+        """Return the exact sizes of some sequences, without padding."""
         grow, window = (max(1, *map(len, pages)) for pages in ([s.pages for s in sequences], [s.window_pages for s in sequences]))
         return cls(sum(len(s.token_ids) for s in sequences), len(sequences), grow, window)
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """How many integers each part of ``write_paging`` has."""
+        """Number of integers of each part of ``write_paging``."""
         tables = self.sequences * self.window_pages, self.sequences * self.grow_pages
         return (*[self.tokens] * 3, *[self.sequences] * 7, *tables)
 
@@ -63,28 +63,28 @@ def first_rows(sequences: Sequence[SequencePlan]) -> list[int]:
     return [0, *accumulate(len(s.token_ids) for s in sequences)][: len(sequences)]
 
 
-def write_paging(sequences: Sequence[SequencePlan], room: Room) -> Tensor:
-    """Return the integers of a step as ``read_paging`` reads them, int32 on the CPU; what is not of a sequence is padding.
+def write_paging(sequences: Sequence[SequencePlan], sizes: PagingSizes) -> Tensor:
+    """Return the integers of a step, int32 on the CPU, in the format of ``read_paging``, padded to ``sizes``.
 
-    Padding tokens are at position -1 of the first sequence, padding sequences have no tokens and no slot.
+    Padding tokens are at position -1 of the first sequence; padding sequences have no tokens and no slot.
     """
     lens = [len(s.token_ids) for s in sequences]
-    tokens, missing = room.tokens - sum(lens), room.sequences - len(sequences)
+    tokens, missing = sizes.tokens - sum(lens), sizes.sequences - len(sequences)
     columns: list[Iterable[Iterable[int]]] = [
-        (*(s.token_ids for s in sequences), _run(0, tokens)),
-        (*(range(s.start, s.end) for s in sequences), _run(-1, tokens)),
-        (*(_run(index, length) for index, length in enumerate(lens)), _run(0, tokens)),
-        ([s.slot for s in sequences], _run(-1, missing)),
-        ([s.start for s in sequences], _run(0, missing)),
-        (first_rows(sequences), _run(0, missing)),
-        (lens, _run(0, missing)),
-        ([s.drafts for s in sequences], _run(0, missing)),
-        ([s.state_copy for s in sequences], _run(0, missing)),
-        ([s.window_first for s in sequences], _run(0, missing)),
-        _table([s.window_pages for s in sequences], room.window_pages, -1, missing),
-        _table([s.pages for s in sequences], room.grow_pages, 0, missing),
+        (*(s.token_ids for s in sequences), _repeat(0, tokens)),
+        (*(range(s.start, s.end) for s in sequences), _repeat(-1, tokens)),
+        (*(_repeat(index, length) for index, length in enumerate(lens)), _repeat(0, tokens)),
+        ([s.slot for s in sequences], _repeat(-1, missing)),
+        ([s.start for s in sequences], _repeat(0, missing)),
+        (first_rows(sequences), _repeat(0, missing)),
+        (lens, _repeat(0, missing)),
+        ([s.drafts for s in sequences], _repeat(0, missing)),
+        ([s.state_copy for s in sequences], _repeat(0, missing)),
+        ([s.window_first for s in sequences], _repeat(0, missing)),
+        _table([s.window_pages for s in sequences], sizes.window_pages, -1, missing),
+        _table([s.pages for s in sequences], sizes.grow_pages, 0, missing),
     ]
-    values = array("i")  # not a list: a prompt has thousands of each, and the device waits for them
+    values = array("i")  # faster than a list: a prompt has thousands of integers in each part, and the device waits for them
     for column in columns:
         for part in column:
             values.extend(part)
@@ -93,12 +93,12 @@ def write_paging(sequences: Sequence[SequencePlan], room: Room) -> Tensor:
 
 
 def read_paging(
-    block: Tensor, room: Room, *, width: int, spans: tuple[tuple[int, int, int], ...] | None = None
+    block: Tensor, sizes: PagingSizes, *, width: int, spans: tuple[tuple[int, int, int], ...] | None = None
 ) -> tuple[Tensor, Paging]:
-    """Return token ids int32 [T], and where they stand, as parts of what ``write_paging`` returned; ``spans`` if the host knows."""
-    parts = block.split([size + -size % _ALIGNED for size in room.columns])
+    """Return token ids int32 [T] and the ``Paging``, as views of a block of ``write_paging``; ``spans`` if the host knows them."""
+    parts = block.split([size + -size % _ALIGNED for size in sizes.columns])
     token_ids, positions, sequence, slots, first, row, length, drafts, copies, window_first, window, grow = (
-        part[:size] for part, size in zip(parts, room.columns, strict=True)
+        part[:size] for part, size in zip(parts, sizes.columns, strict=True)
     )
     paging = Paging(
         positions_T=positions,
@@ -109,8 +109,8 @@ def read_paging(
         lens_S=length,
         drafts_S=drafts,
         state_copy_S=copies,
-        grow_SP=grow.view(room.sequences, -1),
-        window_SP=window.view(room.sequences, -1),
+        grow_SP=grow.view(sizes.sequences, -1),
+        window_SP=window.view(sizes.sequences, -1),
         window_first_S=window_first,
         width=width,
         host_spans=spans,
@@ -119,24 +119,24 @@ def read_paging(
 
 
 def make_paging(sequences: Sequence[SequencePlan], device: torch.device) -> tuple[Tensor, Paging, int]:
-    """Return token ids int64 [T], where they stand, and the length of the longest sequence after the step.
+    """Return token ids int64 [T], the ``Paging``, and the length of the longest sequence after the step.
 
-    One copy to the device brings all of it.
+    All integers go to the device in one copy.
     """
-    room, lens = Room.of(sequences), [len(s.token_ids) for s in sequences]
+    sizes, lens = PagingSizes.of(sequences), [len(s.token_ids) for s in sequences]
     spans = tuple(zip(first_rows(sequences), lens, [s.start for s in sequences], strict=True))
-    token_ids_T, paging = read_paging(send(write_paging(sequences, room), device), room, width=int(max(lens) == 1), spans=spans)
+    token_ids_T, paging = read_paging(send(write_paging(sequences, sizes), device), sizes, width=int(max(lens) == 1), spans=spans)
     return token_ids_T.long(), paging, max(s.end for s in sequences)
 
 
 def _table(tables: Sequence[Sequence[int]], width: int, filler: int, missing: int) -> Iterator[Iterable[int]]:
-    """Yield tables, all of the same width, and then ``missing`` empty ones."""
+    """Yield tables padded to the same width, then ``missing`` empty ones."""
     for table in tables:
         assert len(table) <= width, (len(table), width)
         yield table
-        yield _run(filler, width - len(table))
-    yield _run(filler, width * missing)
+        yield _repeat(filler, width - len(table))
+    yield _repeat(filler, width * missing)
 
 
-def _run(value: int, count: int) -> array[int]:
+def _repeat(value: int, count: int) -> array[int]:
     return array("i", (value,)) * count

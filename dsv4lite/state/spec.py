@@ -1,4 +1,4 @@
-"""What a model keeps of its sequences, as plain data: stores of rows in pages, and slots, by layer.
+"""The state that a model keeps of its sequences, as plain data: stores of rows in pages, and slots, by layer.
 
     lifetime   page                  content                                         kept
     grow       256 tokens            rows of all tokens, one per ``tokens_per_row``   with the sequence
@@ -6,8 +6,8 @@
     slot       one per sequence      tensors that every token changes                while the sequence runs
     snapshot   one per cached prefix parts of a slot at a 256-token boundary          with the cached prefix
 
-The family of a model makes its ``StateSpec``; everything else (allocation, memory plan, copies, dumps) iterates it. A model without
-windows or slots has none, and pages or slots then take no bytes.
+The family of a model makes its ``StateSpec``; allocation, memory plan, copies and dumps iterate it. For a model without sliding
+window or slots, window pages or slots take no bytes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class StoreSpec(NamedTuple):
     """A store of rows in pages.
 
     Attributes:
-        name: Of the store within its layer.
-        format: Of a row.
-        lifetime: Which pages hold it.
+        name: Name of the store within its layer.
+        format: Format of a row.
+        lifetime: Lifetime of its pages.
         tokens_per_row: Tokens that one row stands for; divides the tokens of a page.
     """
 
@@ -54,8 +54,8 @@ class SharedStore(NamedTuple):
     """A store of another layer, which this layer reads under the same name; it takes no memory of its own.
 
     Attributes:
-        name: Of the store, in both layers.
-        layer: Index of the layer that has it, in the same spec, which is that of one pipeline stage, and before this one.
+        name: Name of the store, in both layers.
+        layer: Index of the layer that has the store: an earlier layer of the same spec, hence of the same pipeline stage.
     """
 
     name: str
@@ -66,10 +66,10 @@ class SlotSpec(NamedTuple):
     """A float32 tensor of each running sequence.
 
     Attributes:
-        name: Of the tensor within its layer.
-        shape: Of one copy, at least two dimensions.
-        fill: What a sequence begins with, by index of the last dimension but one.
-        snapshot: How many of the first dimension a cached prefix keeps; the others begin anew at a 256-token boundary.
+        name: Name of the tensor within its layer.
+        shape: Shape of one copy, at least two dimensions.
+        fill: Initial values, by index of the second-to-last dimension.
+        snapshot: Length of the part of the first dimension that a cached prefix keeps; the rest restarts at 256-token boundaries.
     """
 
     name: str
@@ -97,7 +97,7 @@ class StateSpec:
 
     Attributes:
         layers: What each layer keeps: the hidden layers of this rank, then those of a drafter.
-        copies: Of every slot: one, and one more for each draft token that a step can verify.
+        copies: Copies of every slot: one, and one more for each draft token that a step can verify.
     """
 
     layers: tuple[LayerSpec, ...]

@@ -33,8 +33,8 @@ class StateCache:
 
     Attributes:
         layers: In the order of the spec.
-        snapshots: Slots that snapshots keep parts of, and those parts, float32 [snapshots, kept, …].
-        last_token: int64 [slots + 1], the token sampled last in each slot; the last place is for padding.
+        snapshots: Slot tensors that snapshots keep parts of, with those parts, float32 [snapshots, kept, …].
+        last_token: int64 [slots + 1], the token sampled last in each slot; the last element is for padding.
     """
 
     spec: StateSpec
@@ -43,7 +43,7 @@ class StateCache:
     layers: list[LayerCache]
     snapshots: list[tuple[Tensor, Tensor]]
     last_token: Tensor
-    _slots: list[tuple[Tensor, Tensor]]  # and what they begin with
+    _slots: list[tuple[Tensor, Tensor]]  # slot tensors and their initial values
 
     @classmethod
     def allocate(
@@ -90,7 +90,7 @@ class StateCache:
             free_storage(tensor)
 
     def restore_memory(self) -> None:
-        """Allocate memory that was freed, with what it held at first."""
+        """Allocate memory that was freed, with its initial contents."""
         freed = [tensor for tensor in self._tensors() if not holds_storage(tensor)]
         for tensor in freed:
             fill_storage(tensor)
@@ -100,7 +100,7 @@ class StateCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes really held."""
+        """Bytes that are allocated now."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors())
 
     def stores(self, first: int = 0) -> Iterator[tuple[str, StoreSpec, RowStore]]:
@@ -115,35 +115,35 @@ class StateCache:
         return {f"layers.{i}.{name}": slot for i, layer in enumerate(self.layers) for name, slot in layer.slots.items()}
 
     def reset(self, slots: Tensor) -> None:
-        """Let slots int64 [N] begin anew, in copy 0."""
+        """Set copy 0 of slots int64 [N] to its initial values."""
         for slot, fill in self._slots:
             slot[slots, 0] = fill.expand(slot.shape[2:])
 
     def save(self, slots: Tensor, snapshots: Tensor) -> None:
-        """Keep what slots hold in copy 0, at a 256-token boundary."""
+        """Save copy 0 of slots to snapshots, at a 256-token boundary."""
         for slot, kept in self.snapshots:
             kept[snapshots] = slot[slots, 0, : kept.shape[1]]
 
     def restore(self, snapshots: Tensor, slots: Tensor) -> None:
-        """Set slots to what snapshots hold."""
+        """Restore copy 0 of slots from snapshots."""
         self.reset(slots)
         for slot, kept in self.snapshots:
             slot[slots, 0, : kept.shape[1]] = kept[snapshots]
 
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots, copy 0 of each."""
+        """Copy copy 0 of slots to other slots."""
         for slot, _ in self._slots:
             slot[target, 0] = slot[source, 0]
 
     def zero_rows(self, first: int, pages: Tensor, rows: Tensor) -> None:
-        """Make some rows of window pages zero, int64 [N] each, in the layers from ``first`` on; without any, of grow pages."""
+        """Zero rows int64 [N] of window pages int64 [N], or of grow pages if there are none, in the layers from ``first`` on."""
         lifetime = "window" if self.spec.window_page_bytes else "grow"
         for _, part, store in self.stores(first):
             if part.lifetime == lifetime:
                 store.clear(pages * store.rows_per_page + rows)
 
     def copy_pages(self, lifetime: Lifetime, source: Tensor, target: Tensor) -> None:
-        """Copy pages in every store of a lifetime."""
+        """Copy pages in every store with this lifetime."""
         for _, part, store in self.stores():
             if part.lifetime == lifetime:
                 store.copy_pages(source, target)

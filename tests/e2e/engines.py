@@ -169,7 +169,7 @@ def assert_idle(engine: Engine) -> None:
             assert pool.num_available == pool.total
     if isinstance(runner, Runner):  # of several ranks each has its own
         assert not runner._requests and not runner.sampler.num_sequences
-    for kept in (engine._choices, engine._seq_ids, engine._hosted, engine._outputs, engine._in_flight):
+    for kept in (engine._choices, engine._seq_ids, engine._with_host_rules, engine._outputs, engine._in_flight):
         assert not kept, kept
 
 

@@ -150,15 +150,15 @@ def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
 
 
 def test_drafter_that_the_checkpoint_lacks_is_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"MTP\(k=1\).*no MTP block; take DSpark\(\)"):
+    with pytest.raises(UnsupportedError, match=r"MTP\(k=1\).*no MTP block; use DSpark\(\)"):
         plan_memory(str(model), speculative=MTP())
     with pytest.raises(ConfigError, match=r"DSpark\(k=5.*the drafter's block has 4 rows"):
         plan_memory(str(model), speculative=DSpark())
     classic = write_model(tmp_path / "classic")
-    with pytest.raises(UnsupportedError, match=r"DSpark\(k=5.*no block drafter; take MTP\(\)"):
+    with pytest.raises(UnsupportedError, match=r"DSpark\(k=5.*no block drafter; use MTP\(\)"):
         plan_memory(str(classic), speculative=DSpark())
     bare = write_model(tmp_path / "bare", REFRESHED, change=lambda name, t: None if name.startswith("mtp.") else t)
-    with pytest.raises(UnsupportedError, match=r"no block drafter; take NGram\(\)"):
+    with pytest.raises(UnsupportedError, match=r"no block drafter; use NGram\(\)"):
         plan_memory(str(bare), speculative=DSpark(4))
     assert plan_memory(str(bare), speculative="auto").fits
 

@@ -25,7 +25,7 @@ from dsv4lite.models.family import FAMILIES
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
-from dsv4lite.state.paging import Room, make_paging, read_paging, write_paging
+from dsv4lite.state.paging import PagingSizes, make_paging, read_paging, write_paging
 from tests.e2e.engines import REFRESHED, SMALL, opened, prompts_of, same_outputs, write_model
 from tests.recorded import record, without_device
 
@@ -172,8 +172,8 @@ def test_paging_with_padding_holds_what_it_holds_without(spans: list[tuple[int, 
         SequencePlan(i, i + 3, start, tuple(range(count)), (i, 7)[:pages], start // 64, (i,) * pages, sample=True)
         for i, (count, start, pages) in enumerate(spans)
     ]
-    exact = Room.of(plans)
-    room = Room(*(size + data.draw(st.integers(0, 5)) for size in exact))
+    exact = PagingSizes.of(plans)
+    room = PagingSizes(*(size + data.draw(st.integers(0, 5)) for size in exact))
     ids_T, paging, _ = make_paging(plans, torch.device("cpu"))
     padded_T, padded = read_paging(write_paging(plans, room), room, width=0)
     tokens, sequences, grow, window = exact

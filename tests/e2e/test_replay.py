@@ -394,7 +394,7 @@ def test_a_failing_recorder_stops_no_request(
     with opened(model, dump_dir=str(tmp_path)) as llm:
         assert tokens_of(llm, [SHORT, [POISON], OTHER]) == expected
         assert not recorder_of(llm).active
-    assert dumps(tmp_path) == [] and "a step could not be saved; none will be any more" in caplog.text
+    assert dumps(tmp_path) == [] and "a step could not be saved; no further step will be saved" in caplog.text
 
 
 def test_nothing_is_saved_without_a_folder_or_a_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,7 +521,7 @@ def damaged_files(good: Path, folder: Path) -> Iterator[tuple[Path, str]]:
     yield folder, "cannot be read"
     for name, metadata in (("foreign", None), ("other", {"format": "pt"})):
         save_file({"a": torch.zeros(3)}, folder / name, metadata)
-        yield folder / name, "no step that dsv4lite has saved"
+        yield folder / name, "not a step that dsv4lite saved"
     yield (
         edit(good, folder / "newer", version=VERSION + 1, sequences=None),
         f"has version {VERSION + 1}, this dsv4lite reads {VERSION}",

@@ -260,7 +260,7 @@ def test_source_of_the_hosts_own_is_used_and_anything_else_refused(llm: LLM, mod
 
     load(llm, 1, Mine())
     assert same(ask(llm), fresh[1][0])
-    with pytest.raises(WeightUpdateError, match="is no source of weights; give a NamedTensors"):
+    with pytest.raises(WeightUpdateError, match="is not a source of weights; pass a NamedTensors"):
         load(llm, 2, {"embed.weight": torch.zeros(1)})
     assert llm.weight_version == 1
 

@@ -25,7 +25,7 @@ from dsv4lite.kernels.sampling.rows import (
 )
 from dsv4lite.request import Request, SamplingParams
 from dsv4lite.sampling.sampler import Sampler
-from dsv4lite.sampling.samples import Given
+from dsv4lite.sampling.samples import GivenSpan
 from dsv4lite.scheduling.step_plan import Sampled, SequencePlan
 from tests.kernels.tensors import CPU, DEVICE, ON_GPU
 
@@ -84,7 +84,7 @@ class Both:
         with kernels():
             ours = self.samplers[0].sample(logits.clone().to(DEVICE), runs, self.last_tokens[0])
         theirs = self.samplers[1].sample(logits.cpu(), runs, self.last_tokens[1])
-        assert ours.ill() == theirs.ill()
+        assert ours.not_finite() == theirs.not_finite()
         found, wanted = ours.to_host(), theirs.to_host()
         self.apart = [i for i in rows if found[i].error is None and found[i].token_id != wanted[i].token_id]
         assert len(self.apart) <= apart
@@ -338,7 +338,7 @@ def test_scores_of_given_tokens_are_those_of_sampling(settings: dict[str, object
     for sampler, device in zip(scorers.samplers, (DEVICE, CPU), strict=True):
         parts = []
         for begin, end in ((0, first), (first, count)):
-            given = rows[begin:end].clone().to(device), [Given(run, start + begin, tokens[begin:end])]
+            given = rows[begin:end].clone().to(device), [GivenSpan(run, start + begin, tokens[begin:end])]
             with kernels() if sampler is scorers.samplers[0] else nullcontext():
                 parts.append(sampler.score(*given))
         values, ranks, ids, listed = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
@@ -358,8 +358,8 @@ def test_score_of_a_row_that_failed_is_nan() -> None:
     rows, run = normal(2, seed=1), SequencePlan(9, 2, 0, (0,), (), 0, (), False)
     rows[1, 4] = torch.nan
     with kernels():
-        values, *_ = both.samplers[0].score(rows.to(DEVICE), [Given(run, 3, (8, 9))])
-    others, *_ = both.samplers[1].score(rows, [Given(run, 3, (8, 9))])
+        values, *_ = both.samplers[0].score(rows.to(DEVICE), [GivenSpan(run, 3, (8, 9))])
+    others, *_ = both.samplers[1].score(rows, [GivenSpan(run, 3, (8, 9))])
     assert values.isnan().tolist() == others.isnan().tolist() == [False, True]
 
 

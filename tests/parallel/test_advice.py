@@ -22,7 +22,7 @@ from dsv4lite.models.family import FAMILIES
 from dsv4lite.models.shard import ModelShard, layouts_for
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.planning import memory
-from dsv4lite.planning.memory import _working, plan_memory
+from dsv4lite.planning.memory import _working_bytes, plan_memory
 from dsv4lite.planning.roofline import HOP_S, stage_roofline
 from tests.e2e.engines import SMALL
 from tests.golden import plain
@@ -112,10 +112,10 @@ def test_plans_count_what_gpus_of_one_machine_open_to_each_other(monkeypatch: py
         shard = ModelShard.of(flash(), V4_TENSORS, Mesh.outline(layout, 0))
         source: Any = SimpleNamespace(model=flash(), family=FAMILIES["deepseek_v4"])
         arguments = (config, source, replace(plain(), device=torch.device("cuda")), 100, shard, Drafting())
-        opened = _working(*arguments)
+        opened = _working_bytes(*arguments)
         with monkeypatch.context() as patch:
             patch.setattr(memory, "opened_bytes", lambda ranks: 0)
-            without = _working(*arguments)
+            without = _working_bytes(*arguments)
         found[str(layout)] = opened[0] - without[0]
         assert opened[1] == without[1]
     assert list(found.values()) == [opened << 20 for opened in (6 + 72, 12 + 72, 6 + 72, 6 + 72, 12 + 72, 0, 0)]

@@ -313,7 +313,7 @@ def test_ranks_with_other_settings_or_weights_are_told_apart(
         (replace(config, model=str(wide)), "the model's config is "),
     ):
         report = Probe.of(changed, torch.device("cpu"), several=True).report
-        with pytest.raises(ConfigError, match="made alike") as caught:
+        with pytest.raises(ConfigError, match="must have equal settings") as caught:
             common_plan({0: probe.report, 1: report})
         assert named in str(caught.value)
     elsewhere = replace(probe.report, facts={**probe.report.facts, "device": "cuda"})

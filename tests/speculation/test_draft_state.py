@@ -15,7 +15,7 @@ from dsv4lite.engine.packing import step_batch, step_inputs
 from dsv4lite.engine.step_graphs import graph_widths
 from dsv4lite.kernels.spans import place_spans
 from dsv4lite.models.deepseek_v4.batch import Batch, Rotary
-from dsv4lite.sampling.samples import Arrival, Samples
+from dsv4lite.sampling.samples import HostCopy, Samples
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, SequencePlan, StepPlan
 from dsv4lite.speculation.draft_state import AcceptedLengths, DraftState
 
@@ -122,7 +122,7 @@ def test_spans_start_where_those_before_them_ended(
         torch.stack((ids, usable, usable)),
         first_rows=[i * width for i in range(len(asked))],
     )
-    results = samples(sequences=asked, placed=Arrival(runs[:, : len(asked)])).to_host()
+    results = samples(sequences=asked, placed=HostCopy(runs[:, : len(asked)])).to_host()
     assert repr(results) == repr(samples(sequences=known).to_host())  # errors, which name positions, are no equals
     assert [one.drafted for one in results.values()] == [s.drafts for s in known]
     resolved = step_inputs(
