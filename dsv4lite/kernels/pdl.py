@@ -18,8 +18,8 @@ of this kernel are resident. Kernels whose programs wait for each other are ther
 that they need. Programs that start early are spread unevenly over the multiprocessors. If they are few and long, this costs more
 than the launch latency; a kernel with much work left therefore calls ``let_successor_in`` late.
 
-Kernels that share nothing run at the same time if each, except the first, calls ``wait_for_predecessor`` at its end instead of at its
-beginning. The first one waits at its beginning and then calls ``let_successor_in`` at once, so all others see what was written
+Kernels that share nothing run at the same time if each, except the first, calls ``wait_for_predecessor`` at its end instead of at
+its beginning. The first one waits at its beginning and then calls ``let_successor_in`` at once, so all others see what was written
 before it. Nothing else may be launched between these kernels, and none may write to memory that another reads or writes, scratch
 memory included.
 """
