@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import EngineConfig
-from dsv4lite.errors import CapacityError, ConfigError, DSV4LiteError, UnsupportedError, near_match
+from dsv4lite.errors import CapacityError, ConfigError, DSV4LiteError, UnsupportedError, described, near_match
 
 log = logging.getLogger("dsv4lite.engine")
 
@@ -379,12 +379,12 @@ def reserve(device: torch.device, count: int) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device had no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or (is_cuda_error(error) and "out of memory" in str(error))
+    return isinstance(error, torch.OutOfMemoryError) or (is_cuda_error(error) and "out of memory" in described(error))
 
 
 def is_cuda_error(error: BaseException) -> bool:
     """Whether an exception reports an error of CUDA, itself or through Triton."""
-    reported = isinstance(error, RuntimeError) and ("CUDA error" in str(error) or "[CUDA]" in str(error))
+    reported = isinstance(error, RuntimeError) and any(mark in described(error) for mark in ("CUDA error", "[CUDA]"))
     return isinstance(error, torch.AcceleratorError) or reported
 
 
@@ -409,7 +409,7 @@ def start_error(error: BaseException, *, plan: object = None) -> BaseException:
         found = CapacityError(
             f"no memory left while starting: {_first_line(error)}; {FREE_MEMORY}", plan=plan, advice=[FREE_MEMORY]
         )
-    elif _MISMATCH.search(str(error)) or (_through_triton(error) and not is_cuda_error(error)):
+    elif _MISMATCH.search(described(error)) or (_through_triton(error) and not is_cuda_error(error)):
         found = UnsupportedError(
             f"the kernels cannot be compiled or loaded here: {type(error).__name__}: {_first_line(error)}; {_versions()}; "
             "update the driver, PyTorch and Triton so that they fit each other and the chip (Triton also needs a C compiler and "

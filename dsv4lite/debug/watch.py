@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.debug.compare import BOUND, BOUNDS, Difference, differences, flatten, outputs, written_rows
+from dsv4lite.errors import described
 from dsv4lite.kernels.dispatch import Op
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.models.family import Model
@@ -204,7 +205,7 @@ class OpWatch:
                 bad_weights=tuple(name for name in names if name in self._bad),
                 bad_inputs=bad_inputs,
                 differences=found,
-                error=None if error is None else f"{type(error).__name__}: {error}",
+                error=None if error is None else described(error),
             )
         )
         if error is not None:

@@ -329,13 +329,23 @@ def test_engine_that_could_not_start_leaves_nothing(model: Path) -> None:
     assert set(threading.enumerate()) == threads
 
 
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise AttributeError
+
+
+@pytest.mark.parametrize("kind", [NoText, type("NoTextAtRuntime", (NoText, RuntimeError), {})])
+def test_step_that_raises_an_exception_without_text_ends_the_requests(model: Path, kind: type[NoText]) -> None:
+    with unopened(model) as llm, llm.stream(SHORT, some(max_tokens=None)) as stream:
+        next(iter(stream))
+        engine_of(llm)._runner.launch = raising(kind())
+        with pytest.raises(EngineDeadError, match=f"failed in a step: {kind.__name__}: <its text cannot be read") as error:
+            stream.final()
+        assert isinstance(error.value.__cause__, kind) and llm.state == "failed"
+
+
 def test_start_ends_with_an_exception_of_the_host_that_has_no_text(model: Path) -> None:
     """The start once waited for ever for the engine's thread, which had failed to make an error's message."""
-
-    class NoText(Exception):
-        def __str__(self) -> str:
-            raise AttributeError
-
     llm = unopened(model, progress=raising(NoText()))
     with pytest.raises(EngineDeadError, match="could not start"), llm:
         pass
