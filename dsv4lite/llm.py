@@ -96,9 +96,12 @@ class AsyncLLM(BaseLLM):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End open requests with what they have (``finish_reason="abort"``) and free everything; allowed always, and repeatedly.
+        """End open requests with what they have (``finish_reason="abort"``) and free everything. May be repeated.
 
         Returns or raises once that is done: a cancellation, ``task.cancel()`` any number of times included, waits for it.
+
+        Raises:
+            EngineStateError: A callback of the engine, such as ``progress``, made the call.
         """
         if self._session.forked:  # worker threads of the event loop are not in this process either
             return
@@ -581,7 +584,11 @@ class LLM(BaseLLM):
         self.close()
 
     def close(self) -> None:
-        """End open requests with what they have (``finish_reason="abort"``) and free everything; allowed always, and repeatedly."""
+        """End open requests with what they have (``finish_reason="abort"``) and free everything. May be repeated.
+
+        Raises:
+            EngineStateError: A callback of the engine, such as ``progress``, made the call.
+        """
         self._session.close()
 
     generate = blocking(AsyncLLM.generate, finish)

@@ -125,7 +125,13 @@ class BaseLLM:
         if request.generate and request.params.max_tokens is None and not self._noted_limit:
             self._noted_limit = True
             log.warning("a request without max_tokens may run to max_model_len; set SamplingParams(max_tokens=...). Said once.")
-        return self._session.submit(job, request, wake)
+        opened: list[Ticket] = []
+        try:
+            return self._session.submit(job, request, wake, opened)
+        except BaseException:  # such as a KeyboardInterrupt between the submission and this frame
+            for ticket in opened:
+                self._session.abort_ticket(ticket)
+            raise
 
     async def _run(self, job: Job) -> RequestOutput:
         """Submit a request and wait for its output; an exception that ends the wait ends the request."""

@@ -313,10 +313,9 @@ class Session:
         """
         with self._lifecycle:
             self.require("start", Phase.STARTING)
-            engine: Engine | None = None
             try:
-                engine = open_engine(self.config)
-                engine.start(self._deliver, self._deliver_failure)
+                self._engine = open_engine(self.config)
+                self._engine.start(self._deliver, self._deliver_failure)
             except BaseException as error:
                 failure = EngineDeadError(f"the engine did not start: {error}", phase="start")
                 failure.__cause__ = error.__cause__ if isinstance(error, EngineDeadError) else error
@@ -324,21 +323,27 @@ class Session:
                     self._failure = failure
                     if self._phase is Phase.STARTING:
                         self._phase = Phase.FAILED
-                if engine is not None:
-                    engine.close()
+                self._close_engine()
                 raise
             with self._lock:
                 wanted = self._phase is Phase.STARTING
                 if wanted:
-                    self._engine, self._phase = engine, Phase.READY
+                    self._phase = Phase.READY
             if not wanted:
-                engine.close()
+                self._close_engine()
                 self.require("start", Phase.STARTING)
 
     def begin_close(self) -> None:
-        """Refuse new requests from now on and end queued ones. Does not block."""
+        """Refuse new requests from now on and end queued ones. Does not block.
+
+        Raises:
+            EngineStateError: The engine's own thread made the call, in a callback; it would wait for its own end.
+        """
         if self.forked:
             return
+        if self._engine is not None and self._engine.is_current_thread():
+            message = "close: a callback of the engine, such as `progress`, cannot close it; raise an exception in the callback"
+            raise EngineStateError(f"{message} to end the engine, or close it in another thread", state=self.phase.value)
         with self._lock:
             self._phase = Phase.CLOSED
             self._end_all(self._queue.values(), "abort")
@@ -355,10 +360,7 @@ class Session:
             return
         self.begin_close()
         with self._lifecycle:
-            with self._lock:
-                engine, self._engine = self._engine, None
-            if engine is not None:
-                engine.close()
+            self._close_engine()
             self.drain()
             with self._lock:
                 self._in_engine.clear()  # a dead engine sends no final updates
@@ -367,6 +369,12 @@ class Session:
                 self.drain()
         if self._bridge is not None:
             self._bridge.close()
+
+    def _close_engine(self) -> None:
+        with self._lock:
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
 
     def drop(self) -> None:
         """End the engine of an ``AsyncLLM`` or ``LLM`` that was garbage-collected; an open call would have kept it alive.
@@ -410,8 +418,10 @@ class Session:
 
     # ---- requests ----
 
-    def submit(self, job: Job, request: Request, wake: Callback | None) -> Ticket:
+    def submit(self, job: Job, request: Request, wake: Callback | None, opened: list[Ticket]) -> Ticket:
         """Submit the checked request of a job to the engine, or queue it; ``wake`` is given for a stream.
+
+        ``opened`` gets the ticket once the request is open, so that the caller can end it if this call is interrupted.
 
         Raises:
             EngineStateError: The engine does not serve.
@@ -436,6 +446,7 @@ class Session:
                 engine_id = f"{request_id}~{next(self._serial)}"
             ticket = Ticket(request_id, replace(request, request_id=engine_id), collector, wake, request.params.n)
             self._visible[request_id] = self._queue[engine_id] = ticket
+            opened.append(ticket)
             self._pump()
             if engine_id in self._queue and request.deadline is not None:
                 self._sweep_at(request.deadline)

@@ -281,6 +281,10 @@ class Engine:
         assert self._plan is not None, "start() the engine first"
         return self._plan
 
+    def is_current_thread(self) -> bool:
+        """Whether the engine's own thread makes this call, as in a callback."""
+        return threading.current_thread() is self._thread
+
     def close(self, *, wait: bool = True) -> None:
         """End every request as aborted, free everything and end the thread; a rank that follows waits for the leader to do so.
 

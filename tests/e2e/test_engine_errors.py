@@ -26,6 +26,7 @@ from dsv4lite.errors import (
     ConfigError,
     ContextLengthError,
     EngineDeadError,
+    EngineStateError,
     InvalidRequestError,
     RequestFailedError,
     UnsupportedError,
@@ -327,6 +328,18 @@ def test_engine_that_could_not_start_leaves_nothing(model: Path) -> None:
     assert isinstance(error.value.__cause__, CapacityError)
     llm.close()
     assert set(threading.enumerate()) == threads
+
+
+def test_callback_cannot_close_the_engine_that_calls_it(model: Path) -> None:
+    """``close`` waited for the start, which waited for the callback."""
+    llm = unopened(model, progress=lambda report: llm.close())
+    with pytest.raises(EngineStateError, match="a callback of the engine, such as `progress`, cannot close it"), llm:
+        pass
+    assert llm.state == "failed"
+    llm.close()
+    with unopened(model) as other:
+        future = engine_of(other).call(lambda engine: other.close())
+        assert isinstance(future.exception(60), EngineStateError) and other.state == "ready"
 
 
 class NoText(Exception):
