@@ -102,7 +102,8 @@ class Collector:
         update is not. Later tokens of a completion that has ended are dropped.
 
         Returns:
-            ``None`` if the update is read later, many at a time: without a stream or stop strings, all with nothing but tokens.
+            ``None`` if the update is read later, together with others. Without a stream and without stop strings this holds for
+            every update that brings only tokens.
         """
         bare = update.finish_reason is None and update.prompt_logprobs is None and update.routed_experts is None
         if bare and not self._at_once and self._first_token is not None:
@@ -214,7 +215,7 @@ class _Completion:
 
     @property
     def complete(self) -> bool:
-        """Whether it has ended, also in the engine: routed experts come with the engine's last update, after a stop string."""
+        """Whether it has ended here and in the engine, whose last update brings routed experts even after a stop string."""
         return self.finish_reason is not None and self._ended_in_engine
 
     def finish_in_engine(self, update: SequenceUpdate) -> None:

@@ -1,8 +1,8 @@
 """Requests in the lines of a file, outputs in the lines of another: OpenAI's batch format, and plain prompts.
 
-An output line names its request by the number of the line, ``"id": "row-7"``, and is written whole, in one piece, as soon as the
-request ends. So a run that was ended at any moment is continued by reading what is there: a line that was cut is cut off, and the
-rows that have one are passed over.
+An output line has the number of its request's line, ``"id": "row-7"``, and is written in one piece as soon as the request ends. So
+a run that was interrupted at any moment can be resumed from what is there: an incomplete last line is removed, and rows that have
+an output are skipped.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class RowFiles:
 
     Raises:
         InvalidRequestError: ``params`` are of another kind.
-        ConfigError: One of the two is no path or no file, or ``target`` holds something else than outputs of these requests, or is
-            being written by another run.
+        ConfigError: ``source`` or ``target`` is not a path or not a file, ``target`` holds other data than outputs of these
+            requests, or another run is writing it.
         OSError: A file cannot be read or written.
     """
 
@@ -148,7 +148,7 @@ class RowFiles:
         return max(self._rows - len(self._earlier), 0)
 
     def _read_target(self) -> dict[int, int]:
-        """Return the numbers of the rows that have an output, with the marks of their ids; cut off a line that was not finished."""
+        """Return the numbers of the rows that have an output, with the marks of their ids; remove an incomplete last line."""
         found: dict[int, int] = {}
         if not self._target.is_file():  # not there yet, or a device
             return found

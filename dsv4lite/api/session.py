@@ -77,7 +77,7 @@ _HINTS = {
     Phase.CLOSED: "make a new one",
 }
 _FOREVER = float("inf")
-_AT_ONCE = 64  # most requests that one call ends: each takes 0.1 ms, in which the lock is held
+_AT_ONCE = 64  # most requests that one call ends, holding the lock for 0.1 ms each
 
 
 def open_engine(config: EngineConfig) -> Engine:
@@ -136,8 +136,8 @@ class Pause:
     """A call of ``pause``, until ``resume``; or a ``paused`` block, until it is left.
 
     Attributes:
-        block: It is a block.
-        frozen: Requests in the engine keep their state; otherwise they end first, and then this is set.
+        block: It is a ``paused`` block.
+        frozen: Requests in the engine keep their state; otherwise they finish first, and then this is set.
         answered: The engine was ordered to pause, and ``done`` follows its answer.
         done: Completes when the engine has paused.
     """
@@ -156,7 +156,7 @@ class Update:
         serial: Its number in the session.
         staged: Nothing is written before the commit.
         pause: Stops requests while weights are written.
-        loads: Those that have not succeeded: they may have given some of their tensors only.
+        loads: Calls of ``load`` that have not succeeded; they may have delivered only some of their tensors.
         ended: It was committed or rolled back, or the engine has been told to commit.
     """
 
@@ -188,17 +188,17 @@ class Session:
         self._visible: dict[str, Ticket] = {}  # open for their callers, by request_id
         self._in_engine: dict[str, Ticket] = {}  # open for the engine, by its id; the caller may have left
         self._queue: OrderedDict[str, Ticket] = OrderedDict()  # waiting for a place, in order of arrival, by the engine's id
-        self._ending: OrderedDict[Ticket, tuple[FinishReason, DSV4LiteError | None]] = OrderedDict()  # by home, some at a time
+        self._ending: OrderedDict[Ticket, tuple[FinishReason, DSV4LiteError | None]] = OrderedDict()  # home ends these in groups
         self._pauses: list[Pause] = []  # while there are any, requests stay queued
         self._stopped = False  # the engine was told to pause
         self._answer = _done()  # the engine's answer to the last order to pause or resume
-        self._released: frozenset[MemoryTag] = frozenset()  # what sleeps, or will once the engine has done what it was told
+        self._released: frozenset[MemoryTag] = frozenset()  # what sleeps, or will once the engine has carried out its commands
         self._memory = _done()  # the last sleep or wake-up
         self._valid = True  # the weights that are resident, or kept in host memory
         self._hold: Pause | None = None  # while the engine cannot serve
         self._update: Update | None = None
         self.weight_version = 0
-        self._sweeps = [_FOREVER]  # when the deadlines of queued requests are checked, the next time last
+        self._sweeps = [_FOREVER]  # times at which the deadlines of queued requests are checked, the next one last
         self._serial = itertools.count()
         self._update_serial = itertools.count()
         self._mean_seconds = 1.0  # of recent requests
@@ -217,7 +217,7 @@ class Session:
 
     @property
     def _state(self) -> Phase:
-        """The state without regard to an open update; that of an engine whose weights are being overwritten is as before it."""
+        """The state without regard to an open update, even one that is overwriting the weights."""
         if self.forked:
             return Phase.CLOSED
         if self._phase is not Phase.READY:
@@ -255,7 +255,7 @@ class Session:
             raise EngineStateError(message, state=self.phase.value)
 
     def require(self, call: str, *allowed: Phase) -> None:
-        """Raise unless the state is one of ``allowed``; where this has ``UPDATING``, the state without regard to an open update.
+        """Raise unless the state is one of ``allowed``. If ``allowed`` has ``UPDATING``, an open update is disregarded.
 
         Raises:
             EngineDeadError: The engine has failed.
@@ -277,7 +277,7 @@ class Session:
         return (WeightsNotLoadedError if lost else EngineStateError)(message, state=phase.value, allowed=[p.value for p in allowed])
 
     def engine(self, call: str, *allowed: Phase) -> Engine:
-        """Return the engine, for a call that does not block; ``allowed`` is by default that it serves."""
+        """Return the engine, for a call that does not block; ``allowed`` defaults to the states in which it serves."""
         self.require_process(call)
         with self._lock:
             return self._engine_in(call, *allowed or SERVING)
@@ -294,7 +294,7 @@ class Session:
     # ---- start and close; these block ----
 
     def begin_start(self, bridge: Bridge) -> None:
-        """Have the caller be the one that starts the engine. Does not block.
+        """Reserve the start of the engine for the caller. Does not block.
 
         Raises:
             EngineStateError: It was started before.
@@ -377,7 +377,7 @@ class Session:
             engine.close()
 
     def drop(self) -> None:
-        """End the engine of an ``AsyncLLM`` or ``LLM`` that was garbage-collected; an open call would have kept it alive.
+        """End the engine of an ``AsyncLLM`` or ``LLM`` that was garbage-collected. No call is open: it would keep the object alive.
 
         A finalizer calls this in any thread, perhaps with the lock held, so that it takes no lock and does not wait.
         """
@@ -394,7 +394,7 @@ class Session:
             warnings.warn(message, ResourceWarning, stacklevel=2)
 
     def wake_at_end(self, reader: Signal) -> None:
-        """Wake a reader that waits for something else than a request when the engine is closed or dies."""
+        """Wake ``reader``, which waits for something other than a request, when the engine is closed or dies."""
         with self._lock:
             self._readers.add(reader)
 
@@ -517,7 +517,7 @@ class Session:
     # ---- weights and memory; the engine does these in the order in which they are called ----
 
     def open_update(self, update: Update) -> None:
-        """Open an update, of which there is one at a time. Without valid weights there is nothing to go back to: it is not staged.
+        """Open the only update. It is not staged if the weights are not valid, for then there is nothing to roll back to.
 
         Raises:
             EngineStateError: The engine's weights cannot be updated now.
@@ -534,7 +534,7 @@ class Session:
             self._update = update
 
     def begin_update(self, update: Update) -> Future[None]:
-        """Make the engine ready for new weights; if these are not staged, the present ones are lost from now on."""
+        """Make the engine ready for new weights. If the update is not staged, the present weights are invalid from now on."""
         with self._lock:
             engine = self._engine_in("update_weights", *STARTED)
             answer = engine.begin_update(update.serial, staged=update.staged)
@@ -542,7 +542,7 @@ class Session:
             return answer
 
     def load(self, update: Update, source: WeightSource) -> Future[None]:
-        """Give a source's tensors to the engine, in a thread of its own: the source may take long, or hang."""
+        """Give a source's tensors to the engine, in a new thread, because the source may take long or hang."""
         self.require_here("load")
         with self._lock:
             engine, future = self._engine_in("load", *STARTED), Future[None]()
@@ -569,7 +569,7 @@ class Session:
             with self._lock:
                 if error is None:
                     self._valid, self.weight_version = True, version
-                else:  # refused before anything was written, or not
+                else:  # with a ``WeightUpdateError`` nothing was written
                     self._valid = self._valid and isinstance(error, WeightUpdateError)
                 self._end_update(update, committed=error is None)
             self._end_rest()
@@ -582,7 +582,7 @@ class Session:
         return _after(answer, end)
 
     def roll_back(self, update: Update) -> None:
-        """End an update that is not to be committed; nothing happens if the engine commits it already. Does not block."""
+        """Roll an update back. Without effect once the engine was told to commit it. Does not block."""
         if self.forked:
             return
         with self._lock:
@@ -612,7 +612,7 @@ class Session:
             return self._engine_with_weights("weight_checksums").weight_checksums()
 
     def execution_contract(self) -> Future[ExecutionContract]:
-        """Ask what the bits of results depend on, the weights among it."""
+        """Ask for all that the bits of results depend on, the weights included."""
         with self._lock:
             return self._engine_with_weights("execution_contract").execution_contract()
 
@@ -627,7 +627,7 @@ class Session:
         return self._released == frozenset(MEMORY_TAGS) and (level == 1 or not self._valid)
 
     def sleep(self, level: int) -> Future[None]:
-        """Put the engine, which stands still, to sleep; a second time only a higher level has an effect."""
+        """Put the paused engine to sleep. If it sleeps already, only a higher level has an effect."""
         with self._lock:
             engine, before = self._engine_in("sleep", *NOT_UPDATING), (self._released, self._valid)
             if self.sleeps(level):
@@ -647,7 +647,7 @@ class Session:
         return self._memory
 
     def wake_up(self, tags: Iterable[MemoryTag]) -> Future[None]:
-        """Wake up what sleeps of the tags; the engine serves once all is awake and it has weights."""
+        """Wake up those of ``tags`` that sleep; the engine serves once all tags are awake and the weights are valid."""
         with self._lock:
             engine, wanted = self._engine_in("wake_up", *NOT_UPDATING), self._released.intersection(tags)
             if not wanted:
@@ -665,7 +665,7 @@ class Session:
         return self._memory
 
     def _pending(self) -> Future[None]:
-        """Return what a sleep or wake-up without effect waits for: the one that is under way."""
+        """Return the future of the sleep or wake-up in progress, for which one without effect waits."""
         return _done() if self._memory.done() else self._memory
 
     def _hold_or_go(self) -> None:
@@ -726,7 +726,7 @@ class Session:
         self._end_rest()
 
     def _end_rest(self) -> None:
-        """Have home end more of the requests that are to be ended; call it without the lock."""
+        """Let home end more of the requests in ``_ending``. Called without the lock."""
         if self._ending:
             self._post_drain()
 
@@ -806,7 +806,7 @@ class Session:
         self._end_all([ticket for ticket in self._visible.values() if not self._records(ticket)], "abort")
 
     def _records(self, ticket: Ticket) -> bool:
-        """Whether the engine's last update of a request brings what was chosen for its tokens; that update ends it, soon."""
+        """Whether the engine's last update of a request will bring the recorded choices; an abort waits for that update."""
         running = self._in_engine.get(ticket.request.request_id) is ticket and self._failure is None
         return running and ticket.request.params.records_choices
 
@@ -855,7 +855,7 @@ class Session:
 
     def _sweep(self) -> None:
         with self._lock:
-            self._sweeps.pop()  # later ones stay: a timer is not taken back, and there is one for each
+            self._sweeps.pop()  # later ones stay, because each has a timer, which cannot be cancelled
             now = time.monotonic()
             waiting = [(ticket.request.deadline, ticket) for ticket in self._queue.values() if ticket.request.deadline is not None]
             self._end_all([ticket for deadline, ticket in waiting if deadline <= now], "deadline")
@@ -928,7 +928,7 @@ def _done() -> Future[None]:
 
 
 def _after(answer: Future[None], end: Callable[[Future[None]], None]) -> Future[None]:
-    """Return a future that completes as ``answer`` does, after ``end`` has run: who waits may wake before callbacks run."""
+    """Return a future that completes as ``answer`` does, after ``end`` has run; a waiter of ``answer`` may wake earlier."""
     answer.add_done_callback(end)
     done: Future[None] = Future()
     _copy(answer, done)

@@ -1,8 +1,8 @@
 """Runs the ops of one forward pass beside their references.
 
-An op is a function of ``kernels/`` that a model's modules or ``linear`` call. While a pass is watched, these names stand for a
-function that runs the op and, if it launched a kernel, its reference on copies of the state, with no kernel inside. The pass
-continues with the op's result. Threads other than the watcher's call the op itself.
+An op is a function of ``kernels/`` that a model's modules or ``linear`` call. While a pass is watched, these names refer to
+wrappers. A wrapper runs the op; if the op launched a kernel, it also runs the reference, without kernels, on copies of the state.
+The pass continues with the op's result. Threads other than the watcher's call the op itself.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class OpWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Stand between model and ops."""
+        """Wrap the ops that the model calls, until the block ends."""
         with ExitStack() as undo:
             for module in [module for name, module in sys.modules.items() if name.startswith((_KERNELS, *_CALLERS))]:
                 inside = module.__name__.startswith(_KERNELS)
@@ -179,7 +179,7 @@ class OpWatch:
             self._launched = False
             result = op(*args, **kwargs)
             if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # what it did wrong shows here, not in the next op
+                torch.cuda.synchronize(self._device)  # errors of this op show here, not in the next one
             got, wanted = self._outputs(op, result, arguments), None
             others = given
             if self._launched or (isinstance(op, Op) and op.launches(*args, **kwargs)):
@@ -196,7 +196,7 @@ class OpWatch:
         except Exception as caught:
             error = caught
         if error is None and not found:
-            return result  # it computed nothing: it only chooses an op
+            return result  # it computed nothing, but only chose another op
         self.reports.append(
             OpReport(
                 place=self._place[-1] if self._place else "head",
