@@ -80,7 +80,7 @@ def _add_generation(commands: Commands) -> None:
         "batch",
         help="run the requests of a file",
         description="Run the requests in the lines of a file, prompts or OpenAI's batch format, and write a line for each as it "
-        "ends. The same command goes on where a run was ended. The exit status is 1 if rows have failed.",
+        "ends. The same command resumes a run that was interrupted. The exit status is 1 if rows have failed.",
     )
     batch.add_argument("source", help="file of requests, JSON lines")
     batch.add_argument("target", help="file of outputs; is made, or continued")
@@ -151,7 +151,7 @@ def _add_inspection(commands: Commands) -> None:
     replay.add_argument("dump", help="file that dump_dir or dump_step made")
     replay.add_argument("--model", help="folder or hub id of the checkpoint (default: the one that the step ran on)")
     replay.add_argument("--device", help="cpu, cuda or cuda:N (default: where the step ran, if it is here)")
-    replay.add_argument("--all", action="store_true", help="print every output of every op, too")
+    replay.add_argument("--all", action="store_true", help="also print every output of every op")
     replay.set_defaults(run=_replay)
 
     parity = commands.add_parser(

@@ -198,10 +198,10 @@ def host_memory(root: Path = Path("/")) -> int:
     free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
     if free is None:  # not Linux
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(0, min([free, *_rooms_of_groups(root)]))
+    return max(0, min([free, *_cgroup_headrooms(root)]))
 
 
-def _rooms_of_groups(root: Path) -> Iterator[int]:
+def _cgroup_headrooms(root: Path) -> Iterator[int]:
     """Yield what is left of the memory limits of this process's control groups, and of those that contain them."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
@@ -218,10 +218,10 @@ def _rooms_of_groups(root: Path) -> Iterator[int]:
             inside = group.removeprefix(top) if group.startswith(top) else ""  # a container may see its own group only
             folder = mounted / inside.lstrip("/")
             for each in (folder, *folder.parents[: len(folder.parts) - len(mounted.parts)]):
-                yield from _room_of_group(each, second)
+                yield from _cgroup_headroom(each, second)
 
 
-def _room_of_group(folder: Path, second: bool) -> Iterator[int]:
+def _cgroup_headroom(folder: Path, second: bool) -> Iterator[int]:
     """Yield what is left of a group's limit, if it has one; cached files count as free, as they do for the whole machine."""
     limit, used = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     wanted, current = _lines(folder / limit), _lines(folder / used)

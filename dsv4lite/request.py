@@ -821,7 +821,7 @@ class Phase(enum.StrEnum):
     """State of an engine; see ``docs/api.md`` for which calls each allows.
 
     Attributes:
-        UPDATING: A weight update is open; requests go on unless it was begun in a state that does not serve.
+        UPDATING: A weight update is open; requests continue unless it was opened in a state that does not serve.
         ASLEEP: Weights or KV cache have no memory.
         WEIGHTS_INVALID: The weights were lost, by a sleep of level 2 or a failed update; a full update repairs them.
     """

@@ -1,7 +1,7 @@
 """GRPO on the checkpoint that ships with the package, with a reward that a program verifies. Runs on a CPU in minutes.
 
     python examples/grpo.py                               # trainer and rollouts take turns
-    python examples/grpo.py --asynchronous                # rollouts go on while the trainer computes; updates in flight
+    python examples/grpo.py --asynchronous                # rollouts continue while the trainer computes; updates in flight
     python examples/grpo.py --steps 3 --plots build/grpo  # plots need matplotlib: pip install 'dsv4lite[plots]'
 
 The task: continue ``count = `` with a prime number and the end of the line. The checkpoint was trained on Python code, and does so

@@ -267,7 +267,7 @@ class ThreadBridge(Bridge):
             try:
                 callback()
             except BaseException:  # all other requests depend on this thread
-                log.exception("a callback failed; the thread goes on")
+                log.exception("a callback failed; the thread continues")
             del callback  # an idle thread must keep nothing alive
         self._at_exit.detach()
 

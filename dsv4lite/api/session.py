@@ -77,7 +77,7 @@ _HINTS = {
     Phase.CLOSED: "make a new one",
 }
 _FOREVER = float("inf")
-_AT_ONCE = 64  # most requests that one call ends, holding the lock for 0.1 ms each
+_MOST_ENDED_AT_ONCE = 64  # most requests that one call ends, holding the lock for 0.1 ms each
 
 
 def open_engine(config: EngineConfig) -> Engine:
@@ -347,7 +347,7 @@ class Session:
         with self._lock:
             self._phase = Phase.CLOSED
             self._end_all(self._queue.values(), "abort")
-            self._give_up_pauses("closed")
+            self._end_pauses("closed")
             self._wake_readers()
         self._end_rest()
 
@@ -462,8 +462,8 @@ class Session:
                 self._abort_all()
             elif request_id in self._visible:
                 ticket = self._visible[request_id]
-                if self._records(ticket):
-                    self._leave(ticket)
+                if self._waits_for_choices(ticket):
+                    self._withdraw(ticket)
                 else:
                     self._end(ticket, "abort")
         self._end_rest()
@@ -503,7 +503,7 @@ class Session:
         """End all pauses that are not blocks, complete or not; the engine resumes unless there are blocks."""
         with self._lock:
             self._engine_in("resume", *STARTED)
-            self._give_up_pauses("resumed", blocks=False)
+            self._end_pauses("resumed", blocks=False)
             self._apply_pauses()
             return self._answer
 
@@ -600,9 +600,9 @@ class Session:
                 self._engine.roll_back_update(update.serial)
         if not self._valid and self._hold is None:
             lost = WeightsNotLoadedError("an update of the weights failed", state=Phase.WEIGHTS_INVALID.value)
-            self._abandon(None)
+            self._abort_in_engine(None)
             self._end_all(self._visible.values(), "error", lost)
-        self._hold_or_go()
+        self._update_hold()
         if update.pause is not None:
             self._drop_pause(update.pause)
 
@@ -635,13 +635,13 @@ class Session:
             after = (frozenset(MEMORY_TAGS), self._valid and level == 1)
             answer = engine.sleep(level)
             self._released, self._valid = after
-            self._hold_or_go()
+            self._update_hold()
 
         def end(answer: Future[None]) -> None:
             with self._lock:
                 if answer.exception() is not None:
                     self._released, self._valid = before
-                    self._hold_or_go()
+                    self._update_hold()
 
         self._memory = _after(answer, end)
         return self._memory
@@ -659,7 +659,7 @@ class Session:
             with self._lock:
                 if answer.exception() is not None:
                     self._released |= wanted
-                self._hold_or_go()
+                self._update_hold()
 
         self._memory = _after(answer, end)
         return self._memory
@@ -668,7 +668,7 @@ class Session:
         """Return the future of the sleep or wake-up in progress, for which one without effect waits."""
         return _done() if self._memory.done() else self._memory
 
-    def _hold_or_go(self) -> None:
+    def _update_hold(self) -> None:
         """Hold all requests while the engine sleeps or has no weights."""
         if self._phase is not Phase.READY:
             return
@@ -704,7 +704,7 @@ class Session:
             self._orphaned = not self._posted
         if self._orphaned:  # the host's loop ended without closing the engine: no output will be read again
             with self._lock:
-                self._abandon(None)
+                self._abort_in_engine(None)
                 for tickets in (self._visible, self._queue, self._ending, self._in_engine):
                     tickets.clear()  # their waiting tasks never run again, and would keep the AsyncLLM alive
 
@@ -750,10 +750,10 @@ class Session:
             output = ticket.collector.output(now) if ticket.collector.finished else None
         except Exception as flaw:
             self._resolve(ticket, _unreadable(ticket, flaw))
-            self._leave(ticket)
+            self._withdraw(ticket)
             return
         if delta.finish_reason is not None and update.finish_reason is None:
-            self._abandon(update.request_id, update.index)  # it ended with a stop string, which the engine does not see
+            self._abort_in_engine(update.request_id, update.index)  # it ended with a stop string, which the engine does not see
         ticket.add(delta)
         if output is not None:
             self._mean_seconds += 0.1 * (output.timing.total - self._mean_seconds)
@@ -763,7 +763,7 @@ class Session:
         self._phase = Phase.FAILED
         self._in_engine.clear()
         self._end_all(self._visible.values(), "error", self._death())
-        self._give_up_pauses("failed")
+        self._end_pauses("failed")
         self._wake_readers()
 
     # ---- called with the lock held ----
@@ -791,7 +791,7 @@ class Session:
         """End a request for its caller at once, and abort it in the engine."""
         if not ticket.done:
             self._finish(ticket, reason, error)
-            self._leave(ticket)
+            self._withdraw(ticket)
 
     def _end_all(self, tickets: Iterable[Ticket], reason: FinishReason, error: DSV4LiteError | None = None) -> None:
         """End requests for their callers, some at once and the others at home; does not abort them in the engine."""
@@ -802,16 +802,16 @@ class Session:
 
     def _abort_all(self) -> None:
         """Abort all requests in the engine, and end them for their callers."""
-        self._abandon(None)
-        self._end_all([ticket for ticket in self._visible.values() if not self._records(ticket)], "abort")
+        self._abort_in_engine(None)
+        self._end_all([ticket for ticket in self._visible.values() if not self._waits_for_choices(ticket)], "abort")
 
-    def _records(self, ticket: Ticket) -> bool:
+    def _waits_for_choices(self, ticket: Ticket) -> bool:
         """Whether the engine's last update of a request will bring the recorded choices; an abort waits for that update."""
         running = self._in_engine.get(ticket.request.request_id) is ticket and self._failure is None
         return running and ticket.request.params.records_choices
 
     def _end_some(self) -> None:
-        for _ in range(min(_AT_ONCE, len(self._ending))):
+        for _ in range(min(_MOST_ENDED_AT_ONCE, len(self._ending))):
             ticket, (reason, error) = self._ending.popitem(last=False)
             if not ticket.done:
                 self._finish(ticket, reason, error.copy() if isinstance(error, EngineDeadError) else copy.copy(error))
@@ -832,15 +832,15 @@ class Session:
         if ticket.wake is not None:
             ticket.wake()
 
-    def _leave(self, ticket: Ticket) -> None:
+    def _withdraw(self, ticket: Ticket) -> None:
         """Remove a request from the queue, or abort it in the engine."""
         engine_id = ticket.request.request_id
         if self._queue.get(engine_id) is ticket:
             del self._queue[engine_id]
         elif self._in_engine.get(engine_id) is ticket:
-            self._abandon(engine_id)
+            self._abort_in_engine(engine_id)
 
-    def _abandon(self, engine_id: str | None, index: int | None = None) -> None:
+    def _abort_in_engine(self, engine_id: str | None, index: int | None = None) -> None:
         """Abort a request in the engine, or all; an engine that is dead or closing has ended them."""
         if self._engine is not None:
             with contextlib.suppress(EngineDeadError, EngineStateError):
@@ -872,7 +872,7 @@ class Session:
                 self._answer = engine.set_paused(pause_now)
                 self._stopped = pause_now
         except (EngineDeadError, EngineStateError) as error:  # it died or is being closed
-            self._give_up_pauses("stopped", error=error)
+            self._end_pauses("stopped", error=error)
             return
         for pause in self._pauses:
             if pause_now and not pause.answered and (pause.frozen or not self._in_engine):
@@ -885,7 +885,7 @@ class Session:
             self._pauses.remove(pause)
             self._apply_pauses()
 
-    def _give_up_pauses(self, event: str, *, blocks: bool = True, error: DSV4LiteError | None = None) -> None:
+    def _end_pauses(self, event: str, *, blocks: bool = True, error: DSV4LiteError | None = None) -> None:
         """End all pauses, or those that are not blocks; their callers get the reason as an error."""
         ended = [pause for pause in self._pauses if blocks or not pause.block]
         self._pauses = [pause for pause in self._pauses if pause not in ended]
@@ -908,7 +908,7 @@ class Session:
 
 
 def _unreadable(ticket: Ticket, flaw: Exception) -> RequestOutput:
-    """Return the output of a request whose updates could not be read: that request fails, and the host's loop goes on."""
+    """Return the output of a request whose updates could not be read: that request fails, and the host's loop continues."""
     error = RequestFailedError(f"the output of {ticket.request_id!r} could not be read: {flaw!r}")
     error.__cause__ = flaw
     ids = ticket.request.prompt_token_ids

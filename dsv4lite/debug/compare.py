@@ -81,7 +81,7 @@ def flatten(value: Any) -> Iterator[Tensor]:
 
 
 def _numbers(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Yield tensors; FP8 codes with the scales that follow them as what they stand for."""
+    """Yield tensors; FP8 codes are dequantized with the scales that follow them."""
     parts = iter(tensors)
     for tensor in parts:
         yield dequantize_fp8(tensor, next(parts), ACTIVATION_GROUP) if tensor.dtype == torch.float8_e4m3fn else tensor

@@ -24,7 +24,7 @@ class WeightTransfer:
         await transfer.finish_weight_update()
         await llm.resume()
 
-    A bucket that fails leaves the previous version serving; ``finish_weight_update`` then raises, too.
+    If a bucket fails, the previous version stays in use, and ``finish_weight_update`` raises as well.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:

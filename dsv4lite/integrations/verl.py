@@ -109,7 +109,7 @@ class Server:
         left = (config.max_model_len or config.prompt_length + config.response_length) - prompt_tokens
         default = min(config.response_length, config.prompt_length + config.response_length - prompt_tokens)
         wanted = given.pop("max_tokens", given.pop("max_new_tokens", default))
-        given["top_k"] = max(0, given.get("top_k", 0))  # verl's -1 is no limit, too
+        given["top_k"] = max(0, given.get("top_k", 0))  # verl also writes -1 for no limit
         given["logprobs"] = 0 if given.pop("logprobs", False) else None
         settings: dict[str, Any] = {
             "max_tokens": max(1, min(wanted, left)),
