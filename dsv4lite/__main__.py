@@ -39,7 +39,7 @@ def _bytes(text: str) -> int:
 
 
 class _Version(argparse.Action):
-    """Asks for the version when it is wanted: a copied folder, which is not installed, has none and runs all the same."""
+    """Looks the version up only on request: a folder that was copied and not installed has no version, and runs all the same."""
 
     def __call__(self, parser: argparse.ArgumentParser, *ignored: object) -> None:
         print(f"dsv4lite {version('dsv4lite')}", flush=True)
@@ -80,7 +80,7 @@ def _add_generation(commands: Commands) -> None:
         "batch",
         help="run the requests of a file",
         description="Run the requests in the lines of a file, prompts or OpenAI's batch format, and write a line for each as it "
-        "ends. The same command goes on where a run was ended. The exit status is 1 if rows have failed.",
+        "ends. The same command resumes a run that was interrupted. The exit status is 1 if rows have failed.",
     )
     batch.add_argument("source", help="file of requests, JSON lines")
     batch.add_argument("target", help="file of outputs; is made, or continued")
@@ -114,8 +114,8 @@ def _add_inspection(commands: Commands) -> None:
     compile_ = commands.add_parser(
         "compile",
         help="compile an engine's kernels for a GPU that need not be here",
-        description="Compile all kernels that an engine with these settings launches, without a GPU, into a folder. An engine of "
-        "which it is the compile_cache_dir, here or copied to another machine with the same versions of this package, PyTorch and "
+        description="Compile all kernels that an engine with these settings launches, without a GPU, into a folder. An engine with "
+        "this compile_cache_dir, here or copied to another machine with the same versions of this package, PyTorch and "
         "Triton, starts without compiling. Give the settings of that engine. The exit status is 1 if a kernel cannot be compiled.",
     )
     compile_.add_argument(
@@ -151,7 +151,7 @@ def _add_inspection(commands: Commands) -> None:
     replay.add_argument("dump", help="file that dump_dir or dump_step made")
     replay.add_argument("--model", help="folder or hub id of the checkpoint (default: the one that the step ran on)")
     replay.add_argument("--device", help="cpu, cuda or cuda:N (default: where the step ran, if it is here)")
-    replay.add_argument("--all", action="store_true", help="print every output of every op, too")
+    replay.add_argument("--all", action="store_true", help="also print every output of every op")
     replay.set_defaults(run=_replay)
 
     parity = commands.add_parser(
@@ -246,7 +246,7 @@ def _batch(args: argparse.Namespace) -> int:
             print(report, end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
     with RowFiles(args.source, args.target, None):
-        pass  # what is wrong with the files shows before the model is loaded
+        pass  # errors of the files are raised before the model is loaded
     given = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     changes = {name: value for name, value in given.items() if value is not None}
     with LLM(
@@ -320,7 +320,7 @@ def _parity(args: argparse.Namespace) -> int:
 
 
 def _import_torch() -> None:
-    """Import torch. Ctrl-C waits until then: numpy and torch take an interrupt in their imports for an error of their own."""
+    """Import torch with Ctrl-C deferred: numpy and torch turn an interrupt of their imports into errors of their own."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         import_torch()
@@ -333,8 +333,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 for success; 1 for a plan that does not fit, a kernel that cannot be compiled, a checkpoint that is not complete, a bad
-        op, unequal bits or rows that failed; 2 for an error; 128 and the signal's number after Ctrl-C, or where the reader of the
-        output has left.
+        op, unequal bits or rows that failed; 2 for an error; 128 plus the signal's number after Ctrl-C, or if the reader of the
+        output has closed it.
     """
     try:
         args = _parser().parse_args(argv)
@@ -345,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DSV4LiteError as error:
         print(f"dsv4lite: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # of standard output, whose reader has left; Python would report it once more at its end
+    except BrokenPipeError:  # the reader of standard output has left; Python would report it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (OSError, UnicodeError) as error:  # UnicodeError: the encoding of standard output lacks a character

@@ -1,4 +1,4 @@
-"""What an environment without numpy needs."""
+"""Imports for an environment without numpy."""
 
 from __future__ import annotations
 

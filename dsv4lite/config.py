@@ -1,4 +1,4 @@
-"""What an engine is made of: settings, validated once, never changed afterwards. The only reader of ``os.environ``."""
+"""The settings of an engine: validated once, never changed afterwards. No other module reads ``os.environ``."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class DSpark:
 
     Attributes:
         k: Draft tokens in a row, at most the rows of the drafter's block, which is 5 in the releases.
-        min_confidence: Draft tokens from the first one whose estimated probability of acceptance is lower are left out; 0 keeps
-            all.
+        min_confidence: The draft ends before the first token whose estimated probability of acceptance is lower; 0 keeps all
+            tokens.
         adaptive: As in ``MTP``.
     """
 
@@ -246,7 +246,7 @@ def _methods(value: object) -> str:
 
 
 def _overrides(value: object) -> str:
-    """Rule of ``hf_overrides``: other values could not be copied, nor sent to ranks, and no model's config has them."""
+    """Rule of ``hf_overrides``: values that JSON can hold can be copied and sent to ranks."""
     if not isinstance(value, Mapping):
         return "must be a mapping"
     try:
@@ -312,7 +312,7 @@ class EngineConfig:
         max_num_batched_tokens: Most tokens in one step of a replica; prompts are prefilled in chunks of at most this.
         gpu_memory_utilization: Fraction of the device's memory that weights and state may take together.
         kv_cache_memory_bytes: Bytes for sequence state; overrides ``gpu_memory_utilization``. On CPU the default is 1 GiB.
-        max_queued_requests: Requests that may wait; more wait in ``generate`` itself or get ``QueueFullError``.
+        max_queued_requests: Requests that may wait in the engine; more wait in ``generate`` itself or get ``QueueFullError``.
         max_completions: Most completions of one request (``n``).
         max_logprobs: Most best tokens that a request may list at each position (``logprobs``, ``prompt_logprobs``).
         enable_prefix_caching: Share the state of equal prompt prefixes.
@@ -325,30 +325,30 @@ class EngineConfig:
         progress: ``True`` logs loading progress; ``"bar"`` shows bars of tqdm, which is the extra ``progress``; a callable receives
             ``LoadProgress``.
         compile_cache_dir: Where compiled kernels are kept; default ``default_cache_dir()``.
-        dump_dir: Where the first step that fails, or whose logits are not finite, is saved; until then no steps overlap.
-        trace_path: File for a trace of steps, which Perfetto opens: what the engine's thread does when.
+        dump_dir: Folder for the first step that fails or has logits that are not finite; steps do not overlap until it is saved.
+        trace_path: File for a timeline of the engine's thread, which Perfetto opens.
         tensor_parallel_size: Ranks that share attention's matrices and the vocabulary.
         expert_parallel_size: Ranks that share the routed experts; they run over the ranks of tensor and data parallelism.
         data_parallel_size: Replicas of attention, each with requests and state of its own.
-        data_parallel_placement: The replica that a request goes to, of those with a free place. ``prefix``: that with most of it
-            cached, then that with the fewest sequences. ``round_robin``: each in turn.
+        data_parallel_placement: How a request's replica is chosen among those with a free place. ``prefix``: the one that has most
+            of the prompt cached, then the one with the fewest sequences. ``round_robin``: each in turn.
         pipeline_parallel_size: Stages of consecutive layers.
-        redundant_experts: Places for copies of popular experts in every layer, on all ranks that share experts together; with any
-            number, even 0, experts move where they are needed. ``None``: they stay where they are.
-        rebalance_steps: Steps after which they move.
-        dispatcher: How tokens get to experts on other ranks: a name, or what makes a ``parallel.experts.Dispatcher`` of a layer;
-            child processes get it pickled, and do not import the host's ``__main__``.
-        family: The model's family (``models.family.Family``) where it is none of those that ship; child processes get it pickled.
-        quant_formats: Weight-only formats of the host's own, by the ``quant_method`` of ``config.json``: what makes a
-            ``weights.formats.QuantFormat`` of its ``quantization_config``; child processes get it pickled.
-        executor: Where ranks live. ``thread``: the first in the engine's thread, the others in child processes. ``process``: all in
+        redundant_experts: Slots for copies of popular experts in every layer, summed over the ranks that share the experts. With
+            any number, even 0, experts move between ranks to balance load; ``None`` keeps them where they are.
+        rebalance_steps: Steps between two rebalancings of experts.
+        dispatcher: How tokens get to experts on other ranks: a name, or a callable that makes the ``parallel.experts.Dispatcher``
+            of a layer. It is pickled for child processes, which do not import the host's ``__main__``.
+        family: The model's family (``models.family.Family``) if the package has none for it; pickled for child processes.
+        quant_formats: Weight-only formats of the host, by the ``quant_method`` of ``config.json``: callables that make a
+            ``weights.formats.QuantFormat`` from a ``quantization_config``; pickled for child processes.
+        executor: Where ranks run. ``thread``: the first in the engine's thread, the others in child processes. ``process``: all in
             child processes. ``external``: in the host's own, each of which makes this same engine. ``auto``: ``external`` where
             groups are given, else ``thread`` for one rank and ``process`` for several.
         device_mesh: A ``DeviceMesh`` of the host whose dimensions are named after axes (tp, ep, dp, pp); sets their sizes.
         process_group: Process group of the host's ranks, where it is not the default one.
         start_timeout_s: Seconds that ranks may take to load and to get ready.
         step_timeout_s: Seconds that a step of several ranks may take.
-        rank_timeout_s: Seconds without a sign of life after which a rank is given up.
+        rank_timeout_s: Seconds without a sign of life after which a rank counts as lost.
     """
 
     model: str
@@ -418,7 +418,7 @@ class EngineConfig:
             raise ConfigError(f"device={self.device!r} is one device, but {layout} has {layout.world} ranks; use device='cuda'")
 
     def _check_portable(self, name: str) -> None:
-        """Raise unless ranks in child processes, if there are any, can have an object of the host's."""
+        """Raise if ranks run in child processes and the value of a setting cannot be pickled for them."""
         given = getattr(self, name)
         if self.place_of_ranks == "external" or (self.place_of_ranks == "thread" and self.layout.world == 1):
             return

@@ -1,4 +1,4 @@
-"""Which device an engine runs on, whether it can, and what its errors mean."""
+"""The device of an engine: its choice, its requirements, its memory, and what its errors mean."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import EngineConfig
-from dsv4lite.errors import CapacityError, ConfigError, DSV4LiteError, UnsupportedError, near_match
+from dsv4lite.errors import CapacityError, ConfigError, DSV4LiteError, UnsupportedError, described, near_match
 
 log = logging.getLogger("dsv4lite.engine")
 
@@ -76,10 +76,10 @@ CHIPS = {
 
 
 def find_chip(name: str) -> Chip:
-    """Return the chip of a name, in either case.
+    """Return a chip by its name, ignoring case.
 
     Raises:
-        ConfigError: The table has none.
+        ConfigError: The table has no such chip.
     """
     found = CHIPS.get(str(name).lower())
     if found is None:
@@ -181,7 +181,7 @@ def installed_version(package: str) -> str:
 def available_memory(device: torch.device) -> tuple[int, int]:
     """Return the bytes of a CUDA device that an engine could take now, and all it has.
 
-    PyTorch keeps what this process has freed, but gives it up when it finds nothing else.
+    Memory that PyTorch's allocator caches counts as available: PyTorch releases it when an allocation fails otherwise.
     """
     free, total = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -192,16 +192,16 @@ def host_memory(root: Path = Path("/")) -> int:
     """Return the bytes that this machine could give to this process: what is free, within the limits of its control groups.
 
     Args:
-        root: Of the file system with ``/proc`` and the control groups.
+        root: Root of the file system with ``/proc`` and the control groups.
     """
     lines = _lines(root / "proc/meminfo")
     free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
     if free is None:  # not Linux
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(0, min([free, *_rooms_of_groups(root)]))
+    return max(0, min([free, *_cgroup_headrooms(root)]))
 
 
-def _rooms_of_groups(root: Path) -> Iterator[int]:
+def _cgroup_headrooms(root: Path) -> Iterator[int]:
     """Yield what is left of the memory limits of this process's control groups, and of those that contain them."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
@@ -218,10 +218,10 @@ def _rooms_of_groups(root: Path) -> Iterator[int]:
             inside = group.removeprefix(top) if group.startswith(top) else ""  # a container may see its own group only
             folder = mounted / inside.lstrip("/")
             for each in (folder, *folder.parents[: len(folder.parts) - len(mounted.parts)]):
-                yield from _room_of_group(each, second)
+                yield from _cgroup_headroom(each, second)
 
 
-def _room_of_group(folder: Path, second: bool) -> Iterator[int]:
+def _cgroup_headroom(folder: Path, second: bool) -> Iterator[int]:
     """Yield what is left of a group's limit, if it has one; cached files count as free, as they do for the whole machine."""
     limit, used = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     wanted, current = _lines(folder / limit), _lines(folder / used)
@@ -280,9 +280,9 @@ def own_thread(device: torch.device, *, deterministic: bool) -> Iterator[None]:
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Let operations that this thread starts on the CPU run on one thread; others, and threads to come, keep their number.
+    """Run the CPU operations of this thread on one thread; other threads, also later ones, keep their number.
 
-    With several threads the matrix library divides a product among them as it likes: a row's sum then depends on its place.
+    With several threads the matrix library splits a product among them, so that the sum of a row depends on its place.
     ``torch.set_num_threads`` would change the number for the whole process.
     """
     before = torch.get_num_threads()  # PyTorch sets the number for a new thread when it first asks, which must not be later
@@ -307,7 +307,7 @@ def single_threaded() -> Iterator[None]:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Run this thread on a stream of its own: what the host does with CUDA is neither waited for nor held up.
+    """Run this thread on a stream of its own, which neither waits for the host's CUDA work nor delays it.
 
     At the end unused memory is returned to the device: PyTorch would keep it for this stream.
     """
@@ -336,18 +336,18 @@ def own_stream(device: torch.device) -> Iterator[None]:
 def _idle_streams(device: torch.device) -> SimpleQueue[torch.cuda.Stream]:
     """Return the streams of engines that have closed, for the next ones.
 
-    PyTorch keeps 32 MiB for every stream that ever ran a matrix product of the library, and never gives them back.
+    PyTorch keeps a cuBLAS workspace of 32 MiB for every stream that ever ran a matrix product, and never frees it.
     """
     return SimpleQueue()
 
 
 def open_matrix_library(device: torch.device) -> None:
-    """Let the matrix library load and allocate for this thread's stream: later it would keep a block of any size."""
+    """Load cuBLAS and allocate its workspace for this thread's stream; later it would keep a cached block of any size."""
     torch.mm(*torch.zeros(2, 1, 1, dtype=torch.float32, device=device))
 
 
 def give_back_unused(device: torch.device) -> None:
-    """Return memory that loading freed to the device: later allocations would keep large pieces by using a part of them."""
+    """Return memory that loading freed to the device: later small allocations would keep large cached blocks in use."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -373,18 +373,18 @@ def storage_bytes(tensor: Tensor) -> Tensor:
 
 
 def reserve(device: torch.device, count: int) -> None:
-    """Let PyTorch reserve memory in one piece for this thread's stream: if it is missing, the start fails and not a step."""
+    """Let PyTorch reserve memory in one piece for this thread's stream: if there is too little, the start fails, not a step."""
     torch.empty(count, dtype=torch.uint8, device=device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device had no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or (is_cuda_error(error) and "out of memory" in str(error))
+    return isinstance(error, torch.OutOfMemoryError) or (is_cuda_error(error) and "out of memory" in described(error))
 
 
 def is_cuda_error(error: BaseException) -> bool:
     """Whether an exception reports an error of CUDA, itself or through Triton."""
-    reported = isinstance(error, RuntimeError) and ("CUDA error" in str(error) or "[CUDA]" in str(error))
+    reported = isinstance(error, RuntimeError) and any(mark in described(error) for mark in ("CUDA error", "[CUDA]"))
     return isinstance(error, torch.AcceleratorError) or reported
 
 
@@ -396,7 +396,7 @@ def advice_for(error: BaseException) -> str:
 
 
 def start_error(error: BaseException, *, plan: object = None) -> BaseException:
-    """Return what to raise for an error of an engine that was starting: one of this package's where it knows what to do.
+    """Return what to raise for an error of an engine that was starting: one of this package's errors if it has advice.
 
     Args:
         error: Whatever was raised; the cause of what is returned, unless it is returned itself.
@@ -409,7 +409,7 @@ def start_error(error: BaseException, *, plan: object = None) -> BaseException:
         found = CapacityError(
             f"no memory left while starting: {_first_line(error)}; {FREE_MEMORY}", plan=plan, advice=[FREE_MEMORY]
         )
-    elif _MISMATCH.search(str(error)) or (_through_triton(error) and not is_cuda_error(error)):
+    elif _MISMATCH.search(described(error)) or (_through_triton(error) and not is_cuda_error(error)):
         found = UnsupportedError(
             f"the kernels cannot be compiled or loaded here: {type(error).__name__}: {_first_line(error)}; {_versions()}; "
             "update the driver, PyTorch and Triton so that they fit each other and the chip (Triton also needs a C compiler and "

@@ -199,6 +199,15 @@ def near_match(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def described(error: BaseException) -> str:
+    """Return the type and the text of an exception, as in ``KeyError: 'x'``. It never raises, even if ``__str__`` does."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "<its text cannot be read: __str__ raised>"
+    return f"{type(error).__name__}: {text}"
+
+
 def shown(value: object) -> str:
     """Return the ``repr`` of a value for an error's message, shortened. It never raises, whatever a caller gave."""
 

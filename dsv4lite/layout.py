@@ -16,7 +16,7 @@ from dsv4lite.errors import ConfigError
 AXES = {"tp": "tensor_parallel_size", "ep": "expert_parallel_size", "dp": "data_parallel_size", "pp": "pipeline_parallel_size"}
 """The axes, and the setting of ``EngineConfig`` that is the size of each."""
 MOST_RANKS = 1 << 16
-"""Lists of ranks, which plans and messages have, stay short enough to be made and read."""
+"""Most ranks of a layout; bounds the lists of ranks in plans and messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Layout:
         return Place(tp=tp, ep=rank % self.stage % self.ep, dp=dp, pp=pp, copy=copy)
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks along an axis through a rank, in order; ``replica`` is all that have the same requests."""
+        """Return the ranks along an axis through a rank, in order; ``replica`` means all ranks with the same requests."""
         here = self.place(rank)
         start = here.pp * self.stage
         inner = rank - start

@@ -1,6 +1,6 @@
 """The public API: ``AsyncLLM`` for event loops, ``LLM`` for synchronous code. Text in, text out.
 
-``AsyncLLM`` describes every call once. Its waits go through a bridge to the host's own loop, asyncio or Trio; ``LLM`` runs the
+``AsyncLLM`` implements every call. Its waits go through a bridge to the host's own loop, asyncio or Trio; ``LLM`` runs the
 same calls with a bridge whose waits block the thread. Nothing is held open between calls: no task group, no cancel scope, no
 hidden event loop.
 """
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def _scores(output: RequestOutput) -> Logprobs:
-    """Return the log-probabilities of a scored completion; one that was aborted has too few."""
+    """Return the log-probabilities of a scored completion; raise ``RequestFailedError`` if the request ended early."""
     logprobs, reason = output.prompt_logprobs, output.outputs[0].finish_reason
     if logprobs is None or reason != "stop":
         known = 0 if logprobs is None else len(logprobs)
@@ -62,27 +62,27 @@ class AsyncLLM(BaseLLM):
             output = await llm.generate("What is MLA?", SamplingParams(max_tokens=200))
             print(output.text)
 
-    An ``AsyncLLM`` belongs to the event loop in which it was started. Cancelling a call ends its request within one engine step and
-    lets the cancellation pass; leaving the block ends every open request and frees everything. Only ``abort`` and what does not
-    wait may be used from other threads, and ``aclose`` from another loop.
+    An ``AsyncLLM`` belongs to the event loop in which it was started. Cancelling a call ends its request within one engine step,
+    and the cancellation propagates. Leaving the block ends every open request and frees everything. Other threads may call
+    ``abort``, ``stats`` and ``memory`` and read the properties; another event loop may call ``aclose``.
 
     States: ``new``, ``starting``, ``ready``, ``paused``, ``updating``, ``asleep``, ``weights_invalid``, ``failed``, ``closed``.
-    Unless said otherwise a method is allowed while the engine is ready, paused or updating; else it raises ``EngineStateError``, or
-    ``EngineDeadError`` with the cause if the engine failed.
+    A method is allowed while the engine is ready, paused or updating, unless its description says otherwise. In other states it
+    raises ``EngineStateError``, or ``EngineDeadError`` with the cause if the engine failed.
     """
 
     _sources = (Iterable, AsyncIterable)
 
     @classmethod
     async def create(cls, model: Model, **settings: Unpack[EngineSettings]) -> Self:
-        """Make and start an engine, for frameworks that cannot nest blocks; ``aclose`` it in the end.
+        """Make and start an engine, for frameworks that cannot use ``async with``; call ``aclose`` when done.
 
         Args:
             model: Folder of a checkpoint, a hub id, or a whole ``EngineConfig``.
             **settings: Fields of ``EngineConfig``.
 
         Raises:
-            ConfigError, CheckpointError, CapacityError: The engine cannot be made or loaded; nothing is left behind.
+            ConfigError, CheckpointError, CapacityError: The engine cannot be made or loaded; all that it had allocated is freed.
         """
         llm = cls(model, **settings)
         await llm._start()
@@ -96,9 +96,12 @@ class AsyncLLM(BaseLLM):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End open requests with what they have (``finish_reason="abort"``) and free everything; allowed always, and repeatedly.
+        """End open requests with what they have (``finish_reason="abort"``) and free everything. May be repeated.
 
-        Returns or raises once that is done: a cancellation, ``task.cancel()`` any number of times included, waits for it.
+        Returns or raises only once the engine has closed: a cancellation, even a repeated ``task.cancel()``, waits until then.
+
+        Raises:
+            EngineStateError: A callback of the engine, such as ``progress``, made the call.
         """
         if self._session.forked:  # worker threads of the event loop are not in this process either
             return
@@ -109,7 +112,7 @@ class AsyncLLM(BaseLLM):
                 try:
                     await anyio.to_thread.run_sync(self._session.close, limiter=anyio.CapacityLimiter(1))
                     break
-                except anyio.get_cancelled_exc_class() as error:  # by asyncio itself, which knows no shields
+                except anyio.get_cancelled_exc_class() as error:  # asyncio's ``task.cancel()`` ignores the shield
                     cancelled = error
         if cancelled is not None:
             raise cancelled
@@ -129,20 +132,20 @@ class AsyncLLM(BaseLLM):
 
         Args:
             prompt: Text, token ids, or ``{"prompt_token_ids": [...]}``.
-            params: How; ``None`` means the checkpoint's ``generation_config.json``.
-            request_id: A name for ``abort``, unique among open requests; default is a new one.
+            params: Sampling parameters; ``None`` means the checkpoint's ``generation_config.json``.
+            request_id: A name for ``abort``, unique among open requests; generated by default.
             priority: Smaller runs earlier; equal ones run in order of arrival.
-            deadline: Seconds from now after which the request ends with what it has, ``finish_reason="deadline"``.
+            deadline: Seconds from now; after them the request ends with its output so far, ``finish_reason="deadline"``.
             cache_salt: Share cached prefixes only with requests of the same salt.
             wait: When the queue is full, wait for a place in order of arrival instead of raising ``QueueFullError``.
 
         Returns:
-            All ``params.n`` completions. While the engine is paused the request queues.
+            All ``params.n`` completions. While the engine is paused, the request waits in the queue.
 
         Raises:
             InvalidRequestError: A parameter is wrong; ``ContextLengthError`` if prompt and completion do not fit.
             QueueFullError: With ``wait=False``; ``retry_after`` estimates when to try again.
-            RequestFailedError: This request failed; ``output`` has what there was.
+            RequestFailedError: This request failed; ``output`` has what was generated before.
             EngineDeadError: The engine failed; the cause is chained.
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
@@ -180,21 +183,21 @@ class AsyncLLM(BaseLLM):
         """Continue many prompts and iterate over the outputs as they finish.
 
         Args:
-            prompts: Any iterable of any length, of prompts or of ``Row``, whose metadata comes back on its output. It is pulled
-                only as far as ``max_in_flight`` allows, when an output is asked for. ``AsyncLLM`` also takes an asynchronous one
-                and pulls it in a task of its own, so that it may wait for what the consumer does with the outputs.
+            prompts: An iterable of any length, of prompts or of ``Row``; the metadata of a ``Row`` comes back on its output. A
+                prompt is pulled only when an output is asked for and ``max_in_flight`` allows it. ``AsyncLLM`` also takes an
+                asynchronous iterable, which a separate task pulls, so that it may wait for what the consumer does with outputs.
             params: One for all prompts, or a sequence with one for each.
-            on_error: ``"raise"`` ends the iteration with the first prompt that fails; ``"return"`` hands out its output with
-                ``error`` set, and goes on. An exception of ``prompts`` itself, or the end of the engine, is raised in either case.
-            max_in_flight: Most prompts that were pulled and whose outputs were not yet handed out; default ``2 * max_num_seqs``.
+            on_error: ``"raise"`` ends the iteration with the first prompt that fails; ``"return"`` returns its output with
+                ``error`` set, and continues. An exception of ``prompts`` itself, or the end of the engine, is always raised.
+            max_in_flight: Most prompts that were pulled and whose outputs were not returned yet; default ``2 * max_num_seqs``.
             priority: As in ``generate``.
             deadline: Seconds from the moment a prompt is pulled.
             cache_salt: As in ``generate``.
             progress: Show a bar (tqdm, the extra ``progress``), also in notebooks.
 
         Returns:
-            An iterator; ``index`` of an output is the prompt's position. Leaving the loop early aborts what is in flight as soon as
-            the iterator is dropped; ``async with`` around it, or ``aclose``, does so at a definite point.
+            An iterator; ``index`` of an output is the prompt's position. If the loop ends early, requests in flight are aborted
+            when the iterator is garbage-collected; ``async with`` around it, or ``aclose``, aborts them at once.
         """
         job = row_job(Options(priority=priority, deadline=deadline, cache_salt=cache_salt))
         return self._completions("as_completed", prompts, params, job, on_error, max_in_flight, progress)
@@ -208,27 +211,26 @@ class AsyncLLM(BaseLLM):
         max_in_flight: int | None = None,
         progress: FileProgress | bool = False,
     ) -> FileReport:
-        """Run the requests in the lines of a file, and write a line for each as it ends; continue what an earlier run has begun.
+        """Run the requests in the lines of a file and write a line for each as it ends; resume a run that was interrupted.
 
         A line is a prompt (a JSON string), an object with ``prompt``, ``prompt_token_ids`` or ``messages`` beside fields of
-        ``SamplingParams``, or a line of OpenAI's batch format; ``custom_id`` comes back. Outputs are in OpenAI's batch format, in
-        the order in which they end, each with ``"id": "row-N"`` for line N of ``source``, counted from 0. Rows that have a line in
-        ``target`` are passed over, so that a run that was ended, even by a kill, goes on with the same call.
+        ``SamplingParams``, or a line of OpenAI's batch format; its ``custom_id`` is copied to the output. Outputs are in OpenAI's
+        batch format, in the order in which they end, each with ``"id": "row-N"`` for line N of ``source``, counted from 0. Rows
+        that have a line in ``target`` are skipped, so that the same call resumes a run that was interrupted or killed.
 
         Args:
             source: The file of requests; read line by line.
             target: The file of outputs.
-            params: What rows do not set themselves; ``None`` means the checkpoint's ``generation_config.json``.
-            max_in_flight: Most rows that are held at a time; default ``2 * max_num_seqs``.
-            progress: ``True`` shows a bar of the rows that are left, as in ``as_completed``; a callable gets a report after each
-                row.
+            params: Settings for what a row does not set; ``None`` means the checkpoint's ``generation_config.json``.
+            max_in_flight: Most rows in memory at a time; default ``2 * max_num_seqs``.
+            progress: ``True`` shows a bar of the remaining rows, as in ``as_completed``; a callable gets a report after each row.
 
         Returns:
             How many rows were done. A row that is malformed or fails has its ``error`` in the file and is counted in ``failed``.
 
         Raises:
-            ConfigError: ``target`` holds something else than outputs of these requests, or is being written by another run.
-            OSError: A file cannot be read or written. What is in ``target`` stays.
+            ConfigError: ``target`` holds other data than outputs of these requests, or another run is writing it.
+            OSError: A file cannot be read or written. ``target`` keeps its lines.
         """
         with RowFiles(source, target, params) as files:
             bar = False if callable(progress) else progress
@@ -257,7 +259,7 @@ class AsyncLLM(BaseLLM):
                     print(delta.text, end="")
                 output = await stream.final()
 
-        Arguments and errors are those of ``generate``; what is wrong with the request is raised on entering the block.
+        Arguments and errors are those of ``generate``; entering the block raises the errors of the prompt and its parameters.
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
         job = completion_job(self._check("stream"), prompt, params, options)
@@ -288,18 +290,18 @@ class AsyncLLM(BaseLLM):
                 or more; a tool's name, or OpenAI's ``{"type": "function", ...}``: it calls that one, once. Forced calls follow a
                 grammar, and so does ``"auto"`` if a tool has ``"strict": True``: they are well-formed, their arguments fit the
                 tools' schemas, and none ends up in the text. A grammar needs the extra ``structured``.
-            reasoning: How hard to think before the answer; ``"none"`` is not to. V3 never thinks, R1 always.
-            allow_special: Let control tokens that are written in messages and tools, such as ``<｜User｜>``, act as such. By
-                default they are text, and a tool's result cannot close its own tag.
+            reasoning: Effort to think before the answer; ``"none"`` turns thinking off. V3 never thinks, R1 always.
+            allow_special: Encode control tokens that are written in messages and tools, such as ``<｜User｜>``, as control tokens.
+                By default they are text, and a tool's result cannot close its own tag.
             request_id, priority, deadline, cache_salt, wait: As in ``generate``.
 
         Returns:
-            An output whose ``text`` is the answer, with ``reasoning`` and ``tool_calls`` apart.
+            An output whose ``text`` is the answer; ``reasoning`` and ``tool_calls`` are separate fields.
 
         Raises:
             InvalidRequestError: A message, a tool or a parameter is malformed. Other errors are those of ``generate``.
-            UnsupportedError: ``tool_choice`` needs a grammar, and the model's form of calls is not known or ``structured_outputs``
-                are given, too.
+            UnsupportedError: ``tool_choice`` needs a grammar, but the model's format of calls is not known, or
+                ``structured_outputs`` are given as well.
         """
         options = Options(request_id=request_id, priority=priority, deadline=deadline, cache_salt=cache_salt, wait=wait)
         return await self._run(
@@ -344,20 +346,21 @@ class AsyncLLM(BaseLLM):
         """Return the log-probabilities of a given completion's tokens, as decoding with ``params`` records them.
 
         With ``logprobs_mode="raw"``, and without ``params``, they are of the model's own distribution. With ``"processed"`` they
-        are of the one that ``params`` sample from: penalties, bias, masks, temperature and truncation included; a token that could
-        not have been sampled has -inf. With ``deterministic=True`` they equal those of decoding bit for bit.
+        are of the distribution that ``params`` sample from, after penalties, bias, masks, temperature and truncation; a token that
+        could not have been sampled has -inf. With ``deterministic=True`` they equal those of decoding bit for bit.
 
         Args:
-            prompt: What comes before; not scored, at least one token.
+            prompt: The tokens before the completion, at least one; not scored.
             completion: Text or token ids. Text is encoded on its own, without regard to the prompt's last characters.
-            params: Those that the completion was sampled with; what does not concern log-probabilities is ignored.
+            params: Those that the completion was sampled with; fields that do not affect log-probabilities are ignored.
             top_logprobs: Also return that many best tokens at each position, and at least ``params.logprobs``.
-            replay: Make the choices of a rollout again: experts, entries that are attended to, and tokens that could be sampled,
-                which then stand for all settings that forbid or truncate.
+            replay: Repeat the choices of a rollout: experts, selected KV entries, and tokens that could be sampled. The latter
+                replace all settings that forbid or truncate tokens.
 
         Raises:
-            InvalidRequestError: One of the two is empty or malformed, or they do not fit.
-            UnsupportedError: ``params`` want processed values under ``structured_outputs``.
+            InvalidRequestError: The prompt or the completion is empty or malformed, or both together are too long.
+            UnsupportedError: ``params`` ask for processed values with ``structured_outputs``, and no ``replay`` has the tokens that
+                could be sampled.
             RequestFailedError: The request failed or was aborted.
         """
         return _scores(await self._run(score_job(self._check("score"), prompt, completion, params, top_logprobs, replay)))
@@ -370,7 +373,7 @@ class AsyncLLM(BaseLLM):
         top_logprobs: int = 0,
         replays: Sequence[Replay | None] | None = None,
     ) -> list[Logprobs]:
-        """Score many pairs of prompt and completion; see ``score``. The first that fails is raised, and the rest aborted.
+        """Score many pairs of prompt and completion; see ``score``. The first failure is raised, and the rest is aborted.
 
         Args:
             pairs: Any iterable; see ``as_completed``.
@@ -379,7 +382,7 @@ class AsyncLLM(BaseLLM):
             replays: One for each pair.
 
         Returns:
-            One for each pair, in order.
+            The log-probabilities of each pair, in order.
         """
         job = pair_job(top_logprobs, replays, pairs)
         async with self._completions("score_batch", pairs, params, job) as outputs:
@@ -387,36 +390,36 @@ class AsyncLLM(BaseLLM):
         return [found[index] for index in sorted(found)]
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop generating; requests that come meanwhile queue. Returns once the engine stands still, at once if it does already.
+        """Pause generation; new requests wait in the queue. Returns once no step runs, at once if the engine is paused already.
 
         Args:
-            mode: ``"keep"``: open requests keep their state and go on after ``resume``; ``"wait"``: those that the engine has come
-                to their end first; ``"abort"``: all open requests end now with what they have.
+            mode: ``"keep"``: open requests keep their state and continue after ``resume``; ``"wait"``: requests in the engine
+                finish first; ``"abort"``: all open requests end now with their output so far.
 
         Raises:
-            EngineStateError: The engine was resumed or closed before it stood still.
+            EngineStateError: The engine was resumed or closed before the pause was complete.
         """
         self._check("pause", *STARTED)
         pause = self._session.pause(mode)
         try:
             await self._bridge.wait(pause.done)
-        except BaseException:  # the caller is cancelled, and will not know that it should resume
+        except BaseException:  # a caller that was cancelled does not know that it should resume
             self._session.leave(pause)
             raise
 
     async def resume(self) -> None:
-        """Go on after ``pause``, however often it was called; without effect if the engine is not paused.
+        """Resume after any number of ``pause`` calls; without effect if the engine is not paused.
 
-        While there are ``paused`` blocks the engine stands still; it goes on when the last one is left.
+        While ``paused`` blocks are open, the engine stays paused; it resumes when the last one is left.
         """
         self._check("resume", *STARTED)
         await self._bridge.wait(self._session.resume())
 
     @asynccontextmanager
     async def paused(self, mode: PauseMode = "keep") -> AsyncIterator[None]:
-        """Pause for the length of a block, however it is left. Blocks of several tasks may overlap: the last to be left resumes.
+        """Pause while a block runs. Blocks of several tasks may overlap: the engine resumes when the last one is left.
 
-        An engine that ``pause`` has stopped stays so after the block.
+        If ``pause`` was called as well, the engine stays paused after the block.
         """
         self._check("pause", *STARTED)
         pause = self._session.pause(mode, block=True)
@@ -427,29 +430,30 @@ class AsyncLLM(BaseLLM):
             self._session.leave(pause)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; running requests are not affected."""
+        """Drop all cached prefixes; running requests are not affected."""
         self._check("reset_prefix_cache", *STARTED)
         await self._bridge.wait(self._session.engine("reset_prefix_cache", *STARTED).reset_prefix_cache())
 
     def update_weights(
         self, version: int, *, mode: UpdateMode = "keep", partial: bool = False, staged: bool = True
     ) -> AsyncWeightUpdate:
-        """Replace the weights while the engine lives, all of them or none.
+        """Replace the weights of the running engine in one transaction: all of them or none.
 
             async with llm.update_weights(version=1) as update:
                 await update.load(ModuleSource(policy))
 
-        Tensors come under official names or those of transformers' modules, in any order, over any number of ``load`` calls.
+        Tensors have official names or those of transformers' modules, and come in any order, over any number of ``load`` calls.
         Floats for a matrix that the model stores in FP8 or FP4 are quantized; a matrix that is quantized already comes with its
-        scale. The drafter's tensors belong to the model's, if it drafts.
+        scale. If the model's own drafter is in use, its tensors belong to the weights.
 
         Args:
             version: A number for the new weights: ``weight_version`` and ``weight_versions`` of outputs.
-            mode: What becomes of open requests when the weights are written. ``"keep"``: they go on with the KV they have;
-                ``"recompute"``: they go on, and compute their KV again; ``"wait"``: they end first; ``"abort"``: they end now.
-            partial: Tensors that do not come stay as they are; otherwise each must come.
-            staged: Keep new tensors in host memory until the block is left, so that requests go on and a failure changes nothing.
-                Without, they are written as they come, requests stand still from the start, and a failure leaves the engine
+            mode: What happens to open requests when the weights are written. ``"keep"``: they continue with the KV they have;
+                ``"recompute"``: they continue after their KV is computed again; ``"wait"``: they finish first; ``"abort"``: they
+                end now.
+            partial: Tensors that are not given keep their values; otherwise every tensor must be given.
+            staged: Keep new tensors in host memory until the block is left: requests continue, and a failure changes nothing.
+                If false, tensors are written as they arrive, requests are paused from the start, and a failure leaves the engine
                 without valid weights (state ``weights_invalid``) until a full update.
 
         Raises:
@@ -474,7 +478,7 @@ class AsyncLLM(BaseLLM):
         return await self._bridge.wait(self._session.weight_checksums())
 
     async def execution_contract(self) -> ExecutionContract:
-        """Return what the bits of results depend on besides their tokens, to be compared with another side's.
+        """Return all that the bits of results depend on besides the tokens, for comparison with a trainer's contract.
 
         Raises:
             EngineStateError: As ``weight_checksums``.
@@ -488,9 +492,9 @@ class AsyncLLM(BaseLLM):
         Without effect on an engine that sleeps at this level or a higher one. If it fails, the engine is awake as before.
 
         Args:
-            level: 1 keeps the weights in host memory; 2 drops them: after it an update has to bring all of them.
-            mode: What becomes of open requests: ``"abort"`` ends them now, ``"wait"`` lets them end first, and ``"keep"`` lets
-                them go on after ``wake_up``, from their tokens, whose KV is then computed again.
+            level: 1 keeps the weights in host memory; 2 drops them, so that an update must bring all of them after ``wake_up``.
+            mode: What happens to open requests: ``"abort"`` ends them now, ``"wait"`` lets them finish first, and ``"keep"``
+                continues them after ``wake_up``; the KV of their tokens is then computed again.
 
         Raises:
             EngineStateError: An update is open.
@@ -526,7 +530,7 @@ class AsyncLLM(BaseLLM):
         await self._bridge.wait(self._session.wake_up(wanted))
 
     async def dump_step(self, path: str | os.PathLike[str]) -> None:
-        """Have the next step saved as ``path``, for ``python -m dsv4lite replay``; returns before that step has run.
+        """Save the next step as ``path``, for ``python -m dsv4lite replay``; returns before that step has run.
 
         Raises:
             ConfigError: There is no such folder, or it cannot be written to.
@@ -546,7 +550,7 @@ class AsyncLLM(BaseLLM):
         try:
             await anyio.to_thread.run_sync(self._session.start, limiter=anyio.CapacityLimiter(1))
         except BaseException:
-            # A task of asyncio can be cancelled while the thread goes on; it then finds the session closed and cleans up.
+            # asyncio can cancel the task while the thread runs on; the thread then finds the session closed and frees the engine.
             if self._session.phase is not Phase.FAILED:
                 await self.aclose()
             raise
@@ -568,7 +572,7 @@ class LLM(BaseLLM):
 
     @classmethod
     def create(cls, model: Model, **settings: Unpack[EngineSettings]) -> Self:
-        """Make and start an engine; ``close`` it in the end. See ``AsyncLLM.create``."""
+        """Make and start an engine; call ``close`` when done. See ``AsyncLLM.create``."""
         llm = cls(model, **settings)
         llm._start()
         return llm
@@ -581,7 +585,11 @@ class LLM(BaseLLM):
         self.close()
 
     def close(self) -> None:
-        """End open requests with what they have (``finish_reason="abort"``) and free everything; allowed always, and repeatedly."""
+        """End open requests with what they have (``finish_reason="abort"``) and free everything. May be repeated.
+
+        Raises:
+            EngineStateError: A callback of the engine, such as ``progress``, made the call.
+        """
         self._session.close()
 
     generate = blocking(AsyncLLM.generate, finish)

@@ -1,4 +1,4 @@
-"""Progress bars, for those who ask for one: tqdm, in terminals and notebooks."""
+"""Optional progress bars by tqdm, in terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def new_bar(what: str, total: int | None, unit: str) -> Any:
     """Return a bar of tqdm.
 
     Args:
-        what: Stands before it.
+        what: The text before the bar.
         total: Units in all, if that is known.
         unit: ``bytes`` are shown as kB, MB and so on.
 

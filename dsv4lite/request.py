@@ -27,7 +27,7 @@ Kind = TypeVar("Kind")
 
 
 LEAST_LOGPROB = -9999.0
-"""What OpenAI's format has for a token of no probability: JSON knows no infinities."""
+"""What OpenAI's format has for a token of probability 0, because JSON has no infinities."""
 
 
 def _as_tuple(parameter: str, value: object) -> tuple[Any, ...]:
@@ -185,11 +185,11 @@ class SamplingParams:
 
     @property
     def records_choices(self) -> bool:
-        """Whether the model's choices are wanted, so that every token has to run, and outside of captured steps."""
+        """Whether the model's choices are recorded: every token then has to run, without cached prefixes and captured steps."""
         return self.return_routed_experts or self.return_replay
 
     def replace(self, **changes: Any) -> SamplingParams:
-        """Return a copy with some fields changed, validated again."""
+        """Return a validated copy with some fields changed."""
         return replace(self, **changes)
 
     @classmethod
@@ -429,7 +429,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt of ``generate_batch`` or ``as_completed`` with something of the caller's.
+    """A prompt of ``generate_batch`` or ``as_completed`` with its own metadata and parameters.
 
     Attributes:
         prompt: As in ``generate``.
@@ -693,7 +693,7 @@ def _openai_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 def _openai_logprobs(
     token_ids: Sequence[int], logprobs: Logprobs | None, tokenizer: Tokenizer | None, *, chat: bool
 ) -> dict[str, Any] | None:
-    """Return log-probabilities as chat completions have them, or the older completions."""
+    """Return log-probabilities in the format of chat completions, or in that of the older completions."""
     if logprobs is None:
         return None
 
@@ -821,7 +821,7 @@ class Phase(enum.StrEnum):
     """State of an engine; see ``docs/api.md`` for which calls each allows.
 
     Attributes:
-        UPDATING: A weight update is open; requests go on unless it was begun in a state that does not serve.
+        UPDATING: A weight update is open; requests continue unless it was opened in a state that does not serve.
         ASLEEP: Weights or KV cache have no memory.
         WEIGHTS_INVALID: The weights were lost, by a sleep of level 2 or a failed update; a full update repairs them.
     """
@@ -859,7 +859,7 @@ def check_request(
     length, generate = len(prompt_token_ids), completion_from is None
     if length == 0:
         raise InvalidRequestError("the prompt is empty; give at least one token", parameter="prompt", value=prompt_token_ids)
-    # Prompts are long and mostly right: only others are looked at one id after the other.
+    # Prompts are long and mostly valid: ids are checked one by one only to name the first that is wrong.
     if set(map(type, prompt_token_ids)) != {int} or min(prompt_token_ids) < 0 or max(prompt_token_ids) >= vocab_size:
         for i, t in enumerate(prompt_token_ids):
             if not is_integer(t) or not 0 <= t < vocab_size:
@@ -892,7 +892,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     """Check that the vocabulary has the token ids of some settings.
 
     Raises:
-        InvalidRequestError: It has not.
+        InvalidRequestError: A token id is outside the vocabulary.
     """
     words = {"bad_words_ids": (t for word in params.bad_words_ids for t in word)}
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words_ids"):

@@ -31,14 +31,14 @@ _TRUNCATIONS = ("top_k", "top_p", "min_p", "min_tokens", "bad_words_ids", "allow
 def load_model(model: str | os.PathLike[str], **settings: Unpack[EngineSettings]) -> TrainableModel:
     """Load the model of a checkpoint for training: an ``nn.Module`` with the arithmetic of an engine of the same settings.
 
-    Parameters of an unquantized checkpoint want gradients. On a CPU matrices are float32, whatever the checkpoint stores.
+    Parameters of an unquantized checkpoint have ``requires_grad``. On a CPU matrices are float32, whatever the checkpoint stores.
 
     Args:
         model: Folder of a checkpoint, or a hub id.
-        **settings: Fields of ``EngineConfig``, of which those count that concern the model; ``deterministic`` is true by default.
+        **settings: Fields of ``EngineConfig``; others than the model's are ignored. ``deterministic`` is true by default.
 
     Raises:
-        ConfigError, CheckpointError: The settings are wrong, or the checkpoint.
+        ConfigError, CheckpointError: The settings or the checkpoint are wrong.
     """
     given: EngineSettings = {"deterministic": True, **settings}
     config = EngineConfig.from_dict({"model": model, **given})
@@ -52,7 +52,7 @@ def load_model(model: str | os.PathLike[str], **settings: Unpack[EngineSettings]
 
 
 def execution_contract(model: TrainableModel) -> ExecutionContract:
-    """Return what the bits of this side depend on; an engine of one rank with the same weights and settings has an equal one."""
+    """Return all that the model's bits depend on; an engine of one rank with equal weights and settings has an equal contract."""
     sums = {
         name: f"{checksum(slot.values().float(), tuple(slice(0, n) for n in slot.shape), slot.shape):016x}"
         for name, slot in model.slots().items()
@@ -77,11 +77,11 @@ def completion_logprobs(
         model: From ``load_model``.
         prompt: Token ids, at least one.
         completion: Token ids, at least one.
-        params: Those of the rollout; ``None`` is the model's own distribution.
-        replay: Choices of the rollout to make again. Settings that forbid or truncate need it.
+        params: Those of the rollout; ``None`` means the model's own distribution.
+        replay: Choices of the rollout to repeat. Settings that forbid or truncate tokens need it.
 
     Raises:
-        UnsupportedError: Processed values are wanted under penalties or bias, or under settings that need ``replay``.
+        UnsupportedError: ``params`` ask for processed values with penalties or a bias, or need a ``replay`` that is not given.
     """
     require(len(prompt) > 0, "prompt", prompt, "must not be empty")
     require(len(completion) > 0, "completion", completion, "must not be empty")
@@ -107,8 +107,8 @@ def _processed(logits: Tensor, params: SamplingParams, replay: Replay | None) ->
     for name in (*_EDITS, *(_TRUNCATIONS if kept is None else ())):
         if getattr(params, name) != getattr(neutral, name) and not (params.greedy_sampling and name in ("top_k", "top_p", "min_p")):
             raise UnsupportedError(
-                f"{name}={getattr(params, name)!r}: a trainer's forward pass applies temperature, and what the replay of a rollout "
-                "with return_replay=True says; score() applies all settings"
+                f"{name}={getattr(params, name)!r}: a trainer's forward pass applies only the temperature and the replay of a "
+                "rollout with return_replay=True; score() applies all settings"
             )
     if kept is not None:
         logits = logits.masked_fill(~kept.to(logits.device), float("-inf"))

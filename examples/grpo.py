@@ -1,7 +1,7 @@
 """GRPO on the checkpoint that ships with the package, with a reward that a program verifies. Runs on a CPU in minutes.
 
     python examples/grpo.py                               # trainer and rollouts take turns
-    python examples/grpo.py --asynchronous                # rollouts go on while the trainer computes; updates in flight
+    python examples/grpo.py --asynchronous                # rollouts continue while the trainer computes; updates in flight
     python examples/grpo.py --steps 3 --plots build/grpo  # plots need matplotlib: pip install 'dsv4lite[plots]'
 
 The task: continue ``count = `` with a prime number and the end of the line. The checkpoint was trained on Python code, and does so
@@ -47,14 +47,14 @@ COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Of a run.
+    """Settings of a run.
 
     Attributes:
         steps: Updates of the policy.
         group: Completions of each prompt, which are compared with each other.
-        max_tokens: Of a completion.
-        learning_rate: Of AdamW.
-        seed: Of all draws.
+        max_tokens: Most tokens of a completion.
+        learning_rate: AdamW's.
+        seed: Seed of all random draws.
     """
 
     steps: int = 8
@@ -70,12 +70,12 @@ class Step:
 
     Attributes:
         reward: Mean of the step's completions.
-        kl: Mean of log(rollout's probability / trainer's), of the same weights: estimates KL(rollout, trainer).
+        kl: Mean of log(rollout's probability / trainer's) with the same weights: an estimate of KL(rollout, trainer).
         most: Largest distance of the two log-probabilities.
-        stale: Share of tokens that older weights made; these do not count in ``kl`` and ``most``.
-        version: Of the newest weights in the rollouts.
-        tokens_per_s: Of the rollouts; of asynchronous ones since the step before.
-        awake, asleep: Memory of the process with and without the engine's, MiB.
+        stale: Share of tokens that older weights generated; these do not count in ``kl`` and ``most``.
+        version: Version of the newest weights in the rollouts.
+        tokens_per_s: Rate of the rollouts; if asynchronous, since the step before.
+        awake, asleep: Memory of the process with the engine awake and asleep, MiB.
     """
 
     reward: float
@@ -89,12 +89,12 @@ class Step:
 
     @property
     def results(self) -> tuple[float, ...]:
-        """What two runs with one seed have in common."""
+        """The measures that are equal in two runs with the same seed."""
         return self.reward, self.kl, self.most, self.stale, self.version
 
 
 def plain_checkpoint(folder: Path) -> Path:
-    """Write the shipped checkpoint in float32: its numbers, without quantized arithmetic."""
+    """Write the shipped checkpoint, dequantized to float32."""
     source = Path(tiny_model())
     with safe_open(source / "model.safetensors", "pt") as file:
         stored, plain = {name: file.get_tensor(name) for name in file.keys()}, {}  # noqa: SIM118  it is no mapping
@@ -112,14 +112,14 @@ def plain_checkpoint(folder: Path) -> Path:
 
 
 def reward(text: str) -> float:
-    """Return 1 if the first line is a prime number, and ends."""
+    """Return 1 if the first line is a prime number and ends with a newline."""
     line, end, _ = text.partition("\n")
     number = int(line) if end and line.strip().isdecimal() and line.isascii() else 0
     return float(number > 1 and all(number % divisor for divisor in range(2, isqrt(number) + 1)))
 
 
 def memory() -> float:
-    """Return the memory of this process, MiB, without what the C library keeps for later."""
+    """Return the resident memory of this process, MiB, after the C library has released its free memory."""
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
@@ -145,7 +145,7 @@ class Policy:
         return list(chosen.split([len(made) for _, made in pairs]))
 
     def step(self, rollouts: Sequence[RequestOutput], rewards: Sequence[Sequence[float]]) -> tuple[float, float, float]:
-        """Update the weights; return ``kl``, ``most`` and ``stale`` of ``Step``, by the weights before."""
+        """Update the weights; return ``kl``, ``most`` and ``stale`` of ``Step``, measured before the update."""
         completions = [completion for rollout in rollouts for completion in rollout.outputs]
         ours = self.logprobs(rollouts)
         theirs = [completion.logprobs.sampled for completion in completions]
@@ -166,14 +166,14 @@ class Policy:
         return gaps.mean().item(), gaps.abs().max().item(), 1 - same.float().mean().item()
 
     def _is_new(self, completion: object) -> Tensor:
-        """Return which tokens the present weights have made, with state that they made, too."""
+        """Return for each token whether the present weights generated the whole completion."""
         versions = completion.weight_versions  # type: ignore[attr-defined]
         made = sum(end - start for _, start, end in versions)
         return torch.full((made,), {version for version, _, _ in versions} == {self.version})
 
 
 def requests(step: int, settings: Settings) -> tuple[list[str], list[SamplingParams]]:
-    """Return the prompts of a step, and how each is sampled."""
+    """Return the prompts of a step and the sampling parameters of each."""
     params = SamplingParams.for_rollout(n=settings.group, max_tokens=settings.max_tokens, detokenize=True)
     seeds = [(settings.seed << 32) + step * len(NAMES) + i for i in range(len(NAMES))]
     return [f"{name} = " for name in NAMES], [params.replace(seed=seed) for seed in seeds]
@@ -209,7 +209,7 @@ async def in_turns(folder: Path, settings: Settings) -> list[Step]:
 
 
 async def all_at_once(folder: Path, settings: Settings) -> list[Step]:
-    """Keep two steps' requests open, and train on those that have ended; new weights are written between two tokens."""
+    """Keep the requests of two steps open, and train on those that have ended; updates are written between two tokens."""
     policy, steps = Policy(folder, settings), []
     async with AsyncLLM(str(folder), deterministic=True, max_model_len=128, kv_cache_memory_bytes=256 << 20) as llm:
         rows = [row for number in range(settings.steps) for row in zip(*requests(number, settings), strict=True)]
@@ -246,7 +246,7 @@ def finished(policy: Policy, rollouts: Sequence[RequestOutput], seconds: float, 
 
 
 def plot(steps: Sequence[Step], folder: Path) -> None:
-    """Write the measures as a picture."""
+    """Write the measures as a plot and as JSON."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -271,7 +271,7 @@ def plot(steps: Sequence[Step], folder: Path) -> None:
 
 def run(settings: Settings, *, asynchronous: bool = False) -> list[Step]:
     """Train, and return the measures of all steps."""
-    torch.set_num_threads(1)  # of the trainer: with several, a product's bits depend on where its rows lie
+    torch.set_num_threads(1)  # the trainer's: with several, a product's bits depend on the place of its rows
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = plain_checkpoint(Path(folder))
         return asyncio.run((all_at_once if asynchronous else in_turns)(checkpoint, settings))

@@ -99,16 +99,16 @@ def config_json(config: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A small float format: ``floor`` is the least amax that a scale is made from."""
+    """A small float format: ``min_amax`` is the least amax that a scale is made from."""
 
     mantissa_bits: int
     min_exponent: int
     largest: float
-    floor: float
+    min_amax: float
 
 
-E4M3 = Format(mantissa_bits=3, min_exponent=-6, largest=448.0, floor=1e-4)
-E2M1 = Format(mantissa_bits=1, min_exponent=0, largest=6.0, floor=6 * 2.0**-126)
+E4M3 = Format(mantissa_bits=3, min_exponent=-6, largest=448.0, min_amax=1e-4)
+E2M1 = Format(mantissa_bits=1, min_exponent=0, largest=6.0, min_amax=6 * 2.0**-126)
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 EXPONENT = 0x7F800000  # the exponent bits of a float32
 
@@ -131,7 +131,7 @@ def round_to(x: Tensor, form: Format) -> Tensor:
 
 def quantize(groups: Tensor, dims: int | tuple[int, int], form: Format) -> tuple[Tensor, Tensor]:
     """Return (codes as float32, power-of-two scales) of tensors that share a scale along ``dims``."""
-    amax = groups.abs().amax(dims, keepdim=True).clamp_min(form.floor)
+    amax = groups.abs().amax(dims, keepdim=True).clamp_min(form.min_amax)
     scale = power_of_two_at_least(amax * (1 / form.largest))
     return round_to(groups / scale, form), scale
 

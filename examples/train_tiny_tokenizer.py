@@ -41,7 +41,7 @@ PIECES = (
     r"| ?[\p{P}\p{S}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 TEST_FOLDERS = {"test", "tests", "idle_test"}
-# Tables written by programs (character maps, help topics): nothing to learn from, trivial or noise when held out.
+# Generated tables (character maps, help topics): useless for training, and trivial or noise in the held-out set.
 GENERATED = ("encodings/", "pydoc_data/")
 HELD_OUT_ONE_IN = 30
 
@@ -86,7 +86,7 @@ def chat_documents(modules: dict[str, str]) -> Iterator[str]:
 def top_level_pieces(text: str) -> list[str]:
     """Cut a module before every line that starts at the margin.
 
-    No token spans such a border, so the tokens are the same; and the library's time grows with the square of the length.
+    No token spans such a boundary, so the tokens are the same, and the library's time grows with the square of the length.
     """
     return re.split(r"(?<=\n)(?=\S)", text)
 
@@ -114,7 +114,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_config(max_length: int) -> dict[str, object]:
-    """The release's tokenizer_config.json: nothing is added by itself, padding is EOS."""
+    """The release's tokenizer_config.json: no token is added automatically, and padding is EOS."""
     return {
         "add_bos_token": False,
         "add_eos_token": False,

@@ -167,6 +167,9 @@ class FakeEngine:
     def memory(self) -> Any:
         return "plan"
 
+    def is_current_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
     def close(self, *, wait: bool = True) -> None:
         self.closes += 1
         if self._thread is not None:

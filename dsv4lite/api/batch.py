@@ -56,7 +56,7 @@ class Batch:
         self._signal = bridge.signal()
         self._indices = itertools.count()
         self._pulled: tuple[int, BatchRow] | None = None  # a row that was pulled and not submitted yet
-        self._filling = False  # by one of its readers
+        self._filling = False  # a reader is submitting rows
         self._pulling: anyio.CancelScope | None = None  # of the task that pulls an asynchronous source
         self._open: set[Ticket] = set()
         self._ready: deque[RequestOutput] = deque()
@@ -82,7 +82,7 @@ class Batch:
                 break
             if self._finished:
                 raise StopAsyncIteration
-            if not self._open:  # it waits for the source, which does not know of the engine's end
+            if not self._open:  # waiting for the source, which does not notice the engine's end
                 self._session.require("as_completed", *STARTED)
             await self._signal.wait()
         output = self._ready.popleft()
@@ -105,7 +105,7 @@ class Batch:
         self._exhaust()
 
     def drop(self) -> None:
-        """Close from a finalizer, which may run in any thread and inside of anything, so that it must not take a lock."""
+        """Close from a finalizer, which may run in any thread and interrupt any code, and so must not take a lock."""
         if not self._finished and not self._session.forked:
             self._bridge.post(self.close)
 
@@ -137,7 +137,7 @@ class Batch:
             except Exception as error:
                 self._fail(error)
             except BaseException:
-                self._signal()  # a cancelled read leaves the row to another one
+                self._signal()  # a cancelled read leaves the row to the next reader
                 raise
             finally:
                 self._filling = False
@@ -191,7 +191,7 @@ class Batch:
     def _fail(self, error: BaseException) -> None:
         """Pull no more rows, and raise ``error`` from ``take``."""
         if not self._closed:
-            # ``take`` raises it, where this one would be the end.
+            # ``take`` raises it, and a StopAsyncIteration would end the iteration.
             self._failure = RuntimeError(f"the source raised {error!r}") if isinstance(error, StopAsyncIteration) else error
         self._exhaust()
 
@@ -202,7 +202,7 @@ class Batch:
                 _note_row(output.error, index, prompt)
             if isinstance(prompt, Row):
                 output = replace(output, metadata=prompt.metadata)
-            self._ready.append(output)  # before it leaves the open ones, so that it is always in one of the two
+            self._ready.append(output)  # before it leaves ``_open``, so that it is always in one of the two
         self._open.discard(ticket)
         self._signal()
 

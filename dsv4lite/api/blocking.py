@@ -30,7 +30,7 @@ def finish(call: Coroutine[Any, Any, T]) -> T:
         return result
     finally:
         call.close()
-    raise AssertionError(f"{call!r} was suspended, and there is no event loop to go on with it")
+    raise AssertionError(f"{call!r} was suspended, and there is no event loop to resume it")
 
 
 def blocking(method: Callable[Concatenate[Any, P], A], run: Callable[[A], T]) -> Callable[Concatenate[Any, P], T]:
@@ -58,7 +58,7 @@ class Block:
     def __init__(self, source: Any) -> None:
         self._source = source
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         finish(self._source.__aenter__())
         return self
 
@@ -72,10 +72,6 @@ class _Iterator(Block, Iterator[T]):
     def __init__(self, source: Any) -> None:
         super().__init__(source)
         self._reading = threading.Lock()
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        return self
 
     def __iter__(self) -> Self:
         return self
@@ -116,10 +112,6 @@ class WeightUpdate(Block):
     """A transaction of the weights; made by ``LLM.update_weights``. See ``AsyncWeightUpdate``."""
 
     _source: AsyncWeightUpdate
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        return self
 
     def load(self, source: WeightSource, *, deadline: float | None = None) -> None:
         """Take the tensors of a source; see ``AsyncWeightUpdate.load``."""

@@ -65,7 +65,7 @@ class Bridge(ABC):
 
     @abstractmethod
     def is_current(self) -> bool:
-        """Whether the caller may wait here: a bridge to a loop wants a task of that loop."""
+        """Whether the caller may wait here: on a bridge to a loop, only tasks of that loop may."""
 
     @abstractmethod
     async def wait(self, future: Future[T], seconds: float | None = None) -> T:
@@ -83,8 +83,8 @@ class Bridge(ABC):
     def signal(self) -> Signal:
         """Return a new signal, to wake a reader that waits on this bridge.
 
-        A reader looks for something new first, and waits if there is nothing; a call after it looked ends the wait. Calls may come
-        from any thread and do not block.
+        A reader first looks for something new, and waits if there is nothing. A call after the reader looked ends the wait. Calls
+        may come from any thread and do not block.
         """
 
 
@@ -206,7 +206,7 @@ class TrioBridge(LoopBridge):
 
     @property
     def is_gone(self) -> bool:
-        return self._gone  # a run that ends still runs what was posted; only the next post shows it
+        return self._gone  # an ending run still runs what was posted; only the next post finds it gone
 
     def is_current(self) -> bool:
         return self._trio.lowlevel.in_trio_task() and self._trio.lowlevel.current_trio_token() is self._token
@@ -227,7 +227,7 @@ class ThreadBridge(Bridge):
         self._order = itertools.count()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # As for the engine's thread, which ends first, being younger: this one may be inside torch when the interpreter ends.
+        # As for the engine's thread: it may be inside torch when the interpreter ends. The engine's is younger and ends first.
         self._at_exit = weakref.finalize(self._thread, self.close)
         self._thread.start()
 
@@ -267,7 +267,7 @@ class ThreadBridge(Bridge):
             try:
                 callback()
             except BaseException:  # all other requests depend on this thread
-                log.exception("a callback failed; the thread goes on")
+                log.exception("a callback failed; the thread continues")
             del callback  # an idle thread must keep nothing alive
         self._at_exit.detach()
 
@@ -305,7 +305,7 @@ def current_loop() -> LoopBridge:
     Raises:
         RuntimeError: No asyncio or Trio loop is running in this thread.
     """
-    trio = sys.modules.get("trio")  # a Trio task can only run where Trio is imported; asked first, for Trio may be asyncio's guest
+    trio = sys.modules.get("trio")  # where it is not imported, no task of it runs; asked first, as Trio may be asyncio's guest
     if trio is not None and trio.lowlevel.in_trio_task():
         return TrioBridge()
     return AsyncioBridge()

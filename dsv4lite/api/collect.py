@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 REFUSALS = (InvalidRequestError, ConfigError, CapacityError)
 """Errors that concern a request as a whole, not one of its sequences."""
-_MOST_KEPT = 64
+_MOST_DEFERRED = 64
 ParserFactory = Callable[[str], ChatParser]
 """Makes the parser of one completion, given the prefix for the ids of its tool calls."""
 
@@ -72,8 +72,8 @@ class Collector:
             _Completion(i, request.params, tokenizer, None if parser is None else parser(name), streaming)
             for i, name in enumerate(names)
         ]
-        self._at_once = streaming or bool(request.params.stop)
-        self._kept: list[SequenceUpdate] = []
+        self._never_defers = streaming or bool(request.params.stop)
+        self._deferred: list[SequenceUpdate] = []
         self._prompt_logprobs: list[Logprobs] = []
         self._cached_tokens = self._drafted = self._accepted = 0
         self._started: float | None = None
@@ -85,10 +85,10 @@ class Collector:
         """Whether every completion has ended and is complete."""
         return all(c.complete for c in self._completions)
 
-    def _catch_up(self) -> None:
+    def _push_deferred(self) -> None:
         """Push the deferred updates."""
-        kept, self._kept = sorted(self._kept, key=attrgetter("index")), []
-        for _, group in itertools.groupby(kept, key=attrgetter("index", "weight_version")):
+        deferred, self._deferred = sorted(self._deferred, key=attrgetter("index")), []
+        for _, group in itertools.groupby(deferred, key=attrgetter("index", "weight_version")):
             updates = list(group)
             ids, logprobs = (tuple(itertools.chain(*x)) for x in zip(*((u.token_ids, u.logprobs) for u in updates), strict=True))
             self._drafted += sum(u.drafted for u in updates)
@@ -102,15 +102,16 @@ class Collector:
         update is not. Later tokens of a completion that has ended are dropped.
 
         Returns:
-            ``None`` if the update is read later, many at a time: without a stream or stop strings, all with nothing but tokens.
+            ``None`` if the update is read later, together with others. Without a stream and without stop strings this holds for
+            every update that brings only tokens.
         """
         bare = update.finish_reason is None and update.prompt_logprobs is None and update.routed_experts is None
-        if bare and not self._at_once and self._first_token is not None:
-            self._kept.append(update)
-            if len(self._kept) >= _MOST_KEPT:
-                self._catch_up()
+        if bare and not self._never_defers and self._first_token is not None:
+            self._deferred.append(update)
+            if len(self._deferred) >= _MOST_DEFERRED:
+                self._push_deferred()
             return None
-        self._catch_up()
+        self._push_deferred()
         if self._started is None and update.started:
             self._started = update.started
         if self._first_token is None and update.token_ids:
@@ -130,7 +131,7 @@ class Collector:
 
     def end(self, reason: FinishReason, error: DSV4LiteError | None = None) -> list[Delta]:
         """End all open completions, and return the text that they had held back."""
-        self._catch_up()
+        self._push_deferred()
         self._error = self._error or error
         open_ones = [c for c in self._completions if c.finish_reason is None]
         return [c.push(SequenceUpdate(request_id=self._request.request_id, index=c.index, finish_reason=reason)) for c in open_ones]
@@ -214,7 +215,7 @@ class _Completion:
 
     @property
     def complete(self) -> bool:
-        """Whether it has ended, also in the engine: routed experts come with the engine's last update, after a stop string."""
+        """Whether it has ended here and in the engine, whose last update brings routed experts even after a stop string."""
         return self.finish_reason is not None and self._ended_in_engine
 
     def finish_in_engine(self, update: SequenceUpdate) -> None:
@@ -227,7 +228,7 @@ class _Completion:
             self._ended_in_engine = True
 
     def output(self, prompt_tokens: int) -> CompletionOutput:
-        assert self.finish_reason is not None, "a completion that goes on has no output yet"
+        assert self.finish_reason is not None, "a completion that is not finished has no output"
         parsed = None if self._parser is None else self._parser.result()
         # Of prompt and completion without the last token, and without tokens after a stop string.
         routed = None if self._experts is None else self._experts[: max(0, prompt_tokens + len(self.token_ids) - 1)]

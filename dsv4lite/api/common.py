@@ -41,7 +41,7 @@ class BaseLLM:
 
         Args:
             model: Folder of a checkpoint, a hub id, or a whole ``EngineConfig``.
-            **settings: Fields of ``EngineConfig``; with one given, changes to it.
+            **settings: Fields of ``EngineConfig``; they override those of a given ``EngineConfig``.
 
         Raises:
             ConfigError: A setting is unknown (with a near match) or out of range.
@@ -51,7 +51,7 @@ class BaseLLM:
             given = {field.name: getattr(model, field.name) for field in fields(model)}
         self._session = Session(EngineConfig.from_dict({**given, **settings}))
         self._noted_limit = False
-        # The session does not know this object: what the engine's thread holds must not keep it from being garbage.
+        # The session has no reference to this object, so that the engine's thread does not keep it alive.
         weakref.finalize(self, self._session.drop).atexit = False
 
     def __repr__(self) -> str:
@@ -101,8 +101,8 @@ class BaseLLM:
     def abort(self, request_id: str | None = None) -> None:
         """End an open request, or all of them, now.
 
-        Its caller gets the output so far, with ``finish_reason="abort"``; that of a request that records its experts or a replay
-        comes with them, after the step under way. Allowed in every state and from every thread; an id that is not open is ignored.
+        Its caller gets the output so far, with ``finish_reason="abort"``. With recorded experts or a replay, the output has them
+        and comes after the current step. Allowed in every state and from every thread; an id that is not open is ignored.
 
         Raises:
             InvalidRequestError: ``request_id`` is neither a string nor ``None``.
@@ -124,8 +124,14 @@ class BaseLLM:
         request = await self._bridge.offload(job.make) if job.is_long else job.make()
         if request.generate and request.params.max_tokens is None and not self._noted_limit:
             self._noted_limit = True
-            log.warning("a request without max_tokens may run to max_model_len; set SamplingParams(max_tokens=...). Said once.")
-        return self._session.submit(job, request, wake)
+            log.warning("a request without max_tokens may run to max_model_len; set SamplingParams(max_tokens=...)")
+        opened: list[Ticket] = []
+        try:
+            return self._session.submit(job, request, wake, opened)
+        except BaseException:  # such as a KeyboardInterrupt between the submission and this frame
+            for ticket in opened:
+                self._session.abort_ticket(ticket)
+            raise
 
     async def _run(self, job: Job) -> RequestOutput:
         """Submit a request and wait for its output; an exception that ends the wait ends the request."""
@@ -147,7 +153,7 @@ class BaseLLM:
         max_in_flight: int | None = None,
         progress: bool = False,
     ) -> AsyncCompletions:
-        """Run the jobs of many rows; they may be of any length and are not looked at.
+        """Run the jobs of many rows. None is pulled before the first output is asked for.
 
         Args:
             call: Named in errors.

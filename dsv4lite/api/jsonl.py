@@ -1,8 +1,8 @@
 """Requests in the lines of a file, outputs in the lines of another: OpenAI's batch format, and plain prompts.
 
-An output line names its request by the number of the line, ``"id": "row-7"``, and is written whole, in one piece, as soon as the
-request ends. So a run that was ended at any moment is continued by reading what is there: a line that was cut is cut off, and the
-rows that have one are passed over.
+An output line has the number of its request's line, ``"id": "row-7"``, and is written in one piece as soon as the request ends. So
+a run that was interrupted at any moment can be resumed from what is there: an incomplete last line is removed, and rows that have
+an output are skipped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _PROMPTS = ("messages", "prompt", "prompt_token_ids")
 _CHAT_KEYS = ("tools", "tool_choice", "reasoning_effort")
-_BEGINNING = b'{"id": "row-'  # of every output line
+_OUTPUT_PREFIX = b'{"id": "row-'  # of every output line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class _Row(NamedTuple):
         return "messages" in self.body
 
     @property
-    def mark(self) -> int:
+    def id_checksum(self) -> int:
         return zlib.crc32((self.custom_id or "").encode())
 
 
@@ -97,8 +97,8 @@ class RowFiles:
 
     Raises:
         InvalidRequestError: ``params`` are of another kind.
-        ConfigError: One of the two is no path or no file, or ``target`` holds something else than outputs of these requests, or is
-            being written by another run.
+        ConfigError: ``source`` or ``target`` is not a path or not a file, ``target`` holds other data than outputs of these
+            requests, or another run is writing it.
         OSError: A file cannot be read or written.
     """
 
@@ -148,7 +148,7 @@ class RowFiles:
         return max(self._rows - len(self._earlier), 0)
 
     def _read_target(self) -> dict[int, int]:
-        """Return the numbers of the rows that have an output, with the marks of their ids; cut off a line that was not finished."""
+        """Return the numbers of the rows that have an output, with the checksums of their ids; remove an incomplete last line."""
         found: dict[int, int] = {}
         if not self._target.is_file():  # not there yet, or a device
             return found
@@ -156,7 +156,7 @@ class RowFiles:
         with self._target.open("rb") as lines:
             for line in lines:
                 cut = not line.endswith(b"\n")
-                if cut and _BEGINNING.startswith(line[: len(_BEGINNING)]):
+                if cut and _OUTPUT_PREFIX.startswith(line[: len(_OUTPUT_PREFIX)]):
                     break
                 whole += len(line)
                 try:
@@ -164,7 +164,7 @@ class RowFiles:
                         raise ValueError("the last line has no end, and is no output that was cut off")
                     output = json.loads(line)
                     number, custom_id = int(output["id"].removeprefix("row-")), output["custom_id"]
-                    found[number] = _Row(number, custom_id, {}, None).mark
+                    found[number] = _Row(number, custom_id, {}, None).id_checksum
                 except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                     raise ConfigError(
                         f"{self._target} holds something else than outputs of generate_file: {shown(line)}"
@@ -183,7 +183,7 @@ class RowFiles:
                     self._pulled[count] = row
                     count += 1
                     yield row
-                elif self._earlier[number] != row.mark:
+                elif self._earlier[number] != row.id_checksum:
                     here = f"row {number} of {self._source} is {shown(row.custom_id)}"
                     raise ConfigError(f"{self._target} holds outputs of other requests: {here}")
 

@@ -232,7 +232,7 @@ def score_job(
             )
         neutral: dict[str, Any] = {"n": 1, "max_tokens": None, "stop": (), "seed": None}
         neutral |= {"return_routed_experts": False, "return_replay": False}
-        if kept:  # says what these leave
+        if kept:  # the replay's tokens replace these settings
             neutral |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "allowed_token_ids": None, "bad_words_ids": ()}
             neutral |= {"thinking_budget": None, "structured_outputs": None}
         wanted = given.replace(**neutral, logprobs=top, prompt_logprobs=top, detokenize=False)
@@ -290,7 +290,7 @@ def pair_job(top_logprobs: int, replays: Sequence[Replay | None] | None, pairs: 
 def _copied(prompt: object) -> object:
     """Return a copy of a prompt, which may be encoded later in another thread; token ids are then in a list or a tuple.
 
-    What has no order or can be read only once is no sequence of token ids, and stays as it is.
+    Sets and one-time iterators are no sequences of token ids, and are returned as they are.
     """
     if isinstance(prompt, Mapping):
         return {key: value if isinstance(value, Mapping) else _copied(value) for key, value in prompt.items()}

@@ -77,7 +77,7 @@ _HINTS = {
     Phase.CLOSED: "make a new one",
 }
 _FOREVER = float("inf")
-_AT_ONCE = 64  # most requests that one call ends: each takes 0.1 ms, in which the lock is held
+_MOST_ENDED_AT_ONCE = 64  # most requests that one call ends, holding the lock for 0.1 ms each
 
 
 def open_engine(config: EngineConfig) -> Engine:
@@ -136,8 +136,8 @@ class Pause:
     """A call of ``pause``, until ``resume``; or a ``paused`` block, until it is left.
 
     Attributes:
-        block: It is a block.
-        frozen: Requests in the engine keep their state; otherwise they end first, and then this is set.
+        block: It is a ``paused`` block.
+        frozen: Requests in the engine keep their state; otherwise they finish first, and then this is set.
         answered: The engine was ordered to pause, and ``done`` follows its answer.
         done: Completes when the engine has paused.
     """
@@ -156,7 +156,7 @@ class Update:
         serial: Its number in the session.
         staged: Nothing is written before the commit.
         pause: Stops requests while weights are written.
-        loads: Those that have not succeeded: they may have given some of their tensors only.
+        loads: Calls of ``load`` that have not succeeded; they may have delivered only some of their tensors.
         ended: It was committed or rolled back, or the engine has been told to commit.
     """
 
@@ -188,17 +188,17 @@ class Session:
         self._visible: dict[str, Ticket] = {}  # open for their callers, by request_id
         self._in_engine: dict[str, Ticket] = {}  # open for the engine, by its id; the caller may have left
         self._queue: OrderedDict[str, Ticket] = OrderedDict()  # waiting for a place, in order of arrival, by the engine's id
-        self._ending: OrderedDict[Ticket, tuple[FinishReason, DSV4LiteError | None]] = OrderedDict()  # by home, some at a time
+        self._ending: OrderedDict[Ticket, tuple[FinishReason, DSV4LiteError | None]] = OrderedDict()  # home ends these in groups
         self._pauses: list[Pause] = []  # while there are any, requests stay queued
         self._stopped = False  # the engine was told to pause
         self._answer = _done()  # the engine's answer to the last order to pause or resume
-        self._released: frozenset[MemoryTag] = frozenset()  # what sleeps, or will once the engine has done what it was told
+        self._released: frozenset[MemoryTag] = frozenset()  # what sleeps, or will once the engine has carried out its commands
         self._memory = _done()  # the last sleep or wake-up
         self._valid = True  # the weights that are resident, or kept in host memory
         self._hold: Pause | None = None  # while the engine cannot serve
         self._update: Update | None = None
         self.weight_version = 0
-        self._sweeps = [_FOREVER]  # when the deadlines of queued requests are checked, the next time last
+        self._sweeps = [_FOREVER]  # times at which the deadlines of queued requests are checked, the next one last
         self._serial = itertools.count()
         self._update_serial = itertools.count()
         self._mean_seconds = 1.0  # of recent requests
@@ -217,7 +217,7 @@ class Session:
 
     @property
     def _state(self) -> Phase:
-        """The state without regard to an open update; that of an engine whose weights are being overwritten is as before it."""
+        """The state without regard to an open update, even one that is overwriting the weights."""
         if self.forked:
             return Phase.CLOSED
         if self._phase is not Phase.READY:
@@ -255,7 +255,7 @@ class Session:
             raise EngineStateError(message, state=self.phase.value)
 
     def require(self, call: str, *allowed: Phase) -> None:
-        """Raise unless the state is one of ``allowed``; where this has ``UPDATING``, the state without regard to an open update.
+        """Raise unless the state is one of ``allowed``. If ``allowed`` has ``UPDATING``, an open update is disregarded.
 
         Raises:
             EngineDeadError: The engine has failed.
@@ -277,7 +277,7 @@ class Session:
         return (WeightsNotLoadedError if lost else EngineStateError)(message, state=phase.value, allowed=[p.value for p in allowed])
 
     def engine(self, call: str, *allowed: Phase) -> Engine:
-        """Return the engine, for a call that does not block; ``allowed`` is by default that it serves."""
+        """Return the engine, for a call that does not block; ``allowed`` defaults to the states in which it serves."""
         self.require_process(call)
         with self._lock:
             return self._engine_in(call, *allowed or SERVING)
@@ -294,7 +294,7 @@ class Session:
     # ---- start and close; these block ----
 
     def begin_start(self, bridge: Bridge) -> None:
-        """Have the caller be the one that starts the engine. Does not block.
+        """Reserve the start of the engine for the caller. Does not block.
 
         Raises:
             EngineStateError: It was started before.
@@ -313,10 +313,9 @@ class Session:
         """
         with self._lifecycle:
             self.require("start", Phase.STARTING)
-            engine: Engine | None = None
             try:
-                engine = open_engine(self.config)
-                engine.start(self._deliver, self._deliver_failure)
+                self._engine = open_engine(self.config)
+                self._engine.start(self._deliver, self._deliver_failure)
             except BaseException as error:
                 failure = EngineDeadError(f"the engine did not start: {error}", phase="start")
                 failure.__cause__ = error.__cause__ if isinstance(error, EngineDeadError) else error
@@ -324,25 +323,31 @@ class Session:
                     self._failure = failure
                     if self._phase is Phase.STARTING:
                         self._phase = Phase.FAILED
-                if engine is not None:
-                    engine.close()
+                self._close_engine()
                 raise
             with self._lock:
                 wanted = self._phase is Phase.STARTING
                 if wanted:
-                    self._engine, self._phase = engine, Phase.READY
+                    self._phase = Phase.READY
             if not wanted:
-                engine.close()
+                self._close_engine()
                 self.require("start", Phase.STARTING)
 
     def begin_close(self) -> None:
-        """Refuse new requests from now on and end queued ones. Does not block."""
+        """Refuse new requests from now on and end queued ones. Does not block.
+
+        Raises:
+            EngineStateError: The engine's own thread made the call, in a callback; it would wait for its own end.
+        """
         if self.forked:
             return
+        if self._engine is not None and self._engine.is_current_thread():
+            message = "close: a callback of the engine, such as `progress`, cannot close it; raise an exception in the callback"
+            raise EngineStateError(f"{message} to end the engine, or close it in another thread", state=self.phase.value)
         with self._lock:
             self._phase = Phase.CLOSED
             self._end_all(self._queue.values(), "abort")
-            self._give_up_pauses("closed")
+            self._end_pauses("closed")
             self._wake_readers()
         self._end_rest()
 
@@ -355,10 +360,7 @@ class Session:
             return
         self.begin_close()
         with self._lifecycle:
-            with self._lock:
-                engine, self._engine = self._engine, None
-            if engine is not None:
-                engine.close()
+            self._close_engine()
             self.drain()
             with self._lock:
                 self._in_engine.clear()  # a dead engine sends no final updates
@@ -368,8 +370,14 @@ class Session:
         if self._bridge is not None:
             self._bridge.close()
 
+    def _close_engine(self) -> None:
+        with self._lock:
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
     def drop(self) -> None:
-        """End the engine of an ``AsyncLLM`` or ``LLM`` that was garbage-collected; an open call would have kept it alive.
+        """End the engine of an ``AsyncLLM`` or ``LLM`` that was garbage-collected. No call is open: it would keep the object alive.
 
         A finalizer calls this in any thread, perhaps with the lock held, so that it takes no lock and does not wait.
         """
@@ -386,7 +394,7 @@ class Session:
             warnings.warn(message, ResourceWarning, stacklevel=2)
 
     def wake_at_end(self, reader: Signal) -> None:
-        """Wake a reader that waits for something else than a request when the engine is closed or dies."""
+        """Wake ``reader``, which waits for something other than a request, when the engine is closed or dies."""
         with self._lock:
             self._readers.add(reader)
 
@@ -410,8 +418,10 @@ class Session:
 
     # ---- requests ----
 
-    def submit(self, job: Job, request: Request, wake: Callback | None) -> Ticket:
+    def submit(self, job: Job, request: Request, wake: Callback | None, opened: list[Ticket]) -> Ticket:
         """Submit the checked request of a job to the engine, or queue it; ``wake`` is given for a stream.
+
+        ``opened`` gets the ticket once the request is open, so that the caller can end it if this call is interrupted.
 
         Raises:
             EngineStateError: The engine does not serve.
@@ -436,6 +446,7 @@ class Session:
                 engine_id = f"{request_id}~{next(self._serial)}"
             ticket = Ticket(request_id, replace(request, request_id=engine_id), collector, wake, request.params.n)
             self._visible[request_id] = self._queue[engine_id] = ticket
+            opened.append(ticket)
             self._pump()
             if engine_id in self._queue and request.deadline is not None:
                 self._sweep_at(request.deadline)
@@ -451,8 +462,8 @@ class Session:
                 self._abort_all()
             elif request_id in self._visible:
                 ticket = self._visible[request_id]
-                if self._records(ticket):
-                    self._leave(ticket)
+                if self._waits_for_choices(ticket):
+                    self._withdraw(ticket)
                 else:
                     self._end(ticket, "abort")
         self._end_rest()
@@ -492,7 +503,7 @@ class Session:
         """End all pauses that are not blocks, complete or not; the engine resumes unless there are blocks."""
         with self._lock:
             self._engine_in("resume", *STARTED)
-            self._give_up_pauses("resumed", blocks=False)
+            self._end_pauses("resumed", blocks=False)
             self._apply_pauses()
             return self._answer
 
@@ -506,7 +517,7 @@ class Session:
     # ---- weights and memory; the engine does these in the order in which they are called ----
 
     def open_update(self, update: Update) -> None:
-        """Open an update, of which there is one at a time. Without valid weights there is nothing to go back to: it is not staged.
+        """Open the only update. It is not staged if the weights are not valid, for then there is nothing to roll back to.
 
         Raises:
             EngineStateError: The engine's weights cannot be updated now.
@@ -523,7 +534,7 @@ class Session:
             self._update = update
 
     def begin_update(self, update: Update) -> Future[None]:
-        """Make the engine ready for new weights; if these are not staged, the present ones are lost from now on."""
+        """Make the engine ready for new weights. If the update is not staged, the present weights are invalid from now on."""
         with self._lock:
             engine = self._engine_in("update_weights", *STARTED)
             answer = engine.begin_update(update.serial, staged=update.staged)
@@ -531,7 +542,7 @@ class Session:
             return answer
 
     def load(self, update: Update, source: WeightSource) -> Future[None]:
-        """Give a source's tensors to the engine, in a thread of its own: the source may take long, or hang."""
+        """Give a source's tensors to the engine, in a new thread, because the source may take long or hang."""
         self.require_here("load")
         with self._lock:
             engine, future = self._engine_in("load", *STARTED), Future[None]()
@@ -558,7 +569,7 @@ class Session:
             with self._lock:
                 if error is None:
                     self._valid, self.weight_version = True, version
-                else:  # refused before anything was written, or not
+                else:  # with a ``WeightUpdateError`` nothing was written
                     self._valid = self._valid and isinstance(error, WeightUpdateError)
                 self._end_update(update, committed=error is None)
             self._end_rest()
@@ -571,7 +582,7 @@ class Session:
         return _after(answer, end)
 
     def roll_back(self, update: Update) -> None:
-        """End an update that is not to be committed; nothing happens if the engine commits it already. Does not block."""
+        """Roll an update back. Without effect once the engine was told to commit it. Does not block."""
         if self.forked:
             return
         with self._lock:
@@ -589,9 +600,9 @@ class Session:
                 self._engine.roll_back_update(update.serial)
         if not self._valid and self._hold is None:
             lost = WeightsNotLoadedError("an update of the weights failed", state=Phase.WEIGHTS_INVALID.value)
-            self._abandon(None)
+            self._abort_in_engine(None)
             self._end_all(self._visible.values(), "error", lost)
-        self._hold_or_go()
+        self._update_hold()
         if update.pause is not None:
             self._drop_pause(update.pause)
 
@@ -601,7 +612,7 @@ class Session:
             return self._engine_with_weights("weight_checksums").weight_checksums()
 
     def execution_contract(self) -> Future[ExecutionContract]:
-        """Ask what the bits of results depend on, the weights among it."""
+        """Ask for all that the bits of results depend on, the weights included."""
         with self._lock:
             return self._engine_with_weights("execution_contract").execution_contract()
 
@@ -616,7 +627,7 @@ class Session:
         return self._released == frozenset(MEMORY_TAGS) and (level == 1 or not self._valid)
 
     def sleep(self, level: int) -> Future[None]:
-        """Put the engine, which stands still, to sleep; a second time only a higher level has an effect."""
+        """Put the paused engine to sleep. If it sleeps already, only a higher level has an effect."""
         with self._lock:
             engine, before = self._engine_in("sleep", *NOT_UPDATING), (self._released, self._valid)
             if self.sleeps(level):
@@ -624,19 +635,19 @@ class Session:
             after = (frozenset(MEMORY_TAGS), self._valid and level == 1)
             answer = engine.sleep(level)
             self._released, self._valid = after
-            self._hold_or_go()
+            self._update_hold()
 
         def end(answer: Future[None]) -> None:
             with self._lock:
                 if answer.exception() is not None:
                     self._released, self._valid = before
-                    self._hold_or_go()
+                    self._update_hold()
 
         self._memory = _after(answer, end)
         return self._memory
 
     def wake_up(self, tags: Iterable[MemoryTag]) -> Future[None]:
-        """Wake up what sleeps of the tags; the engine serves once all is awake and it has weights."""
+        """Wake up those of ``tags`` that sleep; the engine serves once all tags are awake and the weights are valid."""
         with self._lock:
             engine, wanted = self._engine_in("wake_up", *NOT_UPDATING), self._released.intersection(tags)
             if not wanted:
@@ -648,16 +659,16 @@ class Session:
             with self._lock:
                 if answer.exception() is not None:
                     self._released |= wanted
-                self._hold_or_go()
+                self._update_hold()
 
         self._memory = _after(answer, end)
         return self._memory
 
     def _pending(self) -> Future[None]:
-        """Return what a sleep or wake-up without effect waits for: the one that is under way."""
+        """Return the future of the sleep or wake-up in progress, for which one without effect waits."""
         return _done() if self._memory.done() else self._memory
 
-    def _hold_or_go(self) -> None:
+    def _update_hold(self) -> None:
         """Hold all requests while the engine sleeps or has no weights."""
         if self._phase is not Phase.READY:
             return
@@ -693,7 +704,7 @@ class Session:
             self._orphaned = not self._posted
         if self._orphaned:  # the host's loop ended without closing the engine: no output will be read again
             with self._lock:
-                self._abandon(None)
+                self._abort_in_engine(None)
                 for tickets in (self._visible, self._queue, self._ending, self._in_engine):
                     tickets.clear()  # their waiting tasks never run again, and would keep the AsyncLLM alive
 
@@ -715,7 +726,7 @@ class Session:
         self._end_rest()
 
     def _end_rest(self) -> None:
-        """Have home end more of the requests that are to be ended; call it without the lock."""
+        """Let home end more of the requests in ``_ending``. Called without the lock."""
         if self._ending:
             self._post_drain()
 
@@ -739,10 +750,10 @@ class Session:
             output = ticket.collector.output(now) if ticket.collector.finished else None
         except Exception as flaw:
             self._resolve(ticket, _unreadable(ticket, flaw))
-            self._leave(ticket)
+            self._withdraw(ticket)
             return
         if delta.finish_reason is not None and update.finish_reason is None:
-            self._abandon(update.request_id, update.index)  # it ended with a stop string, which the engine does not see
+            self._abort_in_engine(update.request_id, update.index)  # it ended with a stop string, which the engine does not see
         ticket.add(delta)
         if output is not None:
             self._mean_seconds += 0.1 * (output.timing.total - self._mean_seconds)
@@ -752,7 +763,7 @@ class Session:
         self._phase = Phase.FAILED
         self._in_engine.clear()
         self._end_all(self._visible.values(), "error", self._death())
-        self._give_up_pauses("failed")
+        self._end_pauses("failed")
         self._wake_readers()
 
     # ---- called with the lock held ----
@@ -780,7 +791,7 @@ class Session:
         """End a request for its caller at once, and abort it in the engine."""
         if not ticket.done:
             self._finish(ticket, reason, error)
-            self._leave(ticket)
+            self._withdraw(ticket)
 
     def _end_all(self, tickets: Iterable[Ticket], reason: FinishReason, error: DSV4LiteError | None = None) -> None:
         """End requests for their callers, some at once and the others at home; does not abort them in the engine."""
@@ -791,16 +802,16 @@ class Session:
 
     def _abort_all(self) -> None:
         """Abort all requests in the engine, and end them for their callers."""
-        self._abandon(None)
-        self._end_all([ticket for ticket in self._visible.values() if not self._records(ticket)], "abort")
+        self._abort_in_engine(None)
+        self._end_all([ticket for ticket in self._visible.values() if not self._waits_for_choices(ticket)], "abort")
 
-    def _records(self, ticket: Ticket) -> bool:
-        """Whether the engine's last update of a request brings what was chosen for its tokens; that update ends it, soon."""
+    def _waits_for_choices(self, ticket: Ticket) -> bool:
+        """Whether the engine's last update of a request will bring the recorded choices; an abort waits for that update."""
         running = self._in_engine.get(ticket.request.request_id) is ticket and self._failure is None
         return running and ticket.request.params.records_choices
 
     def _end_some(self) -> None:
-        for _ in range(min(_AT_ONCE, len(self._ending))):
+        for _ in range(min(_MOST_ENDED_AT_ONCE, len(self._ending))):
             ticket, (reason, error) = self._ending.popitem(last=False)
             if not ticket.done:
                 self._finish(ticket, reason, error.copy() if isinstance(error, EngineDeadError) else copy.copy(error))
@@ -821,15 +832,15 @@ class Session:
         if ticket.wake is not None:
             ticket.wake()
 
-    def _leave(self, ticket: Ticket) -> None:
+    def _withdraw(self, ticket: Ticket) -> None:
         """Remove a request from the queue, or abort it in the engine."""
         engine_id = ticket.request.request_id
         if self._queue.get(engine_id) is ticket:
             del self._queue[engine_id]
         elif self._in_engine.get(engine_id) is ticket:
-            self._abandon(engine_id)
+            self._abort_in_engine(engine_id)
 
-    def _abandon(self, engine_id: str | None, index: int | None = None) -> None:
+    def _abort_in_engine(self, engine_id: str | None, index: int | None = None) -> None:
         """Abort a request in the engine, or all; an engine that is dead or closing has ended them."""
         if self._engine is not None:
             with contextlib.suppress(EngineDeadError, EngineStateError):
@@ -844,7 +855,7 @@ class Session:
 
     def _sweep(self) -> None:
         with self._lock:
-            self._sweeps.pop()  # later ones stay: a timer is not taken back, and there is one for each
+            self._sweeps.pop()  # later ones stay, because each has a timer, which cannot be cancelled
             now = time.monotonic()
             waiting = [(ticket.request.deadline, ticket) for ticket in self._queue.values() if ticket.request.deadline is not None]
             self._end_all([ticket for deadline, ticket in waiting if deadline <= now], "deadline")
@@ -861,7 +872,7 @@ class Session:
                 self._answer = engine.set_paused(pause_now)
                 self._stopped = pause_now
         except (EngineDeadError, EngineStateError) as error:  # it died or is being closed
-            self._give_up_pauses("stopped", error=error)
+            self._end_pauses("stopped", error=error)
             return
         for pause in self._pauses:
             if pause_now and not pause.answered and (pause.frozen or not self._in_engine):
@@ -874,7 +885,7 @@ class Session:
             self._pauses.remove(pause)
             self._apply_pauses()
 
-    def _give_up_pauses(self, event: str, *, blocks: bool = True, error: DSV4LiteError | None = None) -> None:
+    def _end_pauses(self, event: str, *, blocks: bool = True, error: DSV4LiteError | None = None) -> None:
         """End all pauses, or those that are not blocks; their callers get the reason as an error."""
         ended = [pause for pause in self._pauses if blocks or not pause.block]
         self._pauses = [pause for pause in self._pauses if pause not in ended]
@@ -897,7 +908,7 @@ class Session:
 
 
 def _unreadable(ticket: Ticket, flaw: Exception) -> RequestOutput:
-    """Return the output of a request whose updates could not be read: that request fails, and the host's loop goes on."""
+    """Return the output of a request whose updates could not be read: that request fails, and the host's loop continues."""
     error = RequestFailedError(f"the output of {ticket.request_id!r} could not be read: {flaw!r}")
     error.__cause__ = flaw
     ids = ticket.request.prompt_token_ids
@@ -917,7 +928,7 @@ def _done() -> Future[None]:
 
 
 def _after(answer: Future[None], end: Callable[[Future[None]], None]) -> Future[None]:
-    """Return a future that completes as ``answer`` does, after ``end`` has run: who waits may wake before callbacks run."""
+    """Return a future that completes as ``answer`` does, after ``end`` has run; a waiter of ``answer`` may wake earlier."""
     answer.add_done_callback(end)
     done: Future[None] = Future()
     _copy(answer, done)

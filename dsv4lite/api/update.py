@@ -8,7 +8,7 @@ from dsv4lite.api.bridge import Bridge
 from dsv4lite.api.session import Session, Update
 from dsv4lite.checks import require
 from dsv4lite.config import SECONDS
-from dsv4lite.errors import DSV4LiteError, WeightUpdateError
+from dsv4lite.errors import DSV4LiteError, WeightUpdateError, described
 from dsv4lite.request import WeightSource
 
 
@@ -63,7 +63,7 @@ class AsyncWeightUpdate:
             raise
         except Exception as error:
             late = isinstance(error, TimeoutError) and not loaded.done()
-            reason = f"did not end within {seconds:g} s" if late else f"failed: {type(error).__name__}: {error}"
+            reason = f"did not end within {seconds:g} s" if late else f"failed: {described(error)}"
             self._failure = WeightUpdateError(f"the source of the update {reason}")
             raise self._failure from error
 

@@ -1,4 +1,4 @@
-"""How far an op's results are from its reference's, as the numbers that codes with scales, packed rows and choices represent."""
+"""The distance of an op's results from its reference's. FP8 codes and packed rows are compared as the numbers that they encode."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dsv4lite.kernels.quantize import dequantize_fp8
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.weights.quant import ACTIVATION_GROUP
 
-# How far a row, the last dimension, of an op's results may be from the reference's, by its norm; or how many choices may be others.
-# A wrong kernel is off by much more; a right one by more where results are rounded to FP8 or FP4, and a last bit moves a code.
+# Largest accepted distance of a row (last dimension) from the reference's, divided by its norm; of choices, the share that differs.
+# A wrong kernel is off by much more. Results rounded to FP8 or FP4 have higher bounds: a difference in a last bit changes a code.
 BOUND = 2**-6
 BOUNDS: Mapping[str, float] = {
     "choose_paged": 0.05,
@@ -27,7 +27,7 @@ BOUNDS: Mapping[str, float] = {
     **dict.fromkeys(("experts_forward", "moe_decode_small", "fp8_weight_linear_quantize"), 2**-4),
     "compress_step": 2**-3,
 }
-_SMALL_ROW = 1e-3  # rows are measured by no less than this share of the largest one's norm
+_SMALL_ROW = 1e-3  # of the largest row's norm; distances are divided by no less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class Difference:
 
     Attributes:
         output: Its name.
-        relative: Largest distance of a row by its norm, ``inf`` where only one side is finite; of choices the share that differs;
-            ``None`` without a reference.
+        relative: Largest distance of a row, divided by its norm; ``inf`` if only one side is finite. Of choices, the share that
+            differs. ``None`` without a reference.
         not_finite: Numbers that are NaN or infinite.
         reference_not_finite: The same of the reference.
         count: Numbers in all.
@@ -58,7 +58,7 @@ def outputs(op: str, result: Any, arguments: tuple[Any, ...]) -> dict[str, Tenso
     if op == "moe_decode_small":
         return {"chosen": tensors[0], "sums": sum_experts.reference(result)}
     if op == "choose_paged":
-        keys, paging = arguments[2:4]  # what is undefined, of tokens that see no more entries than are chosen, becomes -1
+        keys, paging = arguments[2:4]  # undefined for tokens that see no more entries than are chosen: -1
         visible_T = (paging.positions_T + 1) * keys.rows_per_page // PAGE_TOKENS
         return {"chosen": tensors[0].masked_fill((visible_T <= tensors[0].shape[1])[:, None], -1)}
     if op == "latent_norms":
@@ -81,7 +81,7 @@ def flatten(value: Any) -> Iterator[Tensor]:
 
 
 def _numbers(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Yield tensors; FP8 codes with the scales that follow them as what they stand for."""
+    """Yield tensors; FP8 codes are dequantized with the scales that follow them."""
     parts = iter(tensors)
     for tensor in parts:
         yield dequantize_fp8(tensor, next(parts), ACTIVATION_GROUP) if tensor.dtype == torch.float8_e4m3fn else tensor
@@ -91,7 +91,7 @@ def differences(op: str, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
     """Measure an op's outputs against those of its reference, if there is one."""
     if wanted is None:
         return tuple(_difference(op, name, tensor, None) for name, tensor in got.items())
-    if op in ("route", "moe_decode_small"):  # of the rest, rows can only be compared where the experts are the same
+    if op in ("route", "moe_decode_small"):  # other outputs are compared only for tokens with the same experts
         same_T = (got["chosen"] == wanted["chosen"]).all(-1)
         got, wanted = ({name: x if name == "chosen" else x[same_T] for name, x in named.items()} for named in (got, wanted))
     return tuple(_difference(op, name, tensor, wanted[name]) for name, tensor in got.items())
@@ -117,7 +117,7 @@ def _bad_numbers(op: str, x: Tensor) -> int:
 
 
 def _share_missing(got: Tensor, wanted: Tensor) -> float:
-    """Return the share of integers that differ; of rows of choices [T, K], of those that are not in the same row of the other."""
+    """Return the share of integers that differ; for choices [T, K], the share that is missing from the same row of ``wanted``."""
     if got.dim() == 2 and got.numel():
         ordered = wanted.sort(-1).values
         place = torch.searchsorted(ordered, got.contiguous()).clamp_max(got.shape[1] - 1)

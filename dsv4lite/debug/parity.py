@@ -2,7 +2,7 @@
 
 The trainer's side is one pass over the whole sequence, with gradients where the checkpoint lets them through. The rollout's is what
 an engine runs: chunks of a prompt, then single tokens, over pages. Each part of the model then runs in steps once more, on the
-trainer's own inputs, so that what it shows is its own difference, and not that of the parts before.
+trainer's inputs, so that its difference does not include that of the parts before it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PartDifference:
         count: Parts of this kind.
         equal: Share of numbers with equal bits.
         largest: Largest difference of two numbers.
-        relative: The same, by the largest number of the part's results.
+        relative: The same, divided by the largest number of the part's results.
     """
 
     part: str
@@ -94,7 +94,7 @@ class _Comparison:
         self._found: dict[str, dict[str, tuple[int, int, float, float]]] = {}
 
     def add(self, kind: str, name: str, ours: Tensor, theirs: Tensor) -> None:
-        """Compare results of the part of a name, of which there may be several."""
+        """Compare results of one part; several calls for the same ``name`` add up."""
         a, b = ours.detach().float(), theirs.detach().float()
         same, count, largest, size = self._found.setdefault(kind, {}).get(name, (0, 0, 0.0, 0.0))
         same, count = same + int(((a == b) | (a.isnan() & b.isnan())).sum()), count + a.numel()
@@ -174,7 +174,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _watch(model: TrainableModel, see: Callable[[str, Tensor, Tensor], None]) -> list[Any]:
-    """Have ``see`` called with name, input [T, D] and output [T, D] of every part that runs; return the hooks."""
+    """Call ``see`` with name, input [T, D] and output [T, D] of every part that runs; return the hooks."""
 
     def hook(name: str) -> Callable[..., None]:
         return lambda module, args, output: see(name, _input(args).detach(), whole(output).detach())
@@ -216,7 +216,7 @@ def _in_steps(model: TrainableModel, token_ids: Sequence[int], step: Callable[[i
 def _compare_parts(
     model: TrainableModel, token_ids: Sequence[int], trained: dict[str, tuple[Tensor, Tensor]], residual: Tensor, found: _Comparison
 ) -> None:
-    """Run the steps once more, every part on the trainer's inputs, and what follows it on the trainer's results."""
+    """Run the steps once more. Every part gets the trainer's inputs, and the trainer's result replaces its own."""
     place = [0]  # of the next row, for each part in turn: all run the same rows
     hooks = []
 

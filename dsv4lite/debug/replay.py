@@ -43,7 +43,7 @@ class ReplayReport:
 
     Attributes:
         reason: Why the step was saved.
-        notes: What differs from the saved step, and what else to know.
+        notes: Differences from the saved step, and limits of the replay.
         ops: In the order in which they ran.
     """
 
@@ -90,16 +90,16 @@ def replay(
 ) -> ReplayReport:
     """Run a saved step again.
 
-    While it runs, names in the modules of models stand for watched ops (``debug/watch.py``); so one thread at a time.
+    While it runs, op names in the modules of models refer to watched ops (``debug/watch.py``): one thread may call it at a time.
 
     Args:
         model: Folder or hub id of the checkpoint; default is the one that the step ran on.
-        family: Of the model, where it is none of those that ship.
+        family: Family of the model, if the package has none for it.
         quant_formats: As in ``EngineConfig``.
-        device: Where; default is where the step ran if that is here, else the CPU, in the same arithmetic.
+        device: Default is the step's own device if this machine has it, else the CPU in the same arithmetic.
 
     Raises:
-        ConfigError: The file is no saved step, or of another model, or there is no such device.
+        ConfigError: The file is not a saved step, the step is of another model, or there is no such device.
         CheckpointError: The model cannot be loaded.
     """
     dump = StepDump.load(path)
@@ -191,8 +191,8 @@ def _state(dump: StepDump, places: Places, model: Model) -> StateCache:
     if wrong := sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name)):
         named = "; ".join(f"{name} is {saved.get(name)}, and {shapes.get(name)} here" for name in wrong[:3])
         raise ConfigError(
-            f"the saved state does not fit the model ({named}): with --model name the one that the step ran on,"
-            f" {dump.settings.get('model')!r} then"
+            f"the saved state does not fit the model ({named}): give the checkpoint that the step ran on,"
+            f" which was {dump.settings.get('model')!r}, as --model"
         )
     for name, home in homes.items():
         home.copy_(dump.rows[name])
@@ -210,9 +210,9 @@ def _notes(dump: StepDump, device: torch.device, watch: OpWatch) -> tuple[str, .
     if dump.left_out:
         notes.append(f"{dump.left_out} other sequences of the step are left out: the file would have been too large")
     if dump.reason != REQUESTED and all(op.problem is None for op in watch.reports):
-        notes.append("what the step was saved for did not happen again")
+        notes.append("the failure for which the step was saved did not happen again")
     if not any(op.compared for op in watch.reports):
-        notes.append(f"there are no kernels on {device.type!r}: numbers that are not finite were looked for, and nothing else")
+        notes.append(f"there are no kernels on {device.type!r}: only numbers that are not finite were looked for")
     here = versions(device)
     notes += [f"{name} was {was}, is {here.get(name, 'none')}" for name, was in dump.versions.items() if here.get(name) != was]
     return tuple(notes)

@@ -1,8 +1,8 @@
 """Runs the ops of one forward pass beside their references.
 
-An op is a function of ``kernels/`` that a model's modules or ``linear`` call. While a pass is watched, these names stand for a
-function that runs the op and, if it launched a kernel, its reference on copies of the state, with no kernel inside. The pass
-continues with the op's result. Threads other than the watcher's call the op itself.
+An op is a function of ``kernels/`` that a model's modules or ``linear`` call. While a pass is watched, these names refer to
+wrappers. A wrapper runs the op; if the op launched a kernel, it also runs the reference, without kernels, on copies of the state.
+The pass continues with the op's result. Threads other than the watcher's call the op itself.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.debug.compare import BOUND, BOUNDS, Difference, differences, flatten, outputs, written_rows
+from dsv4lite.errors import described
 from dsv4lite.kernels.dispatch import Op
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.models.family import Model
@@ -122,7 +123,7 @@ class OpWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Stand between model and ops."""
+        """Wrap the ops that the model calls, until the block ends."""
         with ExitStack() as undo:
             for module in [module for name, module in sys.modules.items() if name.startswith((_KERNELS, *_CALLERS))]:
                 inside = module.__name__.startswith(_KERNELS)
@@ -176,9 +177,9 @@ class OpWatch:
         result, error = None, None
         try:
             self._launched = False
-            self._synchronize()  # an op may run at the same time as the launch before it, which here is a copy of what it writes
+            self._synchronize()  # the op may overlap with the previous launch, which here copies its state
             result = op(*args, **kwargs)
-            self._synchronize()  # what it did wrong shows here, not in the next op
+            self._synchronize()  # errors of this op show here, not in the next one
             got, wanted = self._outputs(op, result, arguments), None
             others = given
             if self._launched or (isinstance(op, Op) and op.launches(*args, **kwargs)):
@@ -195,7 +196,7 @@ class OpWatch:
         except Exception as caught:
             error = caught
         if error is None and not found:
-            return result  # it computed nothing: it only chooses an op
+            return result  # it computed nothing, but only chose another op
         self.reports.append(
             OpReport(
                 place=self._place[-1] if self._place else "head",
@@ -204,7 +205,7 @@ class OpWatch:
                 bad_weights=tuple(name for name in names if name in self._bad),
                 bad_inputs=bad_inputs,
                 differences=found,
-                error=None if error is None else f"{type(error).__name__}: {error}",
+                error=None if error is None else described(error),
             )
         )
         if error is not None:

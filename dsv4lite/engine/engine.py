@@ -30,7 +30,7 @@ from dsv4lite.engine.resident import Ask, ResidentMethod, whole_checksums
 from dsv4lite.engine.runner import InFlightStep, Runner, StepResult
 from dsv4lite.engine.trace import StepTrace
 from dsv4lite.engine.worker import ExternalWorker
-from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError, WeightUpdateError, shown
+from dsv4lite.errors import DSV4LiteError, EngineDeadError, EngineStateError, UnsupportedError, WeightUpdateError, described, shown
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.planning.memory import MemoryPlan, require_fit
 from dsv4lite.request import MEMORY_TAGS, FinishReason, MemoryTag, Request, SamplingParams, SequenceUpdate, WeightSource
@@ -185,7 +185,7 @@ class Engine:
             raise
         except Exception as error:
             self._thread.join()
-            raise EngineDeadError(f"the engine could not start: {type(error).__name__}: {error}", phase="start") from error
+            raise EngineDeadError(f"the engine could not start: {described(error)}", phase="start") from error
 
     @property
     def info(self) -> EngineInfo:
@@ -280,6 +280,10 @@ class Engine:
         """Return the memory plan that the engine was started with."""
         assert self._plan is not None, "start() the engine first"
         return self._plan
+
+    def is_current_thread(self) -> bool:
+        """Whether the engine's own thread makes this call, as in a callback."""
+        return threading.current_thread() is self._thread
 
     def close(self, *, wait: bool = True) -> None:
         """Abort every request, free everything and end the thread; on an external worker, wait until rank 0 closes its engine.
@@ -742,7 +746,7 @@ class Engine:
             if isinstance(error, EngineDeadError):
                 dead = error
             else:
-                message = f"the engine failed in a step: {type(error).__name__}: {error}{advice_for(error)}{where}"
+                message = f"the engine failed in a step: {described(error)}{advice_for(error)}{where}"
                 dead = EngineDeadError(message, phase="step")
                 dead.__cause__ = error
             self._flush()

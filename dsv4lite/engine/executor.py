@@ -21,7 +21,7 @@ from dsv4lite.engine.resident import Ask
 from dsv4lite.engine.runner import Runner, StepResult
 from dsv4lite.engine.wire import PlanWriter
 from dsv4lite.engine.worker import Change, ChangeMethod, ExternalWorker, Start, Step, answer_to
-from dsv4lite.errors import DSV4LiteError, EngineDeadError, WeightUpdateError
+from dsv4lite.errors import DSV4LiteError, EngineDeadError, WeightUpdateError, described
 from dsv4lite.parallel.channel import Channel, Closed, encode
 from dsv4lite.parallel.launch import RankProcess
 from dsv4lite.parallel.mesh import LOOPBACK, Mesh, open_store
@@ -188,7 +188,7 @@ class MultiRankExecutor:
         assert self._watch is not None
         self._watch.stop()  # ranks that end from now on are not reported as lost
         if not isinstance(error, DSV4LiteError):
-            error = EngineDeadError(f"rank 0 could not start: {type(error).__name__}: {error}", rank=0, phase=self._phase)
+            error = EngineDeadError(f"rank 0 could not start: {described(error)}", rank=0, phase=self._phase)
         for process in self._processes.values():
             process.kill(error)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from dsv4lite.config import EngineConfig
 from dsv4lite.engine.dump import REQUESTED, Places, StepDump, stores, versions
 from dsv4lite.engine.step_graphs import GraphShape
-from dsv4lite.errors import ConfigError
+from dsv4lite.errors import ConfigError, described
 from dsv4lite.kernels.dispatch import send
 from dsv4lite.models.family import Model
 from dsv4lite.sampling.samples import Samples
@@ -113,7 +113,7 @@ class StepRecorder:
 
     def failed(self, error: BaseException) -> Path | None:
         """Save the step that ran when ``error`` was raised, if there is one; return where. Raises nothing."""
-        return None if self._step is None else self._save(f"{type(error).__name__}: {error}", ())
+        return None if self._step is None else self._save(described(error), ())
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:

@@ -86,7 +86,7 @@ class Model(TemplateLM):
         """Return the messages for ``chat``, which writes them in the model's own format.
 
         Raises:
-            UnsupportedError: The task wants the beginning of the answer written, too.
+            UnsupportedError: The task also gives the beginning of the answer.
         """
         if not add_generation_prompt:
             raise UnsupportedError("dsv4lite with lm-eval: the beginning of an answer (gen_prefix) with a chat template")

@@ -56,7 +56,7 @@ class EngineCollector(Collector):
         self._labels = dict(labels or {})
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing: engines in one registry have the same names, and differ by labels."""
+        """Yield nothing: metrics of several engines in one registry have the same names and differ by labels."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""Weight updates in the four phases that trainers know from other engines; adapters are made of these."""
+"""Weight updates in the four phases of vLLM's weight transfer, for adapters to trainers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from dsv4lite.weights.update import NamedTensors
 
 
 class WeightTransfer:
-    """The phases of vLLM's weight transfer as calls of their own, over one transaction; mutable, used in one task at a time.
+    """The phases of vLLM's weight transfer, one call each, over one transaction; mutable, for one task at a time.
 
         transfer = WeightTransfer(llm)
         await transfer.init_weight_transfer_engine(IPCSource)
-        await llm.pause(mode="keep")  # without, requests go on while buckets load
+        await llm.pause(mode="keep")  # without it, requests continue while buckets load
         await transfer.start_weight_update()
         for handles in buckets:
             await transfer.update_weights(handles)
         await transfer.finish_weight_update()
         await llm.resume()
 
-    A bucket that fails leaves the previous version serving; ``finish_weight_update`` then raises, too.
+    If a bucket fails, the previous version stays in use, and ``finish_weight_update`` raises as well.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -34,7 +34,7 @@ class WeightTransfer:
         self._update: AsyncWeightUpdate | None = None
 
     async def init_weight_transfer_engine(self, source: Callable[[Any], WeightSource]) -> None:
-        """Say how a bucket becomes a source: ``IPCSource``, or ``lambda _: ProcessGroupSource(0)``; default is ``NamedTensors``."""
+        """Set how a bucket becomes a source: ``IPCSource``, or ``lambda _: ProcessGroupSource(0)``; default is ``NamedTensors``."""
         self._source = source
 
     async def start_weight_update(self, version: int | None = None, *, partial: bool = False) -> None:
@@ -49,7 +49,7 @@ class WeightTransfer:
         self._update = update
 
     async def update_weights(self, bucket: Any) -> None:
-        """Take a bucket: names and tensors, or whatever the source is made from. On return its memory may be reused.
+        """Take a bucket: names and tensors, or other arguments of the source. On return its memory may be reused.
 
         Raises:
             WeightUpdateError: A tensor does not fit the model, or the source has failed.
@@ -74,7 +74,7 @@ class WeightTransfer:
         return self._version
 
     async def cancel_weight_update(self) -> None:
-        """Drop what came since ``start_weight_update``, if an update is open."""
+        """Drop the tensors since ``start_weight_update``, if an update is open."""
         update, self._update = self._update, None
         if update is not None:
             cancelled = WeightUpdateError("the update was cancelled")

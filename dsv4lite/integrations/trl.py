@@ -1,6 +1,6 @@
 """TRL's colocated generation by an engine of this package; written for TRL 1.16.
 
-TRL makes a ``VLLMGeneration`` in its trainers and has no setting for another one, so that a program names this one instead:
+TRL's trainers make a ``VLLMGeneration`` and have no setting for another class, so a program replaces the name:
 
     import trl.trainer.grpo_trainer as grpo
 
@@ -30,7 +30,7 @@ class Generation(VLLMGeneration):
     With ``vllm_enable_sleep_mode`` the engine sleeps at level 2 outside of ``generate``.
 
     Attributes:
-        SETTINGS: Further settings of the engine; a subclass has its own.
+        SETTINGS: Further settings of the engine, which a subclass may override.
     """
 
     SETTINGS: Mapping[str, Any] = {}
@@ -77,8 +77,8 @@ class Generation(VLLMGeneration):
         """Continue prompts, once each: TRL repeats a prompt ``num_generations`` times.
 
         Returns:
-            Ids of prompts and completions; then for each token of each completion the log-probabilities that were asked for, and
-            whose they are, best first.
+            Ids of prompts and completions; then, for each token of each completion, the requested log-probabilities and the token
+            ids that have them, best first.
         """
         if images is not None and any(image is not None for image in images):
             raise UnsupportedError("dsv4lite with TRL: images")
@@ -116,7 +116,7 @@ class Generation(VLLMGeneration):
 
 
 def _ranked(logprobs: Logprobs, token_ids: Sequence[int]) -> tuple[Rows, Rows]:
-    """Return for each token the best log-probabilities and its own, best first, and whose they are."""
+    """Return for each token the best log-probabilities and its own, and the token ids that have them, best first."""
     values, ids = [], []
     best = zip(token_ids, logprobs.sampled.tolist(), logprobs.token_ids.tolist(), logprobs.values.tolist(), strict=True)
     for token, value, top_ids, top_values in best:

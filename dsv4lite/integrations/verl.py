@@ -32,7 +32,7 @@ class Server:
     Args:
         config: verl's ``RolloutConfig``.
         model: Folder of the checkpoint.
-        mode: Who else uses the GPUs.
+        mode: How the replica shares its GPUs with the trainer.
         replica_rank: Number of the replica.
     """
 
@@ -75,7 +75,7 @@ class Server:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
     ) -> TokenOutput:
-        """Continue a prompt; what ``abort`` ends has ``stop_reason="aborted"``, and the tokens so far."""
+        """Continue a prompt. A request that was aborted has ``stop_reason="aborted"`` and its tokens so far."""
         if image_data or video_data or audio_data:
             raise UnsupportedError("dsv4lite with verl: images, video and audio")
         extra: dict[str, Any] = {"global_steps": self._global_steps}
@@ -109,7 +109,7 @@ class Server:
         left = (config.max_model_len or config.prompt_length + config.response_length) - prompt_tokens
         default = min(config.response_length, config.prompt_length + config.response_length - prompt_tokens)
         wanted = given.pop("max_tokens", given.pop("max_new_tokens", default))
-        given["top_k"] = max(0, given.get("top_k", 0))  # verl's -1 is no limit, too
+        given["top_k"] = max(0, given.get("top_k", 0))  # verl also writes -1 for no limit
         given["logprobs"] = 0 if given.pop("logprobs", False) else None
         settings: dict[str, Any] = {
             "max_tokens": max(1, min(wanted, left)),
@@ -128,7 +128,7 @@ class Server:
             await self._llm.wake_up(tags)
 
     async def sleep(self) -> None:
-        """Give the memory back: of weights that the trainer will bring again, too."""
+        """Free the KV cache and the weights, which are dropped if the trainer will send them again."""
         if self._config.free_cache_engine and self._mode is not RolloutMode.STANDALONE:
             await self._llm.sleep(level=2 if self._mode is RolloutMode.HYBRID else 1)
 
@@ -236,7 +236,7 @@ def _actor_name(kind: str, replica_rank: int) -> str:
 
 
 class Rollout(BaseRollout):
-    """The trainer's end: it is in every rank of the trainer, and the first rank of a replica speaks to the server."""
+    """The trainer's side. Every rank of the trainer has one, and the first rank of a replica calls the server."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)

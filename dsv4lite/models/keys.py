@@ -188,6 +188,10 @@ class Keys:
         names = [name for name in ("factor", "beta_fast", "beta_slow") if scaling.get(name) is not None]
         names += [name for name in ("mscale", "mscale_all_dim") if scaling.get(name)]  # 0 is no magnitude
         given = {name: self.real(scaling, name) for name in names}
+        if ("mscale" in given) != ("mscale_all_dim" in given) and given.get("mscale") != 1.0:
+            problem = f"mscale={shown(scaling.get('mscale'))} and mscale_all_dim={shown(scaling.get('mscale_all_dim'))}"
+            reason = "DeepSeek's code and transformers scale the angles differently unless both are above 0, or neither is"
+            raise UnsupportedError(f"rope scaling 'yarn' with {problem} is not supported: {reason}")
         return Yarn(original_positions=self.integer(scaling, "original_max_position_embeddings"), **given)
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4lite.errors import described
+
 
 class Closed(ConnectionError):
     """The other end is gone."""
@@ -94,7 +96,7 @@ def portable(error: BaseException) -> BaseException:
         pickle.loads(encode(error))
         found = error
     except Exception as flaw:
-        found = RuntimeError(f"{type(error).__name__}: {error}")
+        found = RuntimeError(described(error))
         text += f"(sent as text: {flaw})\n"
     found.add_note(text)
     return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dsv4lite.errors import RequestFailedError
+from dsv4lite.errors import RequestFailedError, described
 from dsv4lite.kernels.sampling.rows import NOTHING, Needs
 from dsv4lite.request import Replay, Request, SamplingParams
 
@@ -232,7 +232,7 @@ def failed(error: Exception) -> RequestFailedError:
     """Return an exception as the error of the one request whose settings caused it."""
     if isinstance(error, RequestFailedError):
         return error
-    failure = RequestFailedError(f"the request failed, other requests are unaffected: {type(error).__name__}: {error}")
+    failure = RequestFailedError(f"the request failed, other requests are unaffected: {described(error)}")
     failure.__cause__ = error
     return failure
 

@@ -48,6 +48,8 @@ _TEXT_MARKERS = {
 }
 _OPEN, _CLOSE = f"<{DSML}", f"</{DSML}"
 _TAG_MARKERS = (_OPEN, _CLOSE, EOS)
+OPENING_ENDS = ('">', '" >', *_TAG_MARKERS)
+"""What ends an opening tag, so that no name in it can contain these."""
 _VALUE_MARKERS = (f"</{DSML}parameter>", f"</{DSML} parameter>", EOS)
 _INVOKE = re.compile(r'\s*invoke\s+name="(?P<name>.*)', re.DOTALL)
 _PARAMETER = re.compile(r'\s*parameter\s+name="(?P<name>.*?)(?:"\s+string="(?P<string>\w*))?', re.DOTALL)
@@ -219,7 +221,7 @@ class ChatParser:
 
     def _read_tag(self) -> bool:
         opening = self._state is _State.OPENING
-        piece, marker = self._scanner.read_until((*(('">', '" >') if opening else (">",)), *_TAG_MARKERS))
+        piece, marker = self._scanner.read_until(OPENING_ENDS if opening else (">", *_TAG_MARKERS))
         self._pieces.append(piece)
         if marker is None or marker in _TAG_MARKERS:
             return marker is not None and self._at_tag(marker)

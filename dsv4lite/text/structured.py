@@ -377,7 +377,7 @@ def schema_text(given: Mapping[str, Any] | str) -> str:
 
 def _check_schema(schema: dict[str, Any], given: object) -> None:
     """Check how far llguidance recurses in a JSON schema; it visits the target of each reference once."""
-    depth, references = _measure(schema)
+    depth, references = measure(schema)
     check_size("json", given, depth, MAX_NESTING, "objects and arrays inside each other")
     objects = [(node, level) for node, level in _nodes(schema) if isinstance(node, dict)]
     for name, limit in (("properties", MAX_PROPERTIES), ("patternProperties", MAX_PATTERN_PROPERTIES)):
@@ -413,7 +413,7 @@ def _nodes(node: object) -> Iterator[tuple[object, int]]:
         left += [(x, level + 1) for x in inner if isinstance(x, (dict, list))]
 
 
-def _measure(node: object) -> tuple[int, set[str]]:
+def measure(node: object) -> tuple[int, set[str]]:
     """Return how deep a value is nested, at least 1, and all references in it."""
     depth, references = 1, set[str]()
     for value, level in _nodes(node):
@@ -428,9 +428,9 @@ def _depth_of_references(schema: dict[str, Any], references: set[str], has_ids: 
     known: dict[int, tuple[int, set[str]]] = {}  # by target, of which several references may have the same
     measured: dict[str, tuple[int, set[str]]] = {}
     for reference in references:
-        target = schema if has_ids else _target(schema, reference)
+        target = schema if has_ids else target_of(schema, reference)
         if id(target) not in known:
-            known[id(target)] = _measure(target)
+            known[id(target)] = measure(target)
         measured[reference] = known[id(target)]
     sorter = TopologicalSorter({reference: inner for reference, (_, inner) in measured.items()})
     with suppress(CycleError):  # it goes on with the references that do not lead back to themselves
@@ -444,7 +444,7 @@ def _depth_of_references(schema: dict[str, Any], references: set[str], has_ids: 
     return max(levels.values(), default=0) + sum(depth for name, (depth, _) in measured.items() if name not in levels)
 
 
-def _target(schema: dict[str, Any], reference: str) -> object:
+def target_of(schema: dict[str, Any], reference: str) -> object:
     """Return what a reference points to; the whole schema, which is deep enough, where that is not clear."""
     node: Any = schema
     for part in unquote(reference).split("/")[1:] if reference.startswith("#") else ():

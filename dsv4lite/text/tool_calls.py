@@ -15,8 +15,19 @@ from typing import Any
 from dsv4lite.checks import is_integer
 from dsv4lite.errors import InvalidRequestError, UnsupportedError, shown
 from dsv4lite.text.messages import DSML, THINK
+from dsv4lite.text.parse import OPENING_ENDS
 from dsv4lite.text.releases import CallForm, call_marker
-from dsv4lite.text.structured import COMPACT, MAX_BYTES, SYNTAX, StructuredOutputs, check_size, num_bytes, schema_text
+from dsv4lite.text.structured import (
+    COMPACT,
+    MAX_BYTES,
+    SYNTAX,
+    StructuredOutputs,
+    check_size,
+    measure,
+    num_bytes,
+    schema_text,
+    target_of,
+)
 from dsv4lite.text.tokenizer import Tokenizer
 
 _LONGEST = 10_000
@@ -115,9 +126,9 @@ class _Rules:
         if form.separator:
             separator, after = self.markup(form.separator), self.markup(form.marks.after)
             return f"{self.markup(form.marks.before)} {name} {separator} {_json({'type': 'object', **schema})} {after}"
-        if rules := sorted(_WHOLE.intersection(schema)):
-            problem = f"the parameters of the tool {shown(function['name'])} have {rules[0]!r}, which calls in DSML cannot enforce"
-            raise InvalidRequestError(f"{problem}; leave it out", parameter="tools", value=schema)
+        if problem := _problem_in_dsml(schema):
+            message = f"the parameters of the tool {shown(function['name'])} have {problem}"
+            raise InvalidRequestError(message, parameter="tools", value=schema)
         tag, end = self.markup(f'{DSML}invoke name="'), self.markup(f"{DSML}invoke>")
         return " ".join([tag, name, '"\\">"', *self._parameters(schema), end])
 
@@ -130,7 +141,7 @@ class _Rules:
             return
         given = schema.get("required")
         required = given if isinstance(given, list) else []
-        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        definitions = _definitions(schema)
         for key, rule in properties.items():
             if rule is not False:
                 one = self._parameter(_constant(key), rule if isinstance(rule, dict) else {}, definitions)
@@ -141,7 +152,7 @@ class _Rules:
     def _parameter(self, name: str, schema: Mapping[str, Any], definitions: Mapping[str, Any] | None = None) -> str:
         """Return a parameter in DSML: a string as it is where that can be checked, else JSON."""
         raw = self._string({key: value for key, value in schema.items() if key not in _NOTES})
-        value = raw or f'{_json({**(definitions or {}), **schema})} "</"'
+        value = raw or f'{_json({**schema, **(definitions or {})})} "</"'
         tag, end = self.markup(f'\n<{DSML}parameter name="'), self.markup(f"{DSML}parameter>")
         kind = _constant(f'" string="{"false" if raw is None else "true"}">')
         return f"{tag} {name} {kind} {value} {end}"
@@ -171,6 +182,31 @@ def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
         problem = f"the parameters of the tool {shown(function['name'])}: {error}"
         raise InvalidRequestError(problem, parameter="tools", value=error.value) from error
     return schema
+
+
+def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the definitions of a tool's schema, which the JSON schema of each parameter gets."""
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+
+def _problem_in_dsml(schema: Mapping[str, Any]) -> str | None:
+    """Return what a tool's schema has that the grammar of a DSML call does not enforce; ``None`` if there is nothing."""
+    if rules := sorted(_WHOLE.intersection(schema)):
+        return f"{rules[0]!r}, which calls in DSML cannot enforce; leave it out"
+    properties, required, definitions = schema.get("properties") or {}, schema.get("required"), _definitions(schema)
+    for name, rule in properties.items():
+        if any(end in name for end in OPENING_ENDS):
+            return f"the property {shown(name)}, and the markup of calls cannot hold this name; rename the property"
+        document = {**rule, **definitions} if isinstance(rule, dict) else {}
+        references = measure(rule)[1]
+        for reference in sorted(references and references | measure(definitions)[1]):
+            if not reference.startswith(("#/$defs/", "#/definitions/")) or target_of(document, reference) is document:
+                problem = f"the property {shown(name)}, whose schema needs the reference {shown(reference)}"
+                return f"{problem}; calls in DSML can only enforce references to the tool's '$defs' or 'definitions'"
+    for name in required if isinstance(required, list) else ():
+        if not isinstance(name, str) or properties.get(name, False) is False:
+            return f"{shown(name)} in 'required', but no schema for it in 'properties'; add one there"
+    return None
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsv4lite.errors import CheckpointError, ConfigError, WeightUpdateError, shown
+from dsv4lite.errors import CheckpointError, ConfigError, WeightUpdateError, described, shown
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.quantize import quantize_matrix
 from dsv4lite.parallel.shard import Cut, Shards
@@ -179,7 +179,7 @@ def broadcast_weights(
             if others := [f"{name}: {shown(given)}, expected a tensor" for name, given in bucket if not isinstance(given, Tensor)]:
                 raise _refused(mismatched=others)
         except BaseException as error:
-            announce(f"{type(error).__name__}: {error}")  # the others would wait for ever
+            announce(described(error))  # the others would wait for ever
             raise
         held = [(name, tensor.to(device).contiguous()) for name, tensor in bucket if isinstance(tensor, Tensor)]
         announce([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in held])

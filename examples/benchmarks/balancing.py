@@ -1,13 +1,13 @@
-"""Measure what moving experts brings where some are much more popular than others.
+"""Measure the gain of rebalancing experts when some are much more popular than others.
 
     python -m examples.benchmarks.balancing --layers 2 --ep 2                        # V4-Flash's shapes on two GPUs
     python -m examples.benchmarks.balancing --model shipped --layers 2 --device cpu --dp 2 --ep 2 --batch 4 --prompts 4x64 \\
         --tokens 8 --redundant-experts 2 --rebalance-steps 60
 
-Writes a checkpoint with random weights whose routers have biases such that tokens choose experts by Zipf's law, every layer its
-own ones (3.4 GB a layer of V4-Flash; ``--folder`` keeps it). Prints the busiest rank's load over the average, the rate of prefill
-and the time of a decode step before and after experts have moved, and whether the same requests gave the same bits. A token's
-experts are added up in another order where they have moved, unless the dispatcher is ``all_to_all``, as with ``--dp`` on a CPU.
+Writes a checkpoint with random weights (3.4 GB a layer of V4-Flash; ``--folder`` keeps it). Biases of its routers make tokens
+choose experts by Zipf's law, with other popular experts in every layer. Prints the busiest rank's load over the average, the rate
+of prefill and the time of a decode step before and after experts have moved, and whether the same requests gave the same bits.
+Once experts have moved, a token's experts are summed in another order, except by ``all_to_all``, which ``--dp`` takes on a CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHARD_BYTES = 2 << 30
 
 
 def biases(experts: int, per_token: int, exponent: float, generator: torch.Generator) -> Tensor:
-    """Return what to add to random scores so that chances of experts, in a random order, follow Zipf's law, float32 [experts]."""
+    """Return biases, float32 [experts], with which random scores choose experts, in a random order, by Zipf's law."""
     wanted = torch.arange(1, experts + 1, dtype=torch.float32) ** -exponent
     wanted = (wanted / wanted.sum())[torch.randperm(experts, generator=generator)]
     scores = softplus(torch.randn(2048, experts, generator=generator)).sqrt()
@@ -84,7 +84,7 @@ def write_skewed(folder: Path, args: argparse.Namespace) -> None:
 
 
 class Moves(logging.Handler):
-    """Notes what the engine says of experts that have moved: the busiest rank's load before and after, matrices, seconds."""
+    """Collects the engine's log of moved experts: the busiest rank's load before and after, matrices, seconds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Moves(logging.Handler):
 
 
 async def outputs(llm: AsyncLLM, args: argparse.Namespace) -> list[RequestOutput]:
-    """Return what a few requests give that all start in the same step."""
+    """Return the outputs of a few requests that all start in the same step."""
     rng = random.Random(1)
     greedy = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False, logprobs=0)
     async with llm.paused():
@@ -114,7 +114,7 @@ def same_bits(left: RequestOutput, right: RequestOutput) -> bool:
 
 
 async def measure(llm: AsyncLLM, args: argparse.Namespace, moves: Moves) -> dict[str, Any]:
-    """Measure before and after experts have moved; then let them move again, to see the loads of the time between."""
+    """Measure before and after experts have moved; then let them move again, which logs the loads in between."""
     phases: list[dict[str, Any]] = []
     for number in range(2):
         given = await outputs(llm, args)
@@ -201,7 +201,7 @@ def arguments(line: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{axis}", type=int, default=size, help=f"ranks along the axis {axis} (default {size})")
     parser.add_argument("--dispatcher", default="auto", help="how tokens get to their experts (default auto)")
     parser.add_argument("--exponent", type=float, default=1.0, help="of Zipf's law (default 1)")
-    parser.add_argument("--redundant-experts", type=int, default=16, help="places for copies (default 16)")
+    parser.add_argument("--redundant-experts", type=int, default=16, help="slots for copies (default 16)")
     parser.add_argument("--rebalance-steps", type=int, default=1000, help="steps until experts move (default 1000)")
     parser.add_argument("--batch", type=int, default=64, help="sequences that decode together (default 64)")
     parser.add_argument(
@@ -210,8 +210,8 @@ def arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="tokens to decode (default 64)")
     parser.add_argument("--deterministic", action="store_true", help="results independent of what shares the batch")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the start, and for a step (default 600)")
-    parser.add_argument("--folder", type=Path, help="where the checkpoint is, or shall be kept")
-    parser.add_argument("--prepare", action="store_true", help="write the checkpoint, and do no more")
+    parser.add_argument("--folder", type=Path, help="folder of the checkpoint: read if there is one, else written")
+    parser.add_argument("--prepare", action="store_true", help="only write the checkpoint")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(line)
     if args.prepare and args.folder is None:

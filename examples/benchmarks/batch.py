@@ -24,7 +24,7 @@ from dsv4lite import tiny_model
 
 
 class Sample(NamedTuple):
-    """A look at a run: when, how many lines the file of outputs has, and resident bytes of the process."""
+    """One sample of a run: the time, the lines in the file of outputs, and the resident bytes of the process."""
 
     seconds: float
     lines: int
@@ -48,7 +48,7 @@ class Lines:
     def count(self) -> int:
         """Return how many lines there are now."""
         if self._path.exists():
-            if self._path.stat().st_size < self._read:  # a line that was not finished was cut off
+            if self._path.stat().st_size < self._read:  # an incomplete line was removed
                 self._read = self._count = 0
             with self._path.open("rb") as file:
                 file.seek(self._read)
@@ -58,7 +58,7 @@ class Lines:
 
 
 def run(command: list[str], lines: Lines, kill_at: int | None) -> tuple[list[Sample], str]:
-    """Run the command, until it ends or until there are ``kill_at`` lines; return samples from its first row on, and its output."""
+    """Run the command until it ends or has written ``kill_at`` lines; return samples from its first row on, and its output."""
     samples: list[Sample] = []
     before, begun = lines.count(), time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -78,9 +78,9 @@ def run(command: list[str], lines: Lines, kill_at: int | None) -> tuple[list[Sam
 
 
 def row_of(samples: list[Sample], before: int) -> dict[str, Any]:
-    """Return what is printed of a run."""
+    """Return the printed line of a run."""
     first = samples[0]
-    last = next(sample for sample in samples if sample.lines == samples[-1].lines)  # later ones are of the engine's end
+    last = next(sample for sample in samples if sample.lines == samples[-1].lines)  # later samples are of the engine's shutdown
     half = next(sample for sample in samples if sample.lines >= (first.lines + last.lines) / 2)
     took = last.seconds - first.seconds
     return {

@@ -1,4 +1,4 @@
-"""Measure dsv4lite on one GPU or several: a model's real layers with random weights, fewer of them, by batch and context.
+"""Measure dsv4lite on one or several GPUs by batch and context: layers of a model's real shapes, with random weights.
 
     python -m examples.benchmarks.engine --layers 8 --batch 1 8 64              # a table
     python -m examples.benchmarks.engine --layers 24 --batch 1 --json out.json
@@ -8,11 +8,11 @@
     python -m examples.benchmarks.engine --model v2-lite --layers 27 --batch 1 8 64 256
     python -m examples.benchmarks.engine --model shipped --layers 6 --device cpu --tp 2 --batch 1 4 --context 64 --prefill 1x256
 
-Prints how long the start took and on what, the time of a decode step and how near it comes to the bytes it must read, the host's
-part of it, the rate of prefill, and the sequences that fit. Weights are random and need no download (V4-Flash: 3.4 GB a layer).
+Prints the parts of the start time; the time of a decode step, its roofline (the bytes of weights that it must read) and the host's
+part of it; the rate of prefill; and the number of sequences that fit. Random weights need no download (V4-Flash: 3.4 GB a layer).
 
-With several GPUs the floor is what one of them must read, and a batch is shared by the replicas. ``profile.py`` shows where the
-time of a step goes.
+With several GPUs the roofline is the bytes that one of them must read, and the replicas share a batch. ``profile.py`` shows where
+the time of a step goes.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def pro(layers: int) -> dict[str, Any]:
 
 
 def shipped(layers: int) -> dict[str, Any]:
-    """Return what changes the configuration of the checkpoint that ships with the package to ``layers`` layers."""
+    """Return the overrides that give the checkpoint that ships with the package ``layers`` layers."""
     return {"num_hidden_layers": layers, "compress_ratios": [*([0, 0] + [4, 128] * layers)[:layers], 0]}
 
 
@@ -127,7 +127,7 @@ def v2_lite(layers: int) -> dict[str, Any]:
 
 
 def v3(layers: int) -> dict[str, Any]:
-    """Return V3's configuration with ``layers`` layers, of which one is dense: three of 61 are."""
+    """Return V3's configuration with ``layers`` layers, one of them dense (V3 has three dense layers of 61)."""
     lite = v2_lite(layers)
     return {
         **lite,
@@ -158,7 +158,7 @@ def v3(layers: int) -> dict[str, Any]:
 
 
 def v32(layers: int) -> dict[str, Any]:
-    """Return V3.2's configuration with ``layers`` layers, of which one is dense."""
+    """Return V3.2's configuration with ``layers`` layers, one of them dense."""
     own = {"model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
     like = v3(layers)
     return {**like, **own, "quantization_config": {**like["quantization_config"], "scale_fmt": "ue8m0"}}
@@ -167,10 +167,10 @@ def v32(layers: int) -> dict[str, Any]:
 MODELS = {"flash": flash, "pro": pro, "shipped": shipped, "v2-lite": v2_lite, "v3": v3, "v3.2": v32}
 
 
-def floor_bytes(
+def roofline_bytes(
     model: ModelConfig, numerics: Numerics, layout: Layout, batches: Sequence[int], family: Family = FAMILIES["deepseek_v4"]
 ) -> list[float]:
-    """Return the bytes of weights that a step of each batch must read on one GPU, on one of each stage after the other."""
+    """Return the bytes of weights that a step of each batch must read on one GPU, summed over the pipeline's stages."""
     totals = [0.0] * len(batches)
     for rank in range(0, layout.world, layout.stage):
         mesh = Mesh.outline(layout, rank)
@@ -182,12 +182,12 @@ def floor_bytes(
 
 
 def params(count: int) -> SamplingParams:
-    """Return how to generate exactly ``count`` tokens."""
+    """Return parameters that generate exactly ``count`` tokens."""
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
 
 
 async def decode(llm: AsyncLLM, batch: int, context: int, tokens: int, rng: random.Random) -> dict[str, float]:
-    """Return seconds of a step in which ``batch`` sequences decode, as one of their streams sees it, and the host's part."""
+    """Return the seconds of a step that decodes ``batch`` sequences, measured at one of their streams, and the host's part."""
 
     def prompt() -> list[int]:
         return [rng.randrange(3, 4000) for _ in range(context)]
@@ -195,7 +195,7 @@ async def decode(llm: AsyncLLM, batch: int, context: int, tokens: int, rng: rand
     times, host = [], []
     others = [asyncio.create_task(llm.generate(prompt(), params(tokens + 64 + 8 * batch))) for _ in range(batch - 1)]
     await asyncio.sleep(0.05)
-    async with llm.stream(prompt(), params(tokens)) as stream:  # the last to start: the others decode by then
+    async with llm.stream(prompt(), params(tokens)) as stream:  # starts last: the others are decoding by then
         async for delta in stream:
             times.extend([time.perf_counter()] * len(delta.token_ids))
             host.append(llm.stats().host_s)
@@ -250,18 +250,19 @@ def configured(args: argparse.Namespace) -> EngineConfig:
 
 
 async def measure(llm: AsyncLLM, args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Measure a started engine; print as it comes."""
+    """Measure a started engine; print each result at once."""
     rng, config = random.Random(0), llm.config
     source = ModelSource.open(config)
     numerics = choose_numerics(config, source, choose_device(config))
-    print(f"{'batch':>6}{'context':>9}{'step ms':>10}{'floor ms':>10}{'share':>8}{'host ms':>9}{'tok/s':>9}")
-    floors = [count / BYTES_PER_SECOND for count in floor_bytes(source.model, numerics, config.layout, args.batch, source.family)]
-    for batch, floor in zip(args.batch, floors, strict=True):
+    print(f"{'batch':>6}{'context':>9}{'step ms':>10}{'roof ms':>10}{'share':>8}{'host ms':>9}{'tok/s':>9}")
+    must_read = roofline_bytes(source.model, numerics, config.layout, args.batch, source.family)
+    rooflines = [count / BYTES_PER_SECOND for count in must_read]
+    for batch, roofline in zip(args.batch, rooflines, strict=True):
         for context in args.context:
             measured = await decode(llm, batch, context, args.tokens, rng)
             step = measured["step_s"]
-            result["decode"].append({"batch": batch, "context": context, "floor_s": floor, **measured})
-            row = f"{batch:>6}{context:>9}{step * 1e3:>10.2f}{floor * 1e3:>10.2f}{floor / step:>8.2f}"
+            result["decode"].append({"batch": batch, "context": context, "roofline_s": roofline, **measured})
+            row = f"{batch:>6}{context:>9}{step * 1e3:>10.2f}{roofline * 1e3:>10.2f}{roofline / step:>8.2f}"
             print(f"{row}{measured['host_s'] * 1e3:>9.2f}{batch / step:>9.0f}", flush=True)
     for count, length in args.prefill:
         await prefill(llm, 1, length, rng)
@@ -325,8 +326,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=8, help="how many of the model's layers (default 8)")
     for axis in AXES:
         parser.add_argument(f"--{axis}", type=int, default=1, help=f"ranks along the axis {axis} (default 1)")
-    parser.add_argument("--redundant-experts", type=int, help="places for copies of popular experts")
-    parser.add_argument("--executor", default="auto", help="where ranks live: thread or process (default auto)")
+    parser.add_argument("--redundant-experts", type=int, help="slots for copies of popular experts")
+    parser.add_argument("--executor", default="auto", help="where ranks run: thread or process (default auto)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the start, and for a step (default 600)")
     parser.add_argument("--device", default="auto", help="cpu or cuda (default auto)")
     parser.add_argument("--max-model-len", type=int, default=16384, help="longest sequence (default 16384)")
@@ -354,7 +355,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefill", **sizes, help="prompts to prefill (default 1x8192 64x1024)")
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument(
-        "--plot", metavar="FILE", help="draw tokens per second against batch, with the floor, into this file (SVG, PNG, ...)"
+        "--plot", metavar="FILE", help="draw tokens per second against batch, with the roofline, into this file (SVG, PNG, ...)"
     )
     return parser.parse_args(line)
 

@@ -4,8 +4,8 @@
     python -m examples.benchmarks.grammars --model PATH --device cuda
 
 All sequences write arrays of objects that do not end before ``--tokens``. Each round runs both kinds. Prints milliseconds of
-a step, the least of all rounds, and their ratio: of the clock, and of the processor, which other programs change less.
-The grammar is compiled before.
+a step, the least of all rounds, and their ratio: in wall-clock time, and in processor time, which other programs disturb less.
+The grammar is compiled before the first round.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ITEM = {
 
 
 def run(llm: LLM, params: SamplingParams, size: int) -> tuple[float, float]:
-    """Run a batch; return milliseconds of a step, on the clock and of the processor."""
+    """Run a batch; return milliseconds of a step, in wall-clock time and in processor time."""
     assert params.max_tokens is not None
     prompts = [f"# {i}\nx = " for i in range(size)]
     clock, processor = time.perf_counter(), time.process_time()

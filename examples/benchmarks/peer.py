@@ -1,8 +1,8 @@
 """vLLM under the workloads of ``examples.benchmarks.table``, through its public offline interface.
 
-Written from the documentation of vLLM 0.26.0 (``vllm.LLM``, ``vllm.SamplingParams``, engine arguments); not imported unless the
-table is asked for it. Its random weights leave the tables from tokens to experts as they come. They are filled by
-``LLM.apply_model``, for which vLLM wants ``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` in the environment.
+Written from the documentation of vLLM 0.26.0 (``vllm.LLM``, ``vllm.SamplingParams``, engine arguments); imported only with
+``--peer``. vLLM's random weights do not initialize the tables from tokens to experts. ``LLM.apply_model`` fills them, which vLLM
+allows only with ``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` in the environment.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Peer:
         self._llm: Any = vllm.LLM(
             model=folder,
             load_format="dummy",
-            tensor_parallel_size=layout.stage,  # its experts, too, are shared by these ranks
+            tensor_parallel_size=layout.stage,  # these ranks share the experts as well
             pipeline_parallel_size=layout.pp,
             enable_expert_parallel=layout.ep > 1,
             max_model_len=config.max_model_len,

@@ -1,11 +1,11 @@
-"""Measure what placing requests by their cached prefixes brings: questions about a few documents, on replicas of attention.
+"""Measure the gain of placing requests by their cached prefixes: questions about a few documents, on replicas of attention.
 
     python -m examples.benchmarks.placement                              # the shipped checkpoint's shapes, two replicas
     python -m examples.benchmarks.placement --model flash --layers 8 --documents 32 --document-tokens 4096 --in-flight 32
 
 Opens an engine for each placement (``data_parallel_placement``) and asks both the same questions in random order, one engine after
-the other, in rounds with other documents. Prints which part of the prompts came from the prefix cache, prompts per second, and how
-long they waited for their first token. A cached document takes one of a replica's snapshots, ``max(16, max_num_seqs)``: with more
+the other, in rounds with other documents. Prints the share of prompt tokens from the prefix cache, prompts per second, and the
+time to the first token. A cached document takes one of a replica's snapshots, ``max(16, max_num_seqs)``: with more
 documents a replica cannot keep all of them. Weights are random.
 """
 
@@ -28,7 +28,7 @@ PLACEMENTS: tuple[ReplicaPlacement, ...] = ("round_robin", "prefix")
 
 
 def workload(args: argparse.Namespace, seed: int) -> list[list[int]]:
-    """Return the prompts of a round: every question is a document and a few tokens of its own."""
+    """Return the prompts of a round. Each is a document followed by a few tokens that no other prompt has."""
     rng = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -52,7 +52,7 @@ def engine(args: argparse.Namespace, placement: ReplicaPlacement) -> LLM:
         data_parallel_placement=placement,
         executor=args.executor,
         max_model_len=args.document_tokens + args.question_tokens + args.answer_tokens,
-        max_num_seqs=args.in_flight,  # on each replica: a full one is passed over
+        max_num_seqs=args.in_flight,  # on each replica: a full one gets no requests
         gpu_memory_utilization=0.4,  # there are two engines
         start_timeout_s=args.timeout,
         step_timeout_s=args.timeout,
@@ -60,7 +60,7 @@ def engine(args: argparse.Namespace, placement: ReplicaPlacement) -> LLM:
 
 
 def ask(llm: LLM, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, list[float]]:
-    """Ask everything, and return what is to be added up."""
+    """Ask all questions; return the numbers that the caller adds up."""
     answer = SamplingParams(temperature=0, max_tokens=args.answer_tokens, ignore_eos=True, detokenize=False)
     before, started = llm.stats(), time.perf_counter()
     outputs = list(llm.as_completed(prompts, answer, max_in_flight=args.in_flight))
@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         engines = [(placement, stack.enter_context(engine(args, placement))) for placement in PLACEMENTS]
         for _, llm in engines:
-            ask(llm, [[7] * args.document_tokens] * args.dp, args)  # what happens only once is no part of it
+            ask(llm, [[7] * args.document_tokens] * args.dp, args)  # leaves out what happens only once
         for number in range(args.rounds):
             for placement, llm in engines if number % 2 == 0 else reversed(engines):
                 for name, values in ask(llm, workload(args, number), args).items():
@@ -107,8 +107,8 @@ def arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="cpu or cuda (default auto)")
     parser.add_argument("--dp", type=int, default=2, help="replicas (default 2)")
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts (default 1)")
-    parser.add_argument("--executor", default="auto", help="where ranks live (default auto)")
-    parser.add_argument("--rounds", type=int, default=2, help="how often, with other documents (default 2)")
+    parser.add_argument("--executor", default="auto", help="where ranks run (default auto)")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds, each with other documents (default 2)")
     parser.add_argument("--documents", type=int, default=12, help="prefixes (default 12)")
     parser.add_argument("--document-tokens", type=int, default=512, help="tokens of each; 256 are a page (default 512)")
     parser.add_argument("--questions", type=int, default=4, help="questions about each (default 4)")

@@ -1,4 +1,4 @@
-"""Draws what the benchmarks measure. Needs matplotlib: ``pip install 'dsv4lite[plots]'``."""
+"""Draws the figures of the benchmarks. Needs matplotlib: ``pip install 'dsv4lite[plots]'``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rates(result: Mapping[str, Any]) -> Figure:
     """Draw decoded tokens per second against batch: a line for each context, and the roofline's, dashed.
 
     Args:
-        result: Of ``engine.run``.
+        result: The result of ``engine.run``.
     """
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -26,10 +26,10 @@ def rates(result: Mapping[str, Any]) -> Figure:
     for context in sorted({row["context"] for row in rows}):
         points = [(row["batch"], row["batch"] / row["step_s"]) for row in rows if row["context"] == context]
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=f"context {context}")
-    floor = sorted({(row["batch"], row["batch"] / row["floor_s"]) for row in rows})
-    axes.plot(*zip(*floor, strict=True), color="grey", linestyle="--", label="bytes of weights")
+    roofline = sorted({(row["batch"], row["batch"] / row["roofline_s"]) for row in rows})
+    axes.plot(*zip(*roofline, strict=True), color="grey", linestyle="--", label="bytes of weights")
     axes.set(xscale="log", yscale="log", xlabel="sequences that decode together", ylabel="tokens per second")
-    batches = [batch for batch, _ in floor]
+    batches = [batch for batch, _ in roofline]
     axes.set_xticks(batches, labels=[str(batch) for batch in batches])
     axes.minorticks_off()
     axes.set_title(f"{result['device']}, {result['model']}: decoded tokens per second")
@@ -42,7 +42,7 @@ def shares(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the share of the roofline that each engine reaches: a group of bars for each row of the table that has a roofline.
 
     Args:
-        rows: Of ``table.run``, also of several models and layouts.
+        rows: Rows of ``table.run``, possibly of several models and layouts.
     """
     rows = [row for row in rows if row["roofline_s"]]
     groups = dict.fromkeys((row["device"], row["model"], row["layout"]) for row in rows)

@@ -6,14 +6,14 @@
     python -m examples.benchmarks.profile --model shipped --layers 2 --device cpu --batch 2 --context 8 --steps 4 --drafts 2
 
 The loss of an op is its time minus its roofline: the longer of its bytes at 4.3 TB/s and its products at 790 TFLOP/s (twice that
-for FP8 operands). Bytes and products follow from the tensors of each call. Of tensors of which a call reads a part, they are:
-experts that the batch is expected to choose, if all are chosen alike, and rows that tokens of the given context see.
+for FP8 operands). Bytes and products follow from the tensors of each call. If a call reads a part of a tensor, that part counts:
+the experts that the batch is expected to choose, if all are equally likely, and the rows that tokens of the given context see.
 
 A kernel's time is the time by which it ends later than all kernels before it, so that kernels that overlap, or wait for the one
 before them, are not counted twice; all times and ``idle``, in which no kernel runs, add up to the step. ``late`` is the part of
 ``idle`` in gaps of more than 10 us, as when the host is late. ``host`` is the host's part of a step, for which an idle device
-would wait. ``collectives`` move data between ranks and wait for them; their roofline is not known. What is no kernel of this
-package has its own name and no roofline, but for matrix products of the library, which belong to ops (``library products``).
+would wait. ``collectives`` move data between ranks and wait for them; their roofline is not known. Kernels of other packages have
+their own names and no roofline, except matrix products of cuBLAS, which belong to ops (``library products``).
 
 While the engine runs, the program notes the calls of ops and the kernels that each launches, those of captured steps when they are
 captured. The n-th time that the device runs a kernel belongs to the n-th launch of that name. On a CPU the time of an op is that
@@ -67,9 +67,9 @@ class Call:
 
     Attributes:
         op: Its name, and the shape of the weights that it multiplies by.
-        bytes: That it must read and write.
+        bytes: Bytes that it must read and write.
         product_s: Least seconds of its products.
-        seconds: That the call took the host.
+        seconds: Host seconds of the call.
     """
 
     op: str
@@ -85,7 +85,7 @@ class Call:
 
 @dataclass(slots=True)
 class Tape:
-    """What the host has launched, in order: calls of ops, and kernels by name with the call that each belongs to."""
+    """The launches of the host, in order: calls of ops, and kernels by name with the call that each belongs to."""
 
     calls: list[Call] = field(default_factory=list)
     kernels: list[tuple[str, Call]] = field(default_factory=list)
@@ -97,10 +97,10 @@ class Tape:
 
 
 class Costs:
-    """What calls must read, write and multiply.
+    """The bytes that calls must read and write, and their products.
 
     Args:
-        model: Whose experts are chosen among.
+        model: The model that has the experts.
         seen: Tokens of its sequence that a token sees, on average.
     """
 
@@ -152,7 +152,7 @@ class Costs:
         return min(tokens * rows, sequences * 2 * self.seen) * row_bytes
 
     def _chosen(self, name: str, given: ExpertInputs | MoeInputs, result: Any) -> Call:
-        """Return what experts read and multiply: of all ranks' experts, those that are here have an equal share of the tokens."""
+        """Return what the experts of this rank read and multiply, if tokens are spread evenly over the experts of all ranks."""
         count, hidden, width = given.w2.shape
         tokens = len(given.x_codes if isinstance(given, MoeInputs) else given.x)
         used = 1 - (1 - self._per_token / self._experts) ** tokens
@@ -182,11 +182,11 @@ def _size(value: object) -> int:
 
 
 class Watch:
-    """Notes what the host launches; mutable. Stands before the ops of this process while an engine is made and runs.
+    """Records the launches of the host; mutable. It wraps the ops of this process while an engine is made and runs.
 
     Attributes:
-        tape: What has been launched since it was made anew.
-        costs: Of the calls.
+        tape: The launches since it was last replaced.
+        costs: Costs of the calls.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -196,7 +196,7 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Stand before ops, kernels and graphs."""
+        """Wrap ops, kernels and graphs until the block ends."""
         with ExitStack() as undo:
             for owner, name, make in self._places():
                 before = getattr(owner, name)
@@ -218,7 +218,7 @@ class Watch:
 
     def _noting_calls(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def call(op: Op[Any, Any], *args: Any, **kwargs: Any) -> Any:
-            if self._call is not None:  # a part of the call that is under way
+            if self._call is not None:  # a part of the current call
                 return before(op, *args, **kwargs)
             found = self._call = Call(op.__name__)
             begun = time.perf_counter()
@@ -283,11 +283,11 @@ class Kernel:
 
 @dataclass(slots=True, kw_only=True)
 class OpTime:
-    """What the calls of an op took.
+    """The time of all calls of an op.
 
     Attributes:
-        calls: How many.
-        seconds, roofline_s: Of all together; ``None`` for a roofline that is not known.
+        calls: Number of calls.
+        seconds, roofline_s: Sums over the calls; ``None`` for a roofline that is not known.
     """
 
     calls: int = 0
@@ -304,8 +304,8 @@ def op_times(tape: Tape, kernels: Sequence[Kernel] | None) -> tuple[dict[str, Op
     """Share the device's time among ops.
 
     Args:
-        tape: What was launched.
-        kernels: What the device ran; ``None`` on a CPU, where calls take what they take.
+        tape: The launches.
+        kernels: Kernels that the device ran; ``None`` on a CPU, where the time of a call counts.
 
     Returns:
         Times by op, and seconds in which no kernel ran: in all, and in long gaps.
@@ -347,7 +347,7 @@ def op_times(tape: Tape, kernels: Sequence[Kernel] | None) -> tuple[dict[str, Op
 
 @contextmanager
 def device_kernels(on_gpu: bool) -> Iterator[list[Kernel]]:
-    """Watch this process's GPU during a block; the list has, behind it, what ran."""
+    """Watch this process's GPU during a block; after it, the list has the kernels that ran."""
     found: list[Kernel] = []
     if not on_gpu:
         yield found
@@ -365,7 +365,7 @@ class Profiler:
 
     Args:
         llm: The engine, started under the watch.
-        watch: What stands before its ops.
+        watch: The watch that wraps its ops.
         on_gpu: Whether kernels run on a GPU.
     """
 
@@ -373,12 +373,12 @@ class Profiler:
         self._llm, self._watch, self._on_gpu = llm, watch, on_gpu
 
     async def during(self, name: str, seen: int, work: Callable[[], Awaitable[Any]], *, per_step: bool) -> dict[str, Any]:
-        """Profile some work of an engine that stands still; return what it took, in seconds of a step or of the whole.
+        """Profile some work of an idle engine; return its times, in seconds of a step or of the whole.
 
         Args:
-            name: Of the work.
+            name: Name of the work.
             seen: Tokens that a token sees, on average.
-            work: Begins and ends with an engine that does nothing.
+            work: Begins and ends with an idle engine.
             per_step: Whether to divide by the number of steps.
         """
         self._watch.costs.seen = seen
@@ -408,7 +408,7 @@ class Profiler:
 async def decode(llm: AsyncLLM, profiler: Profiler, args: argparse.Namespace, batch: int) -> dict[str, Any]:
     """Profile steps in which ``batch`` sequences decode."""
     rng, length = random.Random(0), args.context + (1 + args.drafts) * (STEPS_BEFORE + args.steps)
-    # At the higher temperature the noise alone decides, as ``accepting`` wants it.
+    # At the higher temperature the noise alone decides, as ``accepting`` needs it.
     sampled = params(args.max_model_len - args.context - 1).replace(temperature=1e9 if args.drafts else 1.0)
     prompts = [[rng.randrange(3, 4000) for _ in range(args.context)] for _ in range(batch)]
     running = [asyncio.create_task(llm.generate(prompt, sampled)) for prompt in prompts]
@@ -499,7 +499,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--drafts", type=int, default=0, help="draft tokens of the MTP block in each step (default 0)")
     parser.add_argument("--acceptance", type=float, default=0.8, help="probability that a draft is accepted (default 0.8)")
     sizes: dict[str, Any] = {"type": prompts_of, "nargs": "*", "default": [], "metavar": "COUNTxTOKENS"}
-    parser.add_argument("--prefill", **sizes, help="prompts to profile, too")
+    parser.add_argument("--prefill", **sizes, help="also profile these prompts")
     parser.add_argument("--most", type=int, default=40, help="rows to print (default 40)")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(line)

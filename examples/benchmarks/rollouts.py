@@ -1,14 +1,14 @@
-"""Measure what a rollout loop waits for on one GPU: sleep, wake-up, and new weights, of random weights in V4's shapes.
+"""Measure the waiting times of a rollout loop on one GPU: sleep, wake-up and weight updates, with random weights in V4's shapes.
 
     python -m examples.benchmarks.rollouts --layers 8
     python -m examples.benchmarks.rollouts --layers 4 --phases in-flight process engines scores
 
-Takes the settings of ``examples.benchmarks.engine``, and which phases to run. New weights are bfloat16 tensors of the device, as a
-trainer has them, which the engine quantizes; the time to make the tensors is in the figures.
+Takes the settings of ``examples.benchmarks.engine`` and the phases to run. New weights are bfloat16 tensors on the device, as a
+trainer has them. The engine quantizes them; the figures include the time to make the tensors.
 
 - ``updates``: staged, and in place.
 - ``sleep``: levels 1 and 2, and wake-up.
-- ``in-flight``: a staged update while requests decode; how long their streams stand still, and that none is lost.
+- ``in-flight``: a staged update while requests decode: how long their streams pause, and that no request is lost.
 - ``process``: an update from tensors of another process.
 - ``engines``: two engines that sleep in turn.
 - ``scores``: log-probabilities of whole sequences, beside prefill of the same tokens.
@@ -47,7 +47,7 @@ TURNS = 20  # of two engines
 
 
 def new_weights(config: EngineConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield a bfloat16 tensor for every one of the model; all lie in one buffer. Of hash tables every row is the first experts."""
+    """Yield a bfloat16 tensor for each tensor of the model, all in one buffer. Rows of hash tables name the first experts."""
     device = choose_device(config)
     specs = {n: s for n, s in V4_TENSORS.specs(ModelSource.open(config).model).items() if not n.startswith("mtp.")}
     buffer = torch.randn(max(math.prod(spec.shape) for spec in specs.values()), device=device).bfloat16().mul_(0.02)
@@ -58,7 +58,7 @@ def new_weights(config: EngineConfig) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def timed(report: Report, name: str) -> Iterator[None]:
-    """Add the seconds of the block to a report, and the memory that the device has then; print both."""
+    """Add the seconds of the block, and the device memory in use at its end, to a report; print both."""
     on_gpu = torch.cuda.is_available()
     before = torch.cuda.memory_reserved() if on_gpu else 0
     if on_gpu:
@@ -77,7 +77,7 @@ def timed(report: Report, name: str) -> Iterator[None]:
 
 
 def updates(config: EngineConfig, llm: LLM, report: Report) -> None:
-    """Measure updates; a request after each, so that what is missing would show."""
+    """Measure updates, each followed by a request that would show missing weights."""
     prompt = list(range(3, 130))
     for version, staged in enumerate((True, False), 1):
         with timed(report, f"update, {'staged' if staged else 'in place'}"), llm.update_weights(version, staged=staged) as update:
@@ -103,7 +103,7 @@ def sleep(config: EngineConfig, llm: LLM, report: Report) -> None:
 
 
 def in_flight(config: EngineConfig, llm: LLM, report: Report) -> None:
-    """Measure how long streams stand still while a staged update is written, and require that all tokens come."""
+    """Measure how long streams pause while a staged update is written, and require that all tokens arrive."""
     count, tokens, version = llm.config.max_num_seqs, 4000 if choose_device(config).type == "cuda" else 60, llm.weight_version + 1
     outputs, times = [], []
 
@@ -174,7 +174,7 @@ def process(config: EngineConfig, llm: LLM, report: Report) -> None:
 
 
 def engines(config: EngineConfig, llm: LLM, report: Report) -> None:
-    """Let another engine and this one sleep in turn, and print the memory that the process has; it must not grow."""
+    """Let another engine and this one sleep in turn, and print the memory of the process, which must not grow."""
     on_gpu, used = choose_device(config).type == "cuda", []
     llm.sleep(1)
     with LLM(config) as other:

@@ -1,4 +1,4 @@
-"""Measure what speculation costs and brings: step time and tokens per second by number of drafts, at an acceptance of your choice.
+"""Measure cost and gain of speculation: step time and tokens per second by number of drafts, at a given acceptance.
 
     python -m examples.benchmarks.speculation --layers 8 --batch 1 8 64 --acceptance 0.8
     python -m examples.benchmarks.speculation --device cpu --layers 0 --batch 1 --drafts 0 1 2
@@ -6,8 +6,8 @@
     python -m examples.benchmarks.speculation --layers 0 --context 64 --compare none "MTP(1)" "MTP(4)" "NGram(4)"
 
 The temperature is so high that the seed of a request alone decides its text. A first run without drafts records the texts. The
-measured drafter then proposes the recorded tokens, each with the given probability, so that acceptance is known and sequences have
-nothing in common. With ``--mtp`` the model's MTP block also drafts after each step: its cost counts, its drafts are not used.
+measured drafter then proposes the recorded tokens, each with the given probability. So the acceptance is known, and the texts of
+sequences are independent. With ``--mtp`` the model's MTP block also drafts after each step: its cost counts, its drafts are unused.
 ``--layers 0`` is the checkpoint that ships with the package. Other weights are those of ``engine.py``: V4-Flash's shapes, fewer
 layers, random numbers.
 
@@ -66,12 +66,12 @@ class Recorded:
         return [token if self._rng.random() < self._chance else token ^ 1 for token in following]
 
     def forget(self, sequence_id: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
 
 @contextmanager
 def accepting(chance: float) -> Iterator[None]:
-    """Let the model's own drafter be right with a given probability, in engines opened meanwhile, on ranks of this process.
+    """Make the model's own drafter right with a given probability, in engines opened in this block, on ranks of this process.
 
     At the temperature of ``text_of`` every draft is right: the noise alone decides, and the draw that checks a draft has the same
     noise. A table, read by position and slot, says which drafts are replaced, so that a captured pass replaces others each time.
@@ -210,14 +210,14 @@ async def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 async def continued(llm: AsyncLLM, prompt: Sequence[int], seed: int) -> None:
-    """Continue a prompt as long as it goes."""
+    """Continue a prompt to 16,384 tokens in all."""
     params = SamplingParams(temperature=0.8, seed=seed, ignore_eos=True, detokenize=False, max_tokens=16384 - len(prompt))
     await llm.generate(list(prompt), params)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What an engine did in a window; of some of its steps the seconds, and the host's part of them."""
+    """Measures of one window of an engine; the seconds, and the host's part, are of a sample of its steps."""
 
     tokens_per_s: float
     tokens_a_step: float
@@ -226,7 +226,7 @@ class Window:
 
 
 async def measured(llm: AsyncLLM, tokens: int, clock: Callable[[], float]) -> Window:
-    """Let a paused engine say about so many tokens."""
+    """Let a paused engine generate about so many tokens."""
     before, started, seen = llm.stats(), clock(), []
     await llm.resume()
     while llm.stats().generated_tokens < before.generated_tokens + tokens:
@@ -244,7 +244,7 @@ async def measured(llm: AsyncLLM, tokens: int, clock: Callable[[], float]) -> Wi
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float], *, draws: int = 2000) -> tuple[float, float, float]:
-    """Return the median ratio of what was measured in the same round, and the ends of its 95 % interval, by bootstrap."""
+    """Return the median of the ratios within rounds, and the ends of its 95 % bootstrap interval."""
     rng, ratios = random.Random(0), [a / b for a, b in zip(ours, theirs, strict=True)]
     drawn = sorted(median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
     return median(ratios), drawn[draws // 40], drawn[-1 - draws // 40]
@@ -252,14 +252,12 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float], *, draws: int =
 
 def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--layers", type=int, default=8, help="how many of the model's layers; 0 for the tiny checkpoint (default 8)"
-    )
+    parser.add_argument("--layers", type=int, default=8, help="number of the model's layers; 0 for the tiny checkpoint (default 8)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64], help="sequences that decode together (default 1 8 64)")
     parser.add_argument("--context", type=int, default=1024, help="prompt tokens of each (default 1024)")
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="in a step (default 0 1 2 3 4)")
     parser.add_argument("--acceptance", type=float, default=0.8, help="probability that a draft is accepted (default 0.8)")
-    parser.add_argument("--mtp", action="store_true", help="let the MTP block draft, too")
+    parser.add_argument("--mtp", action="store_true", help="also draft with the MTP block")
     parser.add_argument("--steps", type=int, default=64, help="to measure for each figure (default 64)")
     parser.add_argument(
         "--compare", nargs="*", choices=DRAFTERS, help=f"measure these engines side by side instead (default {', '.join(COMPARED)})"
@@ -267,7 +265,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=40, help="windows of each engine that is compared (default 40)")
     parser.add_argument("--tokens", type=int, default=16, help="of each sequence in such a window (default 16)")
     parser.add_argument("--learn", type=int, default=64, help="tokens of each sequence before the first window (default 64)")
-    parser.add_argument("--deterministic", action="store_true", help="let roundings not depend on how many tokens a step has")
+    parser.add_argument("--deterministic", action="store_true", help="make roundings independent of the tokens in a step")
     parser.add_argument("--device", default="auto", help="where (default auto)")
     parser.add_argument("--json", help="write the figures to this file")
     return parser.parse_args(line)

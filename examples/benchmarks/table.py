@@ -18,13 +18,13 @@ Rows, by name; ``--rows decode`` means all that begin with ``decode-``, ``--rows
   The MTP block drafts, and each draft is right with a probability of ``--acceptance`` (see ``accepting`` in ``speculation.py``). Of
   several ranks the first is in this process; drafts of other replicas are all right.
 
-Figures are the median of ``--runs``. V4's layers are all routed by token id and tokens are sampled at temperature 1, so that every
-engine reads as many experts. Weights are random. The roofline of ``decode`` is the bytes of weights that a step must read at
+Figures are the median of ``--runs``. V4's layers are all routed by token id and tokens are sampled at temperature 1, so that all
+engines read as many experts. Weights are random. The roofline of ``decode`` is the bytes of weights that a step must read at
 4.3 TB/s, of ``prefill`` the products of the layers at 790 TFLOP/s (dense bfloat16 as measured on an H200) on each GPU, and of
 ``requests`` both, for steps that are always as full as the requests allow.
 
 ``--json`` keeps the rows that a file already has and replaces those that are measured again, so that a table can be measured in
-parts. ``--peer`` measures vLLM under the same rows but ``start`` and ``speculation``, after this package and in the same process.
+parts. ``--peer`` also measures vLLM, after this package and in the same process, in all rows but ``start`` and ``speculation``.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ from examples.benchmarks.engine import (
     configured,
     device_name,
     engine_options,
-    floor_bytes,
     model_name,
     prompts_of,
+    roofline_bytes,
     written,
 )
 from examples.benchmarks.speculation import START, accepting, rate
@@ -105,13 +105,13 @@ class Own:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What a row measures.
+    """The work that a row measures.
 
     Attributes:
-        row: Its name.
+        row: Name of the row.
         prompts, counts: Prompts, and how many tokens to generate after each.
         roofline_s: The least seconds.
-        steps: The figure is one of so many steps after the first token; 0: it is the whole.
+        steps: The figure is the time of one of so many steps after the first token; 0: of the whole work.
         tokens: Tokens that the figure's seconds are for.
     """
 
@@ -136,7 +136,7 @@ class Rooflines:
         model, layout = source.model, config.layout
         numerics = choose_numerics(config, source, choose_device(config))
         batches = range(1, most + 1)
-        read = floor_bytes(model, numerics, layout, batches, source.family)
+        read = roofline_bytes(model, numerics, layout, batches, source.family)
         self.step_s = {batch: count / BYTES_PER_SECOND for batch, count in zip(batches, read, strict=True)}
         flop = 0.0
         for name, spec in source.family.tensors.specs(model).items():
@@ -146,7 +146,7 @@ class Rooflines:
         self.prompt_token_s = flop / FLOPS_PER_SECOND / layout.world
 
     def requests(self, prompts: Sequence[list[int]], counts: Sequence[int], at_once: int) -> float:
-        """Return the least seconds of requests that begin in their order as places get free."""
+        """Return the least seconds of requests that begin in order, whenever a place becomes free."""
         seconds, waiting = self.prompt_token_s * sum(map(len, prompts)), list(counts)
         running: list[int] = []
         while waiting or running:
@@ -190,11 +190,11 @@ def workloads(args: argparse.Namespace) -> Iterator[Workload]:
 
 
 class Table:
-    """The rows so far; mutable. Prints and saves each as it comes.
+    """The rows so far; mutable. Prints and saves each new row.
 
     Args:
-        args: Of the command line.
-        config: Whose model and layout the rows are of.
+        args: Arguments of the command line.
+        config: Settings with the model and the layout of the rows.
     """
 
     def __init__(self, args: argparse.Namespace, config: EngineConfig) -> None:
@@ -220,9 +220,9 @@ class Table:
         """Add a row; the same one measured before is replaced.
 
         Args:
-            name, engine, release: Of the row, the engine that was measured, and its version.
-            seconds: Of each run; the middle one counts.
-            roofline_s: The least seconds, where they are known.
+            name, engine, release: Name of the row, the engine that was measured, and its version.
+            seconds: Seconds of each run; the median counts.
+            roofline_s: The least seconds, if they are known.
             tokens: Tokens that the seconds are for.
         """
         middle = statistics.median(seconds)
@@ -238,7 +238,7 @@ class Table:
 
 
 def measure(args: argparse.Namespace, config: EngineConfig, table: Table) -> None:
-    """Measure what goes through the offline call, of this package and of the peer."""
+    """Measure the rows that use the offline call, in this package and in the peer."""
     chosen = [one for one in workloads(args) if table.wants(one.row)]
     if not chosen:
         return
@@ -265,7 +265,7 @@ def _peer(config: EngineConfig) -> Offline:
 
 
 def start(args: argparse.Namespace, table: Table) -> None:
-    """Measure starts: with an empty folder of compiled kernels, and again with what the first start has left in it."""
+    """Measure starts: with an empty folder of compiled kernels, and again with the kernels of the first start."""
     if not (table.wants("start-cold") or table.wants("start-warm")):
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -334,7 +334,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     """Read a command line, by default this program's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_options(parser)
-    parser.add_argument("--rows", help="names of rows, or how they begin, separated by commas (default all)")
+    parser.add_argument("--rows", help="names or prefixes of rows, separated by commas (default all)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256], help="of the decode rows (default 1 8 64 256)")
     parser.add_argument("--context", type=int, default=1024, help="prompt tokens of each of their sequences (default 1024)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each of their sequences (default 128)")
@@ -349,8 +349,8 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
         help="longest of the requests (default 1024x512)",
     )
     parser.add_argument("--acceptance", type=float, default=0.8, help="probability that a draft is accepted (default 0.8)")
-    parser.add_argument("--runs", type=int, default=3, help="of each row, of which the middle one counts (default 3)")
-    parser.add_argument("--peer", action="store_true", help="measure vLLM, too")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each row; the median counts (default 3)")
+    parser.add_argument("--peer", action="store_true", help="also measure vLLM")
     parser.add_argument("--json", help="add the rows to this file")
     parser.add_argument("--plot", metavar="FILE", help="draw the shares of the roofline into this file (SVG, PNG, ...)")
     return parser.parse_args(line)

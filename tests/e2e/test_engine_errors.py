@@ -26,6 +26,7 @@ from dsv4lite.errors import (
     ConfigError,
     ContextLengthError,
     EngineDeadError,
+    EngineStateError,
     InvalidRequestError,
     RequestFailedError,
     UnsupportedError,
@@ -329,13 +330,35 @@ def test_engine_that_could_not_start_leaves_nothing(model: Path) -> None:
     assert set(threading.enumerate()) == threads
 
 
+def test_callback_cannot_close_the_engine_that_calls_it(model: Path) -> None:
+    """``close`` waited for the start, which waited for the callback."""
+    llm = unopened(model, progress=lambda report: llm.close())
+    with pytest.raises(EngineStateError, match="a callback of the engine, such as `progress`, cannot close it"), llm:
+        pass
+    assert llm.state == "failed"
+    llm.close()
+    with unopened(model) as other:
+        future = engine_of(other).call(lambda engine: other.close())
+        assert isinstance(future.exception(60), EngineStateError) and other.state == "ready"
+
+
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise AttributeError
+
+
+@pytest.mark.parametrize("kind", [NoText, type("NoTextAtRuntime", (NoText, RuntimeError), {})])
+def test_step_that_raises_an_exception_without_text_ends_the_requests(model: Path, kind: type[NoText]) -> None:
+    with unopened(model) as llm, llm.stream(SHORT, some(max_tokens=None)) as stream:
+        next(iter(stream))
+        engine_of(llm)._runner.launch = raising(kind())
+        with pytest.raises(EngineDeadError, match=f"failed in a step: {kind.__name__}: <its text cannot be read") as error:
+            stream.final()
+        assert isinstance(error.value.__cause__, kind) and llm.state == "failed"
+
+
 def test_start_ends_with_an_exception_of_the_host_that_has_no_text(model: Path) -> None:
     """The start once waited for ever for the engine's thread, which had failed to make an error's message."""
-
-    class NoText(Exception):
-        def __str__(self) -> str:
-            raise AttributeError
-
     llm = unopened(model, progress=raising(NoText()))
     with pytest.raises(EngineDeadError, match="could not start"), llm:
         pass

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4lite.api.session import Session
 from dsv4lite.errors import (
     CheckpointError,
     EngineDeadError,
@@ -231,6 +232,25 @@ def test_keyboard_interrupt_ends_the_request(lab: Lab) -> None:
                 until(lambda: not lab.engine.sequences)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("call", [lambda llm: llm.generate("x", MANY), lambda llm: llm.stream("x", MANY).__enter__()])
+def test_keyboard_interrupt_at_the_end_of_the_submission_ends_the_request(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, call: Callable[[LLM], object]
+) -> None:
+    lab.model, submit = endless, Session.submit
+
+    def interrupted(*args: Any) -> None:
+        submit(*args)
+        raise KeyboardInterrupt
+
+    with LLM("m") as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                call(llm)
+        lab.engine.sync()
+        assert len(lab.engine.submitted) == 1 and not lab.engine.sequences
 
 
 def test_deadlines_of_any_length_end_queued_requests_and_hold_up_nothing(lab: Lab, pool: ThreadPoolExecutor) -> None:

@@ -51,7 +51,7 @@ POISON = VOCAB - 1
 SHORT, LONG, OTHER = prompts_of((20, 300, 170), VOCAB - 1, seed=9)
 
 
-NO_KERNELS = "there are no kernels on 'cpu': numbers that are not finite were looked for, and nothing else"
+NO_KERNELS = "there are no kernels on 'cpu': only numbers that are not finite were looked for"
 
 
 def some(**settings: Any) -> SamplingParams:
@@ -350,7 +350,7 @@ def test_a_step_that_fails_is_saved(model: Path, tmp_path: Path, monkeypatch: py
     (path,) = dumps(tmp_path)
     report = replay(path)
     assert report.reason == "Broken: the first error" and report.first is None
-    assert report.notes[-2:] == ("what the step was saved for did not happen again", NO_KERNELS)
+    assert report.notes[-2:] == ("the failure for which the step was saved did not happen again", NO_KERNELS)
     assert sum(len(s.token_ids) for s in StepDump.load(path).plan.sequences) == len(OTHER)
 
 
@@ -450,7 +450,7 @@ def test_a_step_is_saved_on_request(model: Path, tmp_path: Path) -> None:
         llm.dump_step(str(path))
         llm.generate(OTHER, some())
         assert StepDump.load(path).plan.num_tokens == len(OTHER)
-        with pytest.raises(ConfigError, match=r"with --model name the one that the step ran on, '.*small"):
+        with pytest.raises(ConfigError, match=r"give the checkpoint that the step ran on, which was '.*small\d*', as --model"):
             replay(path, model=str(other))
         for bad in (tmp_path / "missing" / "step", tmp_path, path / "step", None, 5, "a\0b", "\ud800"):
             with pytest.raises(ConfigError, match="must be a file in a folder"):

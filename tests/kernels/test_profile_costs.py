@@ -13,7 +13,7 @@ from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.state.spec import StateSizes
 from dsv4lite.state.store import StateCache
-from examples.benchmarks.engine import BYTES_PER_SECOND, flash, floor_bytes
+from examples.benchmarks.engine import BYTES_PER_SECOND, flash, roofline_bytes
 from examples.benchmarks.profile import Costs, Watch
 from tests.kernels.launches import META, _numerics, pretended
 from tests.tiny import FLASH
@@ -23,7 +23,7 @@ LAYERS, CONTEXT = 8, 1100
 
 @pytest.mark.parametrize("batch", [1, 8, 64])
 def test_rooflines_of_ops_are_together_those_of_the_weights(batch: int) -> None:
-    """A step also reads a few rows and activations, and the floor of the weights also counts tables and index heads."""
+    """A step also reads a few rows and activations, and the roofline of the weights also counts tables and index heads."""
     config = parse_config({**FLASH, **flash(LAYERS), "num_nextn_predict_layers": 0})
     with pretended(90):
         model = DeepseekV4(config, _numerics({"quantized": True, "dense_fp8": True, "expert_format": "fp4"}))
@@ -33,8 +33,8 @@ def test_rooflines_of_ops_are_together_those_of_the_weights(batch: int) -> None:
         with watch.watching(), recording():
             graphs.dry_run(next(shape for shape in graphs.shapes if shape.sequences == batch))
     calls = watch.tape.calls
-    floor = floor_bytes(config, model.numerics, Layout(), [batch])[0] / BYTES_PER_SECOND
-    assert sum(call.roofline_s for call in calls) == pytest.approx(floor, rel=0.05)
+    roofline = roofline_bytes(config, model.numerics, Layout(), [batch])[0] / BYTES_PER_SECOND
+    assert sum(call.roofline_s for call in calls) == pytest.approx(roofline, rel=0.05)
     assert [call.op for call in calls].count("paged_attention") == LAYERS
     experts = 256 * (1 - (1 - 6 / 256) ** batch) * 13.4e6 / BYTES_PER_SECOND
     routed = [call for call in calls if call.op in ("experts_outputs", "moe_decode_small")]

@@ -59,6 +59,18 @@ def test_magnitude_without_its_keys_is_in_the_angles() -> None:
     assert config.rotary_scale == pytest.approx(0.1 * math.log(40) + 1) and config.attention_scale == 192**-0.5
 
 
+@pytest.mark.parametrize(
+    "magnitudes", [{"mscale": 1, "mscale_all_dim": 0}, {"mscale": 0, "mscale_all_dim": 0}, {"mscale": 2, "mscale_all_dim": 3}]
+)
+def test_magnitudes_are_those_of_transformers(magnitudes: dict[str, float]) -> None:
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    raw = changed(V3, rope_scaling={**V3["rope_scaling"], **magnitudes}, quantization_config=None)
+    _, factor = ROPE_INIT_FUNCTIONS["yarn"](transformers.DeepseekV3Config(**raw), device="cpu")
+    assert parse_config(raw).rotary_scale == factor
+
+
 def test_rope_parameters_of_newer_writers_say_the_same() -> None:
     nested = {"rope_theta": 10000.0, "rope_type": "yarn", **{k: v for k, v in V3["rope_scaling"].items() if k != "type"}}
     assert parse_config(changed(V3, rope_scaling=None, rope_theta=None, rope_parameters=nested)) == parse_config(V3)
@@ -119,6 +131,8 @@ def test_missing_keys_are_all_named() -> None:
         (V3, {"rope_scaling": {"type": "linear", "factor": 2}}, "'linear'.*'yarn'"),
         (V3, {"rope_scaling": {**V3["rope_scaling"], "truncate": False}}, "truncate=False"),
         (V3, {"rope_scaling": {**V3["rope_scaling"], "attention_factor": 1.2}}, "attention_factor=1.2"),
+        (V3, {"rope_scaling": {**V3["rope_scaling"], "mscale": 0}}, "mscale=0 and mscale_all_dim=1.0 is not supported"),
+        (V3, {"rope_scaling": {**V3["rope_scaling"], "mscale": 0.5, "mscale_all_dim": 0}}, "mscale=0.5 and mscale_all_dim=0"),
         (V3, {"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method='awq'"),
         (V3, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, r"weight_block_size=\[64, 64\]"),
         (V3, {"quantization_config": {"quant_method": "fp8", "scale_fmt": "int8"}}, "scale_fmt='int8'"),

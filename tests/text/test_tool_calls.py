@@ -258,9 +258,39 @@ def test_rules_that_calls_cannot_enforce_are_refused_by_name(key: str) -> None:
     start("deepseek_v4", [tool("f", {"type": "object", "properties": {}, "x-note": {}, "$schema": "s"})])
 
 
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {'a">b': {}}}, """the property 'a">b', and the markup of calls cannot hold this name"""),
+        ({"properties": {'a" >b': {}}}, "cannot hold this name"),
+        ({"properties": {f"</{DSML}": {}}}, "cannot hold this name"),
+        ({"properties": {"a": {}}, "required": ["a", "b"]}, "'b' in 'required', but no schema for it in 'properties'"),
+        ({"required": ["b"]}, "'b' in 'required'"),
+        ({"properties": {"b": False}, "required": ["b"]}, "'b' in 'required'"),
+        ({"properties": {"a": {"$ref": "#/properties/b"}, "b": {}}}, "property 'a', whose schema needs the reference '#/prop"),
+        ({"properties": {"a": {"items": {"$ref": "#"}}}}, "property 'a', whose schema needs the reference '#'"),
+        ({"properties": {"a": {"$ref": "#/$defs/d"}}}, "needs the reference '#/[$]defs/d'"),
+        ({"properties": {"a": {"$ref": "#/$defs/d"}}, "$defs": {"d": {"items": {"$ref": "#"}}}}, "needs the reference '#'"),
+    ],
+)
+def test_properties_that_calls_cannot_enforce_are_refused_by_name(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"the parameters of the tool 'f' have .*{message}"):
+        start("deepseek_v4", [tool("f", schema)])
+    start("deepseek_v4", [tool("f", schema, strict=False)])
+
+
 def test_choice_with_another_rule_obeys_both() -> None:
     rules = {"type": "string", "enum": ["a", "abc"], "minLength": 3}
     text = f'\n\n<{DSML}tool_calls>\n<{DSML}invoke name="f">\n<{DSML}parameter name="a" string="false">"abc"</{DSML}parameter>'
     matcher = start("deepseek_v4", [tool("f", {"properties": {"a": rules}, "required": ["a"]})])
+    for id in SHIPPED.encode(text):
+        matcher.accept(id)
+
+
+def test_references_of_a_parameter_lead_to_definitions_of_the_tool() -> None:
+    """A parameter's own definitions once hid those of the tool."""
+    rules = {"$ref": "#/$defs/d", "$defs": {"d": {"const": 4}}}
+    text = f'\n\n<{DSML}tool_calls>\n<{DSML}invoke name="f">\n<{DSML}parameter name="a" string="false">5</{DSML}parameter>'
+    matcher = start("deepseek_v4", [tool("f", {"properties": {"a": rules}, "required": ["a"], "$defs": {"d": {"const": 5}}})])
     for id in SHIPPED.encode(text):
         matcher.accept(id)

@@ -17,7 +17,7 @@ from dsv4lite.models.deepseek_mla.config import parse_config as read_mla
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.family import FAMILIES
 from dsv4lite.weights.quant import Numerics
-from examples.benchmarks.engine import MODELS, arguments, flash, floor_bytes, pro, run, v2_lite
+from examples.benchmarks.engine import MODELS, arguments, flash, pro, roofline_bytes, run, v2_lite
 from examples.benchmarks.rollouts import main as benchmark_rollouts
 from tests import tiny
 from tests.mla import V2_LITE, V3, V32
@@ -29,14 +29,14 @@ RESIDENT = Numerics.choose(
 )
 
 
-def floor(layers: int, batch: int, **axes: int) -> float:
-    return floor_bytes(parse_config({**tiny.FLASH, **flash(layers)}), RESIDENT, Layout(**axes), [batch])[0]
+def roofline(layers: int, batch: int, **axes: int) -> float:
+    return roofline_bytes(parse_config({**tiny.FLASH, **flash(layers)}), RESIDENT, Layout(**axes), [batch])[0]
 
 
 def result(batches: list[int], contexts: list[int]) -> dict[str, Any]:
-    floors = {batch: floor(8, batch) / 4.3e12 for batch in batches}
+    least = {batch: roofline(8, batch) / 4.3e12 for batch in batches}
     rows = [
-        {"batch": batch, "context": context, "step_s": 1.3 * floors[batch] * (1 + context / 65536), "floor_s": floors[batch]}
+        {"batch": batch, "context": context, "step_s": 1.3 * least[batch] * (1 + context / 65536), "roofline_s": least[batch]}
         for batch in batches
         for context in contexts
     ]
@@ -49,7 +49,7 @@ def lines_of(figure: Any) -> list[list[tuple[float, float]]]:
     return [[tuple(point) for point in axes.transData.transform(line.get_xydata())] for line in axes.get_lines()]
 
 
-def test_plot_has_a_line_for_each_context_and_one_for_the_floor() -> None:
+def test_plot_has_a_line_for_each_context_and_one_for_the_roofline() -> None:
     pytest.importorskip("matplotlib")
     from examples.benchmarks.plots import rates
 
@@ -62,9 +62,9 @@ def test_plot_has_a_line_for_each_context_and_one_for_the_floor() -> None:
         steps = [b[0] - a[0] for a, b in pairwise(line)]
         assert steps == pytest.approx([steps[0]] * 3, abs=0.2), "batches grow by the same factor"
         assert [y for _, y in line] == sorted(y for _, y in line), "more sequences give more tokens"
-    short, long, floor = lines
+    short, long, roofline = lines
     assert all(a[1] > b[1] for a, b in zip(short, long, strict=True)), "long contexts are slower"
-    assert all(a[1] > b[1] for a, b in zip(floor, short, strict=True))
+    assert all(a[1] > b[1] for a, b in zip(roofline, short, strict=True))
     names = {text.get_text() for text in (*axes.get_legend().get_texts(), *axes.get_xticklabels())}
     assert {"context 1024", "context 16384", "bytes of weights", "1", "64"} <= names
     assert axes.get_xlabel() == "sequences that decode together"
@@ -100,7 +100,7 @@ def test_shapes_are_those_of_the_releases() -> None:
     assert parse_config({**tiny.FLASH, **pro(4)}).ratios == (128, 128, 4, 128, 0)
 
 
-def test_floor_is_what_layers_and_head_take() -> None:
+def test_roofline_is_what_layers_and_head_take() -> None:
     """The sizes of the parts of V4-Flash's layers, in millions of bytes, worked out by hand from its shapes."""
     for layers, batch in ((8, 1), (8, 64), (43, 8)):
         experts = 256 * (1 - (1 - 6 / 256) ** batch)
@@ -108,7 +108,7 @@ def test_floor_is_what_layers_and_head_take() -> None:
         for layer in range(layers):
             extra = 5e6 if layer < 2 else 35e6 if layer % 2 == 0 else 14e6
             expected += 107e6 + 25e6 + extra + 13.4e6 * experts
-        assert floor(layers, batch) == pytest.approx(expected, rel=0.01)
+        assert roofline(layers, batch) == pytest.approx(expected, rel=0.01)
 
 
 def test_mla_shapes_are_those_of_the_releases() -> None:
@@ -119,24 +119,24 @@ def test_mla_shapes_are_those_of_the_releases() -> None:
         assert read_mla({**ours, **ids}) == read_mla({**released, "num_nextn_predict_layers": 0})
 
 
-def test_floor_counts_the_layers_that_have_experts() -> None:
+def test_roofline_counts_the_layers_that_have_experts() -> None:
     family, numerics = FAMILIES["deepseek_v2"], replace(RESIDENT, resident_experts="fp8")
-    one, all_experts = floor_bytes(read_mla(v2_lite(3)), numerics, Layout(), [1, 10**6], family)
+    one, all_experts = roofline_bytes(read_mla(v2_lite(3)), numerics, Layout(), [1, 10**6], family)
     assert all_experts - one == pytest.approx(2 * (64 - 6) * 3 * 2048 * 1408)
 
 
-def test_floor_of_several_gpus_is_what_one_of_them_reads() -> None:
-    one, all_experts = floor(8, 1), floor(8, 10**6)
-    assert floor(8, 10**6, ep=2) > all_experts / 2 > floor(8, 10**6, tp=4)
-    assert floor(8, 64, dp=2, ep=2) == pytest.approx(floor(8, 64, ep=2)), "the same tokens choose experts"
-    assert floor(8, 1, pp=2) == pytest.approx(one, rel=0.01), "a token goes through one stage after the other"
+def test_roofline_of_several_gpus_is_what_one_of_them_reads() -> None:
+    one, all_experts = roofline(8, 1), roofline(8, 10**6)
+    assert roofline(8, 10**6, ep=2) > all_experts / 2 > roofline(8, 10**6, tp=4)
+    assert roofline(8, 64, dp=2, ep=2) == pytest.approx(roofline(8, 64, ep=2)), "the same tokens choose experts"
+    assert roofline(8, 1, pp=2) == pytest.approx(one, rel=0.01), "a token goes through one stage after the other"
 
 
 def test_benchmark_measures_a_layout_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--model shipped --layers 1 --device cpu --ep 2 --executor thread --batch 1 2 --context 8 --tokens 6 --prefill 2x16"
     result = asyncio.run(run(arguments([*line.split(), "--max-model-len", "1024"])))
     assert [row["batch"] for row in result["decode"]] == [1, 2] and result["ranks"] == 2
-    assert all(row["step_s"] > 0 and row["host_s"] > 0 and row["floor_s"] > 0 for row in result["decode"])
+    assert all(row["step_s"] > 0 and row["host_s"] > 0 and row["roofline_s"] > 0 for row in result["decode"])
     assert result["prefill_2x16"] > 0 and result["start_s"] > 0 and result["host_bytes"] > 1 << 20
     assert "V4-Shipped/1, tp=1 ep=2 dp=1 pp=1: started in" in capsys.readouterr().out
 
