@@ -136,7 +136,7 @@ class MtpDrafter:
         """Store the block's kv rows of a step."""
         fed = copy(batch)
         fed.token_ids_T = next_T
-        self._model.mtp_feed(streams_TND, fed, self._cache)
+        self._model.mtp_store_kv(streams_TND, fed, self._cache)
 
     def draft(self, state: DraftState, choose: Choose) -> Tensor:
         """Run the block once, where the pages of its rows reach that far; int64 [S, 1]."""
