@@ -98,7 +98,7 @@ def compile_ahead(config: EngineConfig, gpu: str, progress: Callable[[int, int],
             model: Model = empty.requires_grad_(False).eval()
             parts = RunnerParts.of(config, plan, mesh, drafting, model, source.family)
             runner = Runner(model, parts.cache, parts.sampler, parts.graphs, parts.drafter, mesh)
-            with recording() as found, model.brief():
+            with recording() as found, model.skip_repeated_layers():
                 runner.dry_run(config.max_num_batched_tokens, plan.max_model_len)
             wanted.update({repr(one.specialization): one for one in found})
         missing = prepare(list(wanted.values()), folder, progress)

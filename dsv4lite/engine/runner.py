@@ -208,7 +208,7 @@ class Runner:
         captures: list[Callable[[], None]] = []
         if graphs is not None:
             captures += [graphs.reserve_prompts, *(partial(graphs.capture, shape) for shape in reversed(graphs.shapes))]
-        with recording() as wanted, self.model.brief():
+        with recording() as wanted, self.model.skip_repeated_layers():
             self.dry_run(max_tokens, max_model_len)
         found = time.monotonic()
         prepare(wanted, cache_dir, partial(report, "kernels"))

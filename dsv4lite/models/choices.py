@@ -1,4 +1,4 @@
-"""What a model chooses for tokens, as tensors: to be recorded, or to be chosen again."""
+"""Experts and attended entries that a model chooses for tokens, as tensors to record or to replay."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class Choices(NamedTuple):
-    """What a model chose for the tokens of a step, or has to choose.
+    """Choices for the tokens of a step: those that the model made, or those that it must make.
 
     Attributes:
         routed_TLK: Experts, int16 [T, layers, K].
-        selected_TLK: Entries that tokens attend to, int32 [T, layers that select, k]; anything for those who see no more. ``None``
-            where no sequence of the step is long enough. On the host, unless ranks pass it on: it is large.
+        selected_TLK: Entries that tokens attend to, int32 [T, layers that select, k]; undefined for tokens that see at most k.
+            ``None`` if no sequence of the step sees more. In host memory, because it is large, unless ranks exchange it.
     """
 
     routed_TLK: Tensor | None = None
@@ -22,27 +22,27 @@ class Choices(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that there are."""
+        """The tensors that are not ``None``."""
         return [x for x in self if x is not None]
 
 
 def experts_of(choices: Choices | None, layer: int) -> Tensor | None:
-    """Return the experts [T, K] of a hidden layer, if they are wanted or given."""
+    """Return the experts [T, K] of a hidden layer; ``None`` if ``choices`` have none."""
     return None if choices is None or choices.routed_TLK is None else choices.routed_TLK[:, layer]
 
 
-def selection_of(selected_TK: Tensor, place: int, given: Choices | None, chosen: Choices | None) -> Tensor:
-    """Return the entries that a layer attends to, int32 [T, K]: those given, or for other tokens its own; keep them in ``chosen``.
+def selection_of(selected_TK: Tensor, index: int, given: Choices | None, chosen: Choices | None) -> Tensor:
+    """Return the entries that a layer attends to, int32 [T, K]: the given ones, or its own where the given ones are negative.
 
     Args:
-        selected_TK: What the layer itself selects.
-        place: Of the layer, among the hidden layers that select.
-        given: What it has to select; see ``family.Batch``.
-        chosen: If it has room for them, receives the entries.
+        selected_TK: The layer's own selection.
+        index: Index of the layer among the hidden layers that select.
+        given: Selections to replay; see ``family.Batch``.
+        chosen: Receives the result, if it has a tensor for it.
     """
     if given is not None and given.selected_TLK is not None:
-        given_TK = given.selected_TLK[:, place].to(selected_TK.device)
+        given_TK = given.selected_TLK[:, index].to(selected_TK.device)
         selected_TK = torch.where(given_TK < 0, selected_TK, given_TK)
     if chosen is not None and chosen.selected_TLK is not None:
-        chosen.selected_TLK[:, place] = selected_TK
+        chosen.selected_TLK[:, index] = selected_TK
     return selected_TK

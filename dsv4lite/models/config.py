@@ -1,4 +1,4 @@
-"""What the engine reads of a model's config, in every family, and what a family counts for the memory plan."""
+"""The part of a model's config that every family has, and the bytes of a pass that a family reports to the memory plan."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class ModelConfig:
         max_positions: Most tokens of a sequence.
         window: Tokens that sliding-window attention sees, the token itself included; 0 if no layer has a window.
         num_experts: Routed experts of a layer; 0 for a dense model.
-        experts_per_token: That a token goes to.
+        experts_per_token: Routed experts of each token.
         expert_width: Hidden channels of a routed expert.
-        num_shared_experts: Experts of every token, which are one of their common width.
+        num_shared_experts: Experts that every token passes; stored as one expert of their total width.
         scoring: How the router's logits become scores (``kernels/routing``).
-        biased: The router has a bias for each expert, which counts for the selection only.
-        expert_groups, top_groups: Groups of experts, and those of a token's groups that it chooses from.
+        biased: The router adds a bias to each expert's score, for the selection only.
+        expert_groups, top_groups: Number of groups of experts, and of the groups that a token chooses its experts from.
         renormalize: The weights of a token's experts are divided by their sum.
         route_scale: Factor of the routed experts' weights.
-        swiglu_limit: Bound of the inputs of SwiGLU.
-        quantized: The checkpoint's matrices are quantized, and so its arithmetic.
+        swiglu_limit: Bound to which the inputs of SwiGLU are clamped.
+        quantized: The checkpoint's matrices are quantized, and activations are rounded as the release does.
         expert_format: How a quantized release stores routed experts.
-        byte_scales: Scales of its FP8 matrices are e8m0 bytes, else float32.
+        byte_scales: Scales of its FP8 matrices are e8m0 bytes; otherwise they are float32.
     """
 
     vocab_size: int
@@ -55,12 +55,12 @@ class ModelConfig:
 
     @property
     def most_unselected(self) -> int:
-        """Return the most tokens of a sequence whose every token attends to all that it sees."""
+        """Length up to which a sequence needs no selection: each of its tokens attends to all that it sees."""
         return self.max_positions
 
     @property
     def selection(self) -> tuple[int, int, int]:
-        """How many hidden layers select what longer sequences attend to, how many entries each of them, and tokens of an entry."""
+        """Number of hidden layers that select entries, entries that each selects per token, and tokens per entry."""
         return 0, 0, 1
 
     def has_experts(self, layer: int) -> bool:
@@ -79,13 +79,13 @@ class ModelConfig:
 
 
 class PassBytes(NamedTuple):
-    """Bytes of one rank's pass.
+    """Bytes that one forward pass allocates on a rank.
 
     Attributes:
-        hidden: The residual of one token.
-        held: Of one token, during the whole pass.
-        widest: All that lives at the widest point, of any number of tokens up to the most.
-        experts: Of one token, while routed experts work.
+        hidden: Residual of one token.
+        held: Bytes per token that live during the whole pass.
+        widest: Peak of the pass, over all numbers of tokens up to the limit.
+        experts: Bytes per token while routed experts run.
     """
 
     hidden: int

@@ -1,7 +1,7 @@
-"""A family of models as one value: everything that the engine has to know of it, and the table of the families that ship.
+"""A model family as one value: all that the engine knows about it, and the table of the families in this package.
 
-The engine, scheduler, state, planning and drafters use a model through ``Family`` and ``Model`` and never name one. A family of the
-host's own is passed as ``EngineConfig.family``; its functions must be importable where ranks live in child processes.
+The engine, scheduler, state, planning and drafters use a model through ``Family`` and ``Model`` and never name one. The host can
+pass a family of its own as ``EngineConfig.family``; if ranks run in child processes, these must be able to import its functions.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from dsv4lite.weights.tensors import Tensors
 
 
 class Batch(Protocol):
-    """One step's tokens, as a family's ``Model.batch`` returns them with whatever its layers read besides.
+    """One step's tokens, as ``Model.batch`` returns them; a family adds the tables that its layers share.
 
     Attributes:
-        token_ids_T: int64; anything valid for padding.
+        token_ids_T: int64; padding has any valid id.
         paging: Their positions, sequences and pages.
-        max_tokens: No sequence is longer than this after the step, as far as the host knows.
-        chosen: If wanted, receives what the model chooses in all layers.
-        given: What it has to choose; negative numbers leave the choice for that token and layer to the model.
-        most_tokens: Where several replicas share experts, tokens of the one with the most; ``None`` if it is not known.
-        taps_TK: What a drafter reads of layers of several stages, on its way from stage to stage.
+        max_tokens: Upper bound, known to the host, of the length of any sequence after the step.
+        chosen: Unless ``None``, receives the experts and entries that the model chooses in all layers.
+        given: Choices that replace the model's own; where a number is negative, the model chooses for that token and layer.
+        most_tokens: Largest number of tokens on any replica that shares the experts; ``None`` if it is not known.
+        taps_TK: Hidden states of several layers for a drafter, which the pipeline stages of these layers fill in one after another.
     """
 
     token_ids_T: Tensor
@@ -60,9 +60,9 @@ class Batch(Protocol):
 
 
 class Model(Protocol):
-    """One rank's part of a model, an ``nn.Module``: what the engine asks of it.
+    """One rank's shard of a model, an ``nn.Module``, as the engine uses it.
 
-    The residual (``hidden``) is opaque to the engine: it goes from stage to stage, to the logits and to drafters.
+    The engine passes the residual (``hidden``) from stage to stage, to ``logits`` and to drafters, and never looks into it.
     """
 
     @property
@@ -73,7 +73,7 @@ class Model(Protocol):
     def shard(self) -> ModelShard: ...
     @property
     def state_spec(self) -> StateSpec:
-        """What this rank keeps of its sequences: its hidden layers, then its drafter's."""
+        """State that this rank keeps of each sequence: that of its hidden layers, then of its drafter."""
 
     @property
     def hidden_shape(self) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class Model(Protocol):
 
     @property
     def short_lengths(self) -> tuple[int, ...]:
-        """Lengths up to which every sequence of a step launches less: decode graphs are captured for each."""
+        """Sequence lengths up to which a step launches fewer kernels; each gets decode graphs of its own."""
 
     @property
     def capturable(self) -> bool:
@@ -89,31 +89,31 @@ class Model(Protocol):
 
     @property
     def passes_taps(self) -> bool:
-        """Whether stages pass on what a drafter reads of their layers (``empty_taps``)."""
+        """Whether pipeline stages pass on ``taps_TK``: a drafter reads layers of earlier stages."""
 
     def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
-        """Return a step, with the tables that the family's layers share."""
+        """Return one step's batch, with the tables that the family's layers share."""
 
     def __call__(self, batch: Any, caches: Sequence[LayerCache], hidden: Tensor | None = None) -> Tensor:
-        """Run a step through this rank's layers, from the residual of the stage before; return the residual [T, …] after them."""
+        """Run a step through this rank's layers, from the previous stage's residual; return the residual [T, …] after them."""
 
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [T, V] of the next token, in ``out`` if given."""
 
     def slots(self) -> dict[str, Slot]:
-        """Return the place of every tensor of the checkpoint that this rank holds, by its official name."""
+        """Return the slot of every checkpoint tensor that this rank holds, by its official name."""
 
-    def brief(self) -> AbstractContextManager[None]:
-        """Let passes skip layers that launch nothing that others do not: for dry runs."""
+    def skip_repeated_layers(self) -> AbstractContextManager[None]:
+        """Skip layers that launch the same kernels as other layers; for dry runs, whose results are not used."""
 
     def empty_taps(self, tokens: int) -> Tensor:
-        """Return room for what a drafter reads of so many tokens."""
+        """Allocate ``Batch.taps_TK`` for ``tokens`` tokens."""
 
     def take_part(self, most_tokens: int | None = None) -> None:
-        """Run this rank's experts for the tokens of other ranks, with none of its own."""
+        """Run this rank's experts on other ranks' tokens; this rank has none in this step."""
 
     def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
-        """Choose anew where experts are; return the places to fill, and each layer's imbalance before and after."""
+        """Choose anew which ranks hold which experts; return the slots to fill, and each layer's imbalance before and after."""
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
@@ -121,30 +121,30 @@ class Model(Protocol):
 
 
 class TrainableModel(Model, Protocol):
-    """A model with a forward pass of its own for trainers: that of unquantized checkpoints is differentiable."""
+    """A model with a forward pass for trainers, which is differentiable for unquantized checkpoints."""
 
     def one_pass(self, token_ids: Sequence[int], given: Choices | None = None) -> Tensor:
-        """Run one whole sequence without a lasting cache; return the residual [T, …]. ``given`` is what it has to choose."""
+        """Run one whole sequence without a lasting cache; return the residual [T, …]. ``given``: see ``Batch``."""
 
 
 class MtpModel(Model, Protocol):
-    """A model with multi-token prediction blocks, whose state is the last layer of its spec."""
+    """A model with a multi-token prediction block, whose state is the last layer of ``state_spec``."""
 
-    def mtp_feed(self, hidden: Tensor, batch: Any, cache: LayerCache) -> None:
-        """Write the block's rows of a step: the model's residual [T, …], and the *next* token at each position in ``batch``."""
+    def mtp_store_kv(self, hidden: Tensor, batch: Any, cache: LayerCache) -> None:
+        """Store the block's kv rows, given the model's residual [T, …]; ``batch`` has the *next* token at each position."""
 
     def mtp_forward(self, hidden: Tensor, batch: Any, cache: LayerCache) -> Tensor:
-        """Run the block on the same; return its own residual."""
+        """Run the block on the same arguments; return its residual."""
 
     def mtp_logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [T, V] of the token after the next."""
 
     def mtp_take_part(self, most_tokens: int) -> None:
-        """Do of ``mtp_forward`` what ``take_part`` does of a step."""
+        """As ``take_part``, for the MTP block."""
 
 
 class BlockModel(Model, Protocol):
-    """A model with a block drafter, which reads the model's layers during a step."""
+    """A model with a block drafter, which reads hidden layers of the model during each step."""
 
     def draft_block(
         self,
@@ -156,44 +156,45 @@ class BlockModel(Model, Protocol):
         pick: Callable[[Tensor, int], Tensor],
         most_sequences: int | None,
     ) -> tuple[Tensor, Tensor]:
-        """Draft what follows each sequence's newest token ``anchors_S`` at position ``next_S`` (negative for padding).
+        """Draft the tokens after each sequence's newest token ``anchors_S``, at position ``next_S`` (negative for padding).
 
-        ``pick`` chooses drafts int64 [S] from the logits [S, V] of place k of the block. Returns the drafts int64 [S, G], and the
-        chance float32 [S, G] that each holds if those before it do.
+        ``pick(logits [S, V], k)`` chooses draft token k of each sequence, int64 [S]. Returns the draft tokens int64 [S, G], and
+        float32 [S, G] the estimated probability that each is accepted, given that all earlier ones are.
         """
 
     def draft_take_part(self, most_sequences: int) -> None:
-        """Do of ``draft_block`` what ``take_part`` does of a step."""
+        """As ``take_part``, for the block drafter."""
 
 
 def official_names(raw: Mapping[str, Any]) -> NameTables:
-    """Return the names of a family whose checkpoints know no others."""
+    """Return the tables of a family whose checkpoints have official names only."""
     return NameTables()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Family:
-    """What the engine knows of a family. Functions that take a config get the one that ``read_config`` returns.
+    """All that the engine knows about a family. Functions that take a config get the one that ``read_config`` returns.
 
     Attributes:
         name: The ``model_type`` of its configs.
         read_config: Reads a ``config.json``; raises ``ConfigError`` or ``UnsupportedError``.
         tensors: Names, shapes and kinds of the checkpoint's tensors, and how ranks share them.
-        names: Returns other names of these tensors, from a ``config.json`` that is not checked yet.
-        state: Returns what a rank's layers, and with ``drafter`` its drafter's, keep of a sequence; takes config, ``Numerics``,
-            ``ModelShard`` and ``drafter``.
+        names: Returns the other names of these tensors, given a ``config.json`` that has not been checked.
+        state: Returns the state that a rank's layers, and with ``drafter`` its drafter's layers, keep of a sequence; takes config,
+            ``Numerics``, ``ModelShard`` and ``drafter``.
         build: Makes a rank's ``Model`` without filling it; the arguments are those of ``ModelSource.build``.
-        workspace: Returns what a pass of up to ``tokens`` tokens, of sequences of up to ``longest``, allocates on a rank; takes
-            config, ``Numerics``, ``ModelShard``, and these.
-        free_rows: KV rows may be FP8 or unquantized, whatever the weights are, and are unquantized unless settings say otherwise;
-            else they are FP8 in quantized models and unquantized in others.
-        row_reads: Least bytes of one layer's state that a decode step reads of a sequence: for the roofline.
-        weight_only: Matrices may be of weight-only formats (``weights/formats.py``), and dense ones whose names end so are widened
-            at load all the same; ``None`` if they may not.
-        drafters: A tensor that only a checkpoint with this kind of drafter has.
-        chat: Returns the name of the chat format (``text.forms.FORMS``); what config does not tell apart, the tokenizer does.
-        captured_prompts: Most tokens of a step with prompts that is captured. What its layers launch must depend on the number of
-            tokens alone, not on what the host knows of its sequences.
+        workspace: Returns the bytes that a pass allocates on a rank; takes config, ``Numerics``, ``ModelShard``, ``tokens`` (most
+            tokens of the pass) and ``longest`` (tokens of the longest sequence).
+        free_rows: KV rows can be FP8 or unquantized with any weights, and are unquantized by default. ``False``: they are FP8 in
+            quantized models and unquantized in others.
+        row_reads: Returns a lower bound of the bytes of one layer's state that a decode step reads per sequence: for the roofline.
+        weight_only: Ends of the names of dense matrices that are dequantized at load; the others stay in weight-only formats
+            (``weights/formats.py``). ``None``: the family does not take such formats.
+        drafters: For each kind of drafter, a tensor that only checkpoints with this kind have.
+        chat: Returns the name of the chat format (``text.forms.FORMS``); releases with the same config are told apart by the
+            tokenizer.
+        captured_prompts: Most tokens of a captured step with prompts. Up to that number the layers' launches must depend on the
+            number of tokens alone, not on lengths that the host knows.
     """
 
     name: str
@@ -215,7 +216,7 @@ class Family:
 
 
 def _mla(name: str) -> Family:
-    """Return the MLA family under one of its names."""
+    """Return the MLA family for one ``model_type``."""
     return Family(
         name=name,
         read_config=mla_config.parse_config,
@@ -229,7 +230,7 @@ def _mla(name: str) -> Family:
         weight_only=("attn.wkv_b.weight",),
         drafters={"mtp": "mtp.0.eh_proj.weight"},
         chat=(lambda config: name) if name in ("deepseek_v3", "deepseek_v32") else None,
-        captured_prompts=128,  # more tokens of a sequence may take the up-projected form, which the host lays out
+        captured_prompts=128,  # longer chunks may attend in the up-projected form, which the host lays out
     )
 
 
@@ -252,16 +253,16 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def _letters(name: str) -> str:
-    """Return a name without case and separators."""
+    """Return the lower-case letters and digits of a name."""
     return "".join(filter(str.isalnum, name.lower()))
 
 
 def find_family(raw: Mapping[str, Any], given: Family | None = None) -> Family:
-    """Return the family of a ``config.json``: the one that is ``given``, or one that ships.
+    """Return the family of a ``config.json``: ``given``, or one of ``FAMILIES``.
 
     Raises:
-        ConfigError: What is given is no ``Family``.
-        UnsupportedError: The config is of another family.
+        ConfigError: ``given`` is not a ``Family``.
+        UnsupportedError: The config's ``model_type`` is of no such family.
     """
     if not isinstance(given, Family | None):
         raise ConfigError(f"family={shown(given)} must be a dsv4lite.models.family.Family, or None")
@@ -269,7 +270,7 @@ def find_family(raw: Mapping[str, Any], given: Family | None = None) -> Family:
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in families:
         known = ", ".join(families)
-        alike = [other for other in families if _letters(other) == _letters(str(name))]  # another number is another model
+        alike = [other for other in families if _letters(other) == _letters(str(name))]  # digits must match
         hint = f"; did you mean {alike[0]!r}?" if alike else ""
         raise UnsupportedError(f"model_type={shown(name)} is not supported (known: {known}){hint}")
     return families[name]

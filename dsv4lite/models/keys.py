@@ -10,14 +10,14 @@ from typing import Any
 
 from dsv4lite.errors import ConfigError, UnsupportedError, shown
 
-MOST_TOKENS = 1 << 23  # of a vocabulary, and what sampling can number
+MOST_TOKENS = 1 << 23  # of a vocabulary: the sampler's limit
 MOST_EXPERTS = 4096  # of a layer
 MOST_MATRICES = 1 << 17  # routed experts of all layers together
 _MOST_OTHERS = 1 << 31
 _LEAST_REAL, _MOST_REAL = 1e-30, 1e30
 _MOST_KEYS = 1000
 
-# What the configs of all families here have: see ``Keys.numbers``; in brackets the largest release's numbers.
+# Keys of every family's configs; see ``Keys.numbers``. In brackets: the value of the largest release.
 _NUMBERS: Mapping[str, tuple[str, int | None]] = {
     "vocab_size": ("vocab_size", MOST_TOKENS),  # (163,840)
     "hidden_size": ("hidden_size", 1 << 17),  # (7,168)
@@ -35,27 +35,27 @@ _NUMBERS: Mapping[str, tuple[str, int | None]] = {
     "index_topk": ("index_topk", 1 << 16),  # (2,048)
     "rms_norm_eps": ("norm_eps", None),
     "rope_theta": ("rope_theta", None),
-    "max_position_embeddings": ("max_positions", 1 << 24),  # whose angles differ in float32 (1,048,576)
+    "max_position_embeddings": ("max_positions", 1 << 24),  # float32 represents every position up to here (1,048,576)
     "num_nextn_predict_layers": ("num_mtp_layers", 64),  # (1)
 }
-# The same for ``Keys.fixed``.
+# Keys of every family that have one value; see ``Keys.fixed``.
 _FIXED: Mapping[str, object] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
 _FIXED_QUANTIZATION: Mapping[str, object] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
-    "moe_quant_algo": None,  # ModelOpt's 'NVFP4' for experts, beside FP8 for the rest
+    "moe_quant_algo": None,  # ModelOpt writes 'NVFP4' for such experts in a model of otherwise FP8 matrices
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Yarn:
-    """Frequency blend for long context (V4 specification 1.4, MLA specification 1.3); V4 has no magnitudes.
+    """YaRN: blended frequencies for long context (V4 specification 1.4, MLA specification 1.3); V4 has no magnitudes.
 
     Attributes:
-        mscale, mscale_all_dim: Cosines and sines are multiplied by the quotient of the magnitudes of these two, and the softmax
-            scale by the square of the latter's.
+        mscale, mscale_all_dim: Cosines and sines are multiplied by ``magnitude(mscale) / magnitude(mscale_all_dim)``, and the
+            softmax scale by ``magnitude(mscale_all_dim)`` squared.
     """
 
     factor: float
@@ -72,19 +72,19 @@ class Yarn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """The keys of one family's configs, besides those that all families have.
+    """The keys of one family's configs; the keys that all families have are added to them.
 
     Attributes:
-        family: In words, for errors.
-        numbers: Each key that is one number: the field that it sets, and the largest integer that is accepted; ``None`` for a real
-            number. Limits are several times what the largest release has: larger numbers mean a broken config.
-        most: Limits of integers in other places.
-        may_be_zero: Integers from 0 on; others are from 1 on.
-        above_one: Real numbers above 1; others are above 0.
+        family: Name of the family in error messages.
+        numbers: For each key that is one number, the field that it sets and the largest accepted integer; ``None`` for a real
+            number. Limits are several times the largest release's values: larger numbers mean a broken config.
+        most: Limits of integers that are not in ``numbers``.
+        may_be_zero: Integers whose least value is 0; that of others is 1.
+        above_one: Real numbers that must be above 1; others must be above 0.
         fixed, fixed_quantization, fixed_yarn: Keys of the config, of its ``quantization_config`` and of its rope scaling that
             always have one value; a config may leave them out.
         others: Further keys that are read.
-        ignored: Keys that change nothing, listed because they could be taken for misspellings of those that are read.
+        ignored: Keys that have no effect, listed so that they are not taken for misspellings of keys that are read.
     """
 
     family: str
@@ -104,11 +104,11 @@ class Keys:
         object.__setattr__(self, "fixed_quantization", {**_FIXED_QUANTIZATION, **self.fixed_quantization})
 
     def check(self, raw: Mapping[str, Any]) -> bool:
-        """Check the spelling of keys, and those that have one value; return whether the model is quantized.
+        """Check the spelling of keys and the values of fixed ones; return whether the config has a ``quantization_config``.
 
         Raises:
             ConfigError: There are too many keys, or one looks like a misspelling of a key that is read.
-            UnsupportedError: A key has another value than models of this family always have.
+            UnsupportedError: A fixed key has another value than the family's.
         """
         self._check_spelling(raw)
         quantization = mapping(raw, "quantization_config")
@@ -128,13 +128,13 @@ class Keys:
         for key in raw:
             if not isinstance(key, str):
                 raise ConfigError(f"key {shown(key)} of the model's config must be a string")
-            if key not in meant and len(key) <= 100:  # comparing takes the square of the length
+            if key not in meant and len(key) <= 100:  # comparing takes quadratic time
                 close = get_close_matches(key, [*meant, *self.ignored], n=1, cutoff=0.8)
                 if close and close[0] in meant and key not in self.ignored:
                     raise ConfigError(f"unknown key {key!r} in config.json; did you mean {close[0]!r}?")
 
     def settings(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields that ``numbers`` set; raise one ``ConfigError`` that names all wrong values."""
+        """Return the values of the fields in ``numbers``; raise one ``ConfigError`` that names all wrong values."""
         settings: dict[str, Any] = {}
         problems: list[str] = []
         for key, (field, most) in self.numbers.items():
@@ -148,14 +148,14 @@ class Keys:
         return settings
 
     def require(self, settings: Mapping[str, Any], fields: Iterable[str]) -> None:
-        """Raise ``ConfigError`` that names the keys of ``numbers`` without which some of these fields have no value."""
+        """Raise a ``ConfigError`` that names the keys of those of these fields that have no value."""
         wanted = set(fields)
         missing = [key for key, (field, _) in self.numbers.items() if field in wanted and field not in settings]
         if missing:
             raise ConfigError(f"config.json lacks {', '.join(missing)}")
 
     def integer(self, raw: Mapping[str, Any], key: str) -> int:
-        """Return an integer."""
+        """Return an integer within the limits of its key, or raise ``ConfigError``."""
         most = self.numbers[key][1] if key in self.numbers else self.most.get(key)
         value, least, most = raw[key], 0 if key in self.may_be_zero else 1, most or _MOST_OTHERS
         if type(value) is not int or not least <= value <= most:
@@ -163,18 +163,18 @@ class Keys:
         return value
 
     def real(self, raw: Mapping[str, Any], key: str) -> float:
-        """Return a real number."""
+        """Return a real number within the limits of its key, or raise ``ConfigError``."""
         value, above = raw[key], 1 if key in self.above_one else _LEAST_REAL
         if type(value) not in (int, float) or not above < value <= _MOST_REAL:
             raise ConfigError(f"{key}={shown(value)} must be a number above {above} and at most {_MOST_REAL:g}")
         return float(value)
 
     def yarn(self, scaling: Mapping[str, Any]) -> Yarn | None:
-        """Return the blend that rotary settings describe; ``None`` if there is none.
+        """Return the YaRN settings among rotary settings; ``None`` for plain rotary embeddings.
 
         Raises:
             ConfigError: A number is missing or out of range.
-            UnsupportedError: They describe something else.
+            UnsupportedError: The settings describe another kind of scaling.
         """
         kind = scaling.get("type") or scaling.get("rope_type") or "default"
         if kind == "default":
@@ -186,7 +186,7 @@ class Keys:
                 raise ConfigError(f"rope scaling 'yarn' lacks {key}")
         self._check_fixed("rope scaling 'yarn' with ", scaling, self.fixed_yarn)
         names = [name for name in ("factor", "beta_fast", "beta_slow") if scaling.get(name) is not None]
-        names += [name for name in ("mscale", "mscale_all_dim") if scaling.get(name)]  # 0 is no magnitude
+        names += [name for name in ("mscale", "mscale_all_dim") if scaling.get(name)]  # 0 means absent
         given = {name: self.real(scaling, name) for name in names}
         if ("mscale" in given) != ("mscale_all_dim" in given) and given.get("mscale") != 1.0:
             problem = f"mscale={shown(scaling.get('mscale'))} and mscale_all_dim={shown(scaling.get('mscale_all_dim'))}"
@@ -196,7 +196,7 @@ class Keys:
 
 
 def token_id(raw: Mapping[str, Any], key: str, vocab_size: int, *, default: int) -> int | None:
-    """Return an id, the first one of a list; an explicit null means none."""
+    """Return a token id, the first one if the value is a list; ``None`` for an explicit null."""
     value = raw.get(key, default)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
@@ -205,7 +205,7 @@ def token_id(raw: Mapping[str, Any], key: str, vocab_size: int, *, default: int)
 
 
 def mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return an object; an empty one for null."""
+    """Return a JSON object; an empty one for null or an absent key."""
     value = {} if raw.get(key) is None else raw[key]
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key}={shown(value)} must be an object")
@@ -213,7 +213,7 @@ def mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def list_of(raw: Mapping[str, Any], key: str, kind: type) -> list[Any] | None:
-    """Return a list of values of one type; ``None`` for null."""
+    """Return a list of values of one type; ``None`` for null or an absent key."""
     value = raw.get(key)
     if value is not None and not (isinstance(value, list | tuple) and all(type(item) is kind for item in value)):
         raise ConfigError(f"{key}={shown(value)} must be a list of {kind.__name__}")

@@ -1,4 +1,4 @@
-"""The mixture of experts: a router, one shared expert and many routed ones (specification 3.8).
+"""The mixture of experts: a router, a shared expert and many routed experts (specification 3.8).
 
 Shape suffixes: T tokens, D model, E experts, K experts per token, I expert width.  Names are those of the checkpoint.
 """
@@ -21,7 +21,13 @@ from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Copies, Router, route, take_copies
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
 from dsv4lite.models.config import ModelConfig
-from dsv4lite.models.partial_sums import gather_rows, most_near, total, total_of_experts, total_of_own
+from dsv4lite.models.partial_sums import (
+    all_gather_rows,
+    all_reduce_experts,
+    all_reduce_parts,
+    most_peer_tokens,
+    reduce_scatter_experts,
+)
 from dsv4lite.models.shard import ModelShard
 from dsv4lite.parallel.eplb import Placement, balance
 from dsv4lite.parallel.experts import AllGather, Local, Rows
@@ -40,24 +46,24 @@ from dsv4lite.weights.quant import (
     TiledStack,
     TileSlot,
     linear,
-    pair,
+    linear_pair,
     parameter,
     rounded_linear,
 )
 
 
 class Tokens(NamedTuple):
-    """What a layer's experts get of a step.
+    """Inputs of a layer's experts in one step.
 
     Attributes:
-        x_TD: Inputs.
-        token_ids_T: For the hash.
-        routed_TK: Receives the experts chosen.
-        rounded: ``x`` in FP8, if it exists already.
+        x_TD: Normed hidden states.
+        token_ids_T: Indices of the table of hash layers.
+        routed_TK: Receives the experts that each of this rank's tokens is routed to.
+        rounded: ``x`` in FP8, if it has been computed.
         positions_T: Negative for padding, which gets no routed experts.
-        most_tokens: Tokens of the rank with the most, of those that share the experts; ``None`` if it is not known.
-        given_TK: Experts that have to be chosen; a negative one leaves the choice of that token's to the router.
-        own: Which of the tokens are this rank's; ``routed_TK`` has these.
+        most_tokens: Largest number of tokens on any rank that shares the experts; ``None`` if it is not known.
+        given_TK: Experts to take instead of the router's; the router chooses where a number is negative.
+        own: Which of the tokens are this rank's.
     """
 
     x_TD: Tensor
@@ -69,16 +75,16 @@ class Tokens(NamedTuple):
     given_TK: Tensor | None = None
     own: slice = slice(None)
 
-    def keep(self, chosen_TK: Tensor) -> None:
-        """Write the experts chosen to ``routed_TK``, if that is wanted."""
+    def record(self, chosen_TK: Tensor) -> None:
+        """Write the chosen experts to ``routed_TK``, unless that is ``None``."""
         if self.routed_TK is not None:
             self.routed_TK.copy_(chosen_TK[self.own])
 
 
 class Experts(nn.Module):
-    """Routed clamped SwiGLU experts, or one rank's part of their width; w1 (gate) and w3 (up) share a matrix.
+    """A rank's routed experts, clamped SwiGLUs, each whole or a part of its width; w1 (gate) and w3 (up) share a matrix.
 
-    They stay as the checkpoint stores them, in tiles or with four bits, or are unquantized.
+    Quantized ones keep the checkpoint's numbers, as FP4 or FP8 tiles or as four-bit groups; others are unquantized.
     """
 
     def __init__(self, config: ModelConfig, numerics: Numerics, count: int, width: int) -> None:
@@ -93,25 +99,25 @@ class Experts(nn.Module):
         self.w2 = stack(count, hidden, width, numerics=numerics)
 
     def rounded(self, x_TD: Tensor, rounded: Rounded | None) -> Rounded | None:
-        """Return ``x`` in FP8 if these experts read that, else what is known of it."""
+        """Return ``x`` in FP8 if these experts read FP8; otherwise return ``rounded``."""
         return rounded or quantize_fp8(x_TD, ACTIVATION_GROUP) if self.tiled else rounded
 
     def rows(self, tokens: Tokens) -> Rows:
-        """Return what these experts read of tokens."""
+        """Return the rows that these experts multiply: FP8 codes and scales, or ``x`` itself."""
         return tokens.rounded if self.tiled and tokens.rounded is not None else (tokens.x_TD,)
 
-    def given(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor) -> ExpertInputs:
-        """Return what the ops compute from."""
+    def inputs(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor) -> ExpertInputs:
+        """Return the arguments of the expert ops."""
         w13, w2, scales = self.w13, self.w2, rows[1] if self.tiled else None
         weights = (w13.stored, w2.stored, self.limit, self.partial, w13.row_tile, w13.rounds_input)
         return ExpertInputs(rows[0], scales, slots_TK, weight_TK, *weights)
 
     def forward(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        """Sum the chosen experts in float32 [T, D], in the order of k; a slot that does not exist adds nothing."""
-        return experts_forward(self.given(rows, slots_TK, weight_TK))
+        """Return the weighted sum of each token's experts, float32 [T, D], in the order of k; slots past the last add nothing."""
+        return experts_forward(self.inputs(rows, slots_TK, weight_TK))
 
     def places(self, slot: int) -> dict[str, MatrixSlot | TileSlot]:
-        """Return where the matrices of the expert in a slot go."""
+        """Return the places of the three matrices of the expert in a slot."""
         return {
             "w1": self.w13.rows(0, self.width, expert=slot),
             "w3": self.w13.rows(self.width, 2 * self.width, expert=slot),
@@ -120,7 +126,7 @@ class Experts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """The clamped SwiGLU expert of every token, or one rank's part of its width; w1 (gate) lies above w3 (up)."""
+    """The clamped SwiGLU that every token passes, or one rank's part of its width; w1 (gate) lies above w3 (up)."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, width: int) -> None:
         super().__init__()
@@ -130,7 +136,7 @@ class SharedExpert(nn.Module):
         self.w2 = dense(config.hidden_size, width)
 
     def forward(self, h_TI: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return [T, D] in a dtype, from the product with ``w13`` [T, 2 I]."""
+        """Return [T, D] in ``dtype``, given ``x @ w13.T`` [T, 2 I]."""
         if self.w2.scale is not None:
             return rounded_linear(*swiglu_quantize(h_TI, self.limit), self.w2, dtype)
         return linear(swiglu_halves(h_TI, self.limit), self.w2, dtype)
@@ -142,10 +148,12 @@ class SharedExpert(nn.Module):
 
 
 class ExpertMap(nn.Module):
-    """Which slot a token's expert is taken from, where experts may have copies; and how often each was chosen.
+    """The slots of each expert, where experts may have several copies, and how often each expert was chosen.
 
     Attributes:
-        load_E: int64 tokens that chose each expert since it was last cleared; the last number counts padding.
+        slots_EC: int64 slots of each expert's copies.
+        copies_E: int64 number of copies.
+        load_E: int64 tokens routed to each expert since the last rebalancing; the last number counts padding.
     """
 
     def __init__(self, num_experts: int, most_copies: int, device: torch.device) -> None:
@@ -158,7 +166,7 @@ class ExpertMap(nn.Module):
         self.load_E: Tensor
 
     def set(self, placement: Placement) -> None:
-        """Follow a placement from the next step on, in captured graphs, too."""
+        """Take over a placement in place, so that captured graphs follow it from the next step on."""
         none = len(placement.experts)
         rows = [[*slots, *[none] * (self.slots_EC.shape[1] - len(slots))] for slots in (*placement.copies, ())]
         counts = [*map(len, placement.copies), 1]
@@ -166,7 +174,7 @@ class ExpertMap(nn.Module):
         self.copies_E.copy_(torch.tensor(counts, dtype=torch.int64, device="cpu"))
 
     def copies(self, *, counted: bool = True) -> Copies:
-        """Return the same for ops, which count the experts they choose or do not."""
+        """Return the map as ops take it; with ``counted`` they add the experts they choose to ``load_E``."""
         return Copies(self.slots_EC, self.copies_E, self.load_E if counted else None)
 
 
@@ -174,10 +182,10 @@ class MoE(nn.Module):
     """Hash- or score-routed experts plus one shared expert (specification 3.8).
 
     Attributes:
-        dispatch: Brings rows to the ranks of their experts; ``None`` if this rank has all of every expert.
-        gathers: Few tokens go to all ranks of ep, which know how many each of them has.
-        regimes: How experts are computed, by the most tokens that each way is for.
-        held: Which experts this rank has.
+        dispatch: Sends rows to the ranks of their experts; ``None`` if this rank holds all experts whole.
+        gathers: Steps of few tokens are all-gathered over the ranks of ep, padded to ``most_tokens``.
+        regimes: How experts are computed, each with the most tokens that it is for.
+        held: Which experts this rank holds.
     """
 
     def __init__(self, config: ModelConfig, numerics: Numerics, shard: ModelShard, *, hashed: bool) -> None:
@@ -199,20 +207,20 @@ class MoE(nn.Module):
         self.register_buffer("tid2eid", table)
         self.tid2eid: Tensor | None
         dispatch = self.dispatch = shard.make_dispatcher(self.placement.slots_per_rank, numerics)
-        # Weights that stay quantized have ops of few launches and transfers of their own. A host's dispatcher gets every call.
+        # Experts in tiles have fused ops and all-gathers of their own. A dispatcher of the host's gets every call.
         resident = self.experts.tiled and self.shared.w2.scale is not None
         self.gathers = resident and type(dispatch) is AllGather and shard.mesh.peers.size == 1
-        few = most_decode_small(c.experts_per_token) if resident and c.scoring == "sqrtsoftplus" else 0
-        many: Way = MoE._alone if dispatch is None else MoE._dispatched
+        small = most_decode_small(c.experts_per_token) if resident and c.scoring == "sqrtsoftplus" else 0
+        large: Regime = MoE._on_one_rank if dispatch is None else MoE._dispatched
         if type(dispatch) is Local and shard.mesh.layout.copies == 1:
-            many = partial(MoE._together, run=MoE._many)
-        regimes: list[tuple[int | None, Way]] = [(0, many)]
+            large = partial(MoE._all_reduced, run=MoE._any_size)
+        regimes: list[tuple[int | None, Regime]] = [(0, large)]
         if self.gathers:
-            regimes += [(few // ep.size, partial(MoE._gathered, run=MoE._few))]
-            regimes += [(most_near(ep, c.hidden_size), partial(MoE._gathered, run=MoE._many))]
+            regimes += [(small // ep.size, partial(MoE._all_gathered, run=MoE._decode_small))]
+            regimes += [(most_peer_tokens(ep, c.hidden_size), partial(MoE._all_gathered, run=MoE._any_size))]
         elif dispatch is None or type(dispatch) is Local:
-            regimes += [(few, MoE._few if dispatch is None else partial(MoE._together, run=MoE._few))]
-        self.regimes = (*regimes, (None, many))
+            regimes += [(small, MoE._decode_small if dispatch is None else partial(MoE._all_reduced, run=MoE._decode_small))]
+        self.regimes = (*regimes, (None, large))
         self.held = Held(
             partial=self.experts.partial,
             shared_partial=shard.partial_dtype(numerics.dtype) != numerics.dtype,
@@ -221,33 +229,33 @@ class MoE(nn.Module):
         )
 
     def forward(self, tokens: Tokens) -> Output:
-        """Return [T, D], or, of few tokens on a single rank, what it is the sum of."""
+        """Return [T, D]; for few tokens on a single rank an ``ExpertSum`` that the next op sums up."""
         tokens = tokens._replace(rounded=self.experts.rounded(tokens.x_TD, tokens.rounded))
         count = tokens.most_tokens if self.gathers else len(tokens.x_TD)
         return by_most(self.regimes, count)(self, tokens)
 
-    def _alone(self, tokens: Tokens) -> Tensor:
-        return experts_forward(*self._given(tokens))
+    def _on_one_rank(self, tokens: Tokens) -> Tensor:
+        return experts_forward(*self._expert_inputs(tokens))
 
-    def _together(self, tokens: Tokens, run: Callable[[MoE, Tokens], ExpertSum]) -> Tensor:
-        """Add up what ranks with the same tokens have of their experts."""
-        return total_of_experts(self.shard.mesh.peers, run(self, tokens), tokens.x_TD.dtype)
+    def _all_reduced(self, tokens: Tokens, run: Callable[[MoE, Tokens], ExpertSum]) -> Tensor:
+        """Run this rank's experts, and add up the outputs of the ranks that work on the same tokens."""
+        return all_reduce_experts(self.shard.mesh.peers, run(self, tokens), tokens.x_TD.dtype)
 
-    def _gathered(self, tokens: Tokens, run: Callable[[MoE, Tokens], ExpertSum]) -> Tensor:
+    def _all_gathered(self, tokens: Tokens, run: Callable[[MoE, Tokens], ExpertSum]) -> Tensor:
         """Run this rank's experts on all ranks' tokens, ``most_tokens`` of each."""
         x_TD, ids_T, _, rounded, positions_T, most, *_ = tokens
         ep = self.shard.mesh.ep
         assert rounded is not None and most is not None
         if positions_T is None:
             positions_T = torch.zeros_like(ids_T)
-        every = gather_rows(ep, TokenRows(x_TD, *rounded, ids_T, positions_T), most)
+        every = all_gather_rows(ep, TokenRows(x_TD, *rounded, ids_T, positions_T), most)
         own = slice(ep.rank * most, ep.rank * most + len(x_TD))
         codes = (every.codes, every.scales)
         of_all = Tokens(every.x_TD, every.token_ids_T, tokens.routed_TK, codes, every.positions_T, own=own)
-        return total_of_own(ep, run(self, of_all), len(x_TD), x_TD.dtype)
+        return reduce_scatter_experts(ep, run(self, of_all), len(x_TD), x_TD.dtype)
 
-    def _few(self, tokens: Tokens) -> ExpertSum:
-        """Run this rank's experts, in tiles, on few tokens."""
+    def _decode_small(self, tokens: Tokens) -> ExpertSum:
+        """Run this rank's experts, in tiles, on few tokens, by the fused op."""
         shared, w13, w2, rounded = self.shared.w2, self.experts.w13.stored, self.experts.w2.stored, tokens.rounded
         assert rounded is not None and shared.scale is not None and isinstance(w13, Tiles) and isinstance(w2, Tiles)
         h_TI, logits_TE = self._projected(tokens)
@@ -255,26 +263,26 @@ class MoE(nn.Module):
         down = (shared.weight, shared.scale)
         given = MoeInputs(logits_TE, router, *rounded, h_TI, *down, w13, w2, self.config.swiglu_limit, self.held, shared.row_tile)
         parts = moe_decode_small(given)
-        if tokens.routed_TK is not None:  # slots of this rank are no experts, unless it has all
-            tokens.keep(parts.slots_TK if self.dispatch is None else route(logits_TE, router)[0])
+        if tokens.routed_TK is not None:  # slot numbers are expert ids only on a rank that holds all experts
+            tokens.record(parts.slots_TK if self.dispatch is None else route(logits_TE, router)[0])
         return parts
 
-    def _many(self, tokens: Tokens) -> ExpertSum:
+    def _any_size(self, tokens: Tokens) -> ExpertSum:
         """Run this rank's experts on any number of tokens."""
-        given, shared_TD = self._given(tokens)
+        given, shared_TD = self._expert_inputs(tokens)
         return ExpertSum(given.slots_TK, experts_outputs(given), shared_TD, self.experts.count)
 
-    def _given(self, tokens: Tokens) -> tuple[ExpertInputs, Tensor | None]:
-        """Return what this rank's experts compute from, and the shared expert's result, if this rank adds that."""
+    def _expert_inputs(self, tokens: Tokens) -> tuple[ExpertInputs, Tensor | None]:
+        """Return the inputs of this rank's experts, and the shared expert's result if this rank computes it."""
         h_TI, logits_TE = self._projected(tokens)
         shared_TD = None if h_TI is None else self.shared(h_TI, self.shard.partial_dtype(tokens.x_TD.dtype))
         del h_TI
         chosen_TK, weight_TK = self._routed(tokens, logits_TE)
         slots_TK = self.held.own_slots(chosen_TK, self.experts.count)
-        return self.experts.given(self.experts.rows(tokens), slots_TK, weight_TK), shared_TD
+        return self.experts.inputs(self.experts.rows(tokens), slots_TK, weight_TK), shared_TD
 
     def _dispatched(self, tokens: Tokens) -> Tensor:
-        """Send rows to their experts on other ranks: the shared expert's products run while rows travel there, and back."""
+        """Send rows to their experts on other ranks; the shared expert's two products run during the two transfers."""
         x_TD, rounded, dispatch = tokens.x_TD, tokens.rounded, self.dispatch
         assert dispatch is not None
         chosen_TK, weight_TK = self._routed(tokens, linear(x_TD, self.gate, torch.float32))
@@ -292,22 +300,22 @@ class MoE(nn.Module):
         if shared_TD is not None and len(shared_TD) < len(x_TD):
             sums_TD[own] += shared_TD
             shared_TD = None
-        return total(self.shard.mesh.peers, sums_TD, x_TD.dtype, shared_TD)
+        return all_reduce_parts(self.shard.mesh.peers, sums_TD, x_TD.dtype, shared_TD)
 
     def _projected(self, tokens: Tokens) -> tuple[Tensor | None, Tensor]:
-        """Return the shared expert's gate and up [T, 2 I], if this rank adds that expert, and the router's logits [T, E]."""
-        if not self.shard.leads:  # another copy of this rank adds the shared expert
+        """Return the shared expert's gate and up [T, 2 I], if this rank computes it, and the router's logits [T, E]."""
+        if not self.shard.is_first_copy:  # the first copy computes the shared expert
             return None, linear(tokens.x_TD, self.gate, torch.float32)
-        return pair(tokens.x_TD, self.shared.w13, self.gate, rounded=tokens.rounded)
+        return linear_pair(tokens.x_TD, self.shared.w13, self.gate, rounded=tokens.rounded)
 
     def _routed(self, tokens: Tokens, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts chosen and their weights [T, K]."""
+        """Return each token's experts and their weights [T, K]; record the experts."""
         chosen_TK, weight_TK = route(logits_TE, self._router(tokens, logits_TE))
-        tokens.keep(chosen_TK)
+        tokens.record(chosen_TK)
         return chosen_TK, weight_TK
 
     def _router(self, tokens: Tokens, logits_TE: Tensor) -> Router:
-        """Return how experts are chosen: given ones as a hash layer's are, from a table with a row for each token."""
+        """Return the router. Given experts become a table with one row per token, which is read like that of a hash layer."""
         c, given_TK = self.config, tokens.given_TK
         rules = (c.scoring, c.expert_groups, c.top_groups, c.renormalize)
         ids_T, positions_T = tokens.token_ids_T, tokens.positions_T
@@ -318,12 +326,12 @@ class MoE(nn.Module):
         return router._replace(table_VK=chosen_TK, token_ids_T=torch.arange(len(chosen_TK), device=chosen_TK.device))
 
     def take_part(self, most_tokens: int | None) -> None:
-        """Run this rank's experts on other ranks' tokens; its own token is a single one of padding."""
+        """Run this rank's experts on other ranks' tokens; the rank itself contributes one padding token."""
         device = self.gate.weight.device
-        nowhere_T = torch.full((1,), -1, dtype=torch.int32, device=device)
-        nothing_TD = torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=device)
-        none_T = torch.zeros_like(nowhere_T, dtype=torch.int64)
-        self(Tokens(nothing_TD, none_T, positions_T=nowhere_T, most_tokens=most_tokens))
+        x_TD = torch.zeros(1, self.config.hidden_size, dtype=self.dtype, device=device)
+        ids_T = torch.zeros(1, dtype=torch.int64, device=device)
+        positions_T = torch.full((1,), -1, dtype=torch.int32, device=device)
+        self(Tokens(x_TD, ids_T, positions_T=positions_T, most_tokens=most_tokens))
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "gate.weight", self.gate.whole()
@@ -336,11 +344,11 @@ class MoE(nn.Module):
         yield from self.shared.slots(prefix + "shared_experts.")
 
     def place(self, placement: Placement, prefix: str) -> NamedSlots:
-        """Move experts to where a placement has them, and name the places that wait for another expert's matrices.
+        """Adopt a placement; yield the places on this rank that get another expert, by the official names of its matrices.
 
-        No step may run before all of them are filled. Experts that stay on a rank keep their slots.
+        No step may run until the caller has filled all of them. Experts that stay on a rank keep their slots.
         """
-        assert self.map is not None, "experts stay where they are unless redundant_experts is given"
+        assert self.map is not None, "experts move only if redundant_experts is set"
         before, self.placement = self.placement, placement.keeping_slots(self.placement)
         self.map.set(self.placement)
         rank = self.shard.mesh.ep.rank
@@ -357,22 +365,22 @@ class MoE(nn.Module):
             yield name, found[0] if len(found) == 1 else CopiedSlot(tuple(found))
 
 
-Way = Callable[[MoE, Tokens], Output]
-"""From a layer and a step's tokens to what the layer adds to the streams."""
+Regime = Callable[[MoE, Tokens], Output]
+"""Computes a layer's output from the layer and a step's tokens."""
 
 
 def rebalance_experts(ep: Axis, layers: Mapping[str, MoE]) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
-    """Choose the ranks of experts anew, by how often each was chosen since the last time, and restart the counts.
+    """Choose anew which ranks hold which experts, by the counts since the last rebalancing, and reset the counts.
 
-    Every rank of the stage calls this at the same time, between steps.
+    A collective: every rank of the stage calls it between the same two steps.
 
     Args:
         ep: The ranks that share the experts.
         layers: Each layer with experts, by the prefix of its official names.
 
     Returns:
-        The places on this rank that get another expert, by the official names of their new tensors: no step may run until all
-        are filled. And for every layer the busiest rank's load over the average, before and after.
+        The places on this rank that get another expert, by the official names of its tensors; no step may run until all are
+        filled. For every layer, the busiest rank's load divided by the average load, before and after.
     """
     waiting: dict[str, Slot] = {}
     imbalances: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""Results that several ranks have a part of, and rows that they have for each other."""
+"""Collectives of a model's layers: sums of partial results, and rows that ranks gather from each other."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from dsv4lite.kernels.peer_memory import (
 from dsv4lite.parallel.mesh import Axis
 
 
-def total(axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = None) -> Tensor:
-    """Return the sum of the ranks' parts, rounded once.
+def all_reduce_parts(axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = None) -> Tensor:
+    """Return the sum of all ranks' parts, rounded once.
 
     Args:
-        part: float32; may be overwritten.
+        part: This rank's part, float32; may be overwritten.
         dtype: Of the result.
-        also: Another part of this rank, of the same shape.
+        also: A second part of this rank, of the same shape.
     """
-    found = _through_peers(axis, part.contiguous(), part.numel(), dtype, also)
+    found = _peer_all_reduce(axis, part.contiguous(), part.numel(), dtype, also)
     if found is not None:
         return found
     if axis.size == 1:
@@ -41,11 +41,11 @@ def total(axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = No
 
 
 def embedding(axis: Axis, table_VD: Tensor, vocab: range, token_ids_T: Tensor) -> Tensor:
-    """Return rows [T, D] of a table that ranks share: each comes from the rank that has it, and zeros from the others.
+    """Return rows [T, D] of a table that is sharded by rows: an all-reduce in which one rank adds the row and the others zeros.
 
     Args:
         table_VD: This rank's rows.
-        vocab: Which token ids they are of.
+        vocab: The token ids of these rows.
         token_ids_T: int64.
     """
     if axis.size == 1:
@@ -55,11 +55,11 @@ def embedding(axis: Axis, table_VD: Tensor, vocab: range, token_ids_T: Tensor) -
     return axis.all_reduce(torch.where(found_T1, table_VD[row_T.clamp(0, len(vocab) - 1)], 0))
 
 
-def side_by_side(axis: Axis, product: Callable[[Tensor | None], Tensor], out: Tensor | None) -> Tensor:
-    """Return the columns that the ranks compute, in the order of the ranks.
+def gather_columns(axis: Axis, product: Callable[[Tensor | None], Tensor], out: Tensor | None) -> Tensor:
+    """Return the columns of all ranks, in the order of the ranks.
 
     Args:
-        product: Returns this rank's columns [T, V / ranks], in the given tensor unless that is ``None``.
+        product: Computes this rank's columns [T, V / ranks], into its argument unless that is ``None``.
         out: Receives the result [T, V], unless it is ``None``.
     """
     if axis.size == 1:
@@ -68,35 +68,35 @@ def side_by_side(axis: Axis, product: Callable[[Tensor | None], Tensor], out: Te
     return columns if out is None else out.copy_(columns)
 
 
-def total_of_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype) -> Tensor:
-    """Return the sum of the ranks' parts of experts, [T, D], rounded once."""
+def all_reduce_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype) -> Tensor:
+    """Return the sum of all ranks' expert outputs, [T, D], rounded once."""
     tokens, _, hidden = parts.outputs_TKD.shape
-    found = None if hidden % BLOCK else _through_peers(axis, parts, tokens * hidden, dtype)
-    return total(axis, part_of_experts(parts), dtype) if found is None else found
+    found = None if hidden % BLOCK else _peer_all_reduce(axis, parts, tokens * hidden, dtype)
+    return all_reduce_parts(axis, part_of_experts(parts), dtype) if found is None else found
 
 
-def most_near(axis: Axis, hidden: int) -> int:
-    """Return of how many tokens of each rank the rows and sums fit in memory that the ranks have opened to each other."""
+def most_peer_tokens(axis: Axis, hidden: int) -> int:
+    """Return how many tokens per rank fit in the peer memory that carries rows and sums; 0 if there is none."""
     return 0 if axis.memory is None else most_rows(axis.memory.inbox, hidden)
 
 
-def gather_rows(axis: Axis, rows: TokenRows, count: int) -> TokenRows:
-    """Return the rows of all ranks' tokens, ``count`` of each, the same on all ranks: a missing one has a negative position."""
-    if axis.memory is not None and 0 < count <= most_near(axis, rows.x_TD.shape[1]):
+def all_gather_rows(axis: Axis, rows: TokenRows, count: int) -> TokenRows:
+    """Return the rows of all ranks' tokens, ``count`` per rank on every rank; ranks pad with rows of negative positions."""
+    if axis.memory is not None and 0 < count <= most_peer_tokens(axis, rows.x_TD.shape[1]):
         return all_gather(rows, axis.memory.inbox, count)
     return TokenRows(*axis.begin_all_gather(*lengthened(rows, count)).wait())
 
 
-def total_of_own(axis: Axis, parts: ExpertSum, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Return the sum of the ranks' parts of experts of this rank's tokens [T, D], and its shared expert's results, rounded once.
+def reduce_scatter_experts(axis: Axis, parts: ExpertSum, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Return the sum over all ranks of the expert outputs of this rank's tokens, and its shared expert's, [T, D], rounded once.
 
     Args:
-        parts: Of the tokens that ``gather_rows`` returned.
-        tokens: How many of them are this rank's.
+        parts: This rank's expert outputs of all tokens that ``all_gather_rows`` returned.
+        tokens: How many of these tokens are this rank's.
         dtype: Of the result.
     """
     count = len(parts.slots_TK) // axis.size
-    if axis.memory is not None and 0 < count <= most_near(axis, parts.outputs_TKD.shape[2]):
+    if axis.memory is not None and 0 < count <= most_peer_tokens(axis, parts.outputs_TKD.shape[2]):
         return reduce_scatter(parts, axis.memory.inbox, tokens, dtype)
     sums_TD = axis.reduce_scatter(part_of_experts(parts._replace(shared_TD=None)))[:tokens]
     begin = axis.rank * count
@@ -104,16 +104,16 @@ def total_of_own(axis: Axis, parts: ExpertSum, tokens: int, dtype: torch.dtype) 
 
 
 def rounded_sum(part_TD: Tensor, also_TD: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the sum of float32 numbers and others, rounded once: in one launch."""
+    """Return the sum of float32 numbers and ``also_TD``, if any, rounded once, in one launch."""
     if also_TD is None:
         return part_TD.to(dtype)
     return torch.add(part_TD, also_TD, out=torch.empty_like(part_TD, dtype=dtype))
 
 
-def _through_peers(
+def _peer_all_reduce(
     axis: Axis, part: Tensor | ExpertSum, numbers: int, dtype: torch.dtype, also: Tensor | None = None
 ) -> Tensor | None:
-    """Return the sum of so many numbers through memory that the ranks have opened to each other; ``None`` where none goes there."""
+    """Return the sum of ``numbers`` numbers through peer memory; ``None`` if there is no such memory, or it does not fit."""
     memory = axis.memory
     if memory is None or numbers == 0:
         return None

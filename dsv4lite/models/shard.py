@@ -1,7 +1,7 @@
-"""How the ranks of a mesh share a model: which layouts divide, and what one rank holds.
+"""How the ranks of a mesh share a model: which layouts divide it, and what one rank holds.
 
-Within a pipeline stage, tp cuts attention heads, dense matrices and the vocabulary. Routed experts go to the ranks of ep whole;
-where tp has more ranks than ep, each is cut by width among ``tp / ep`` of them. The family's ``Tensors`` say how each is cut.
+Within a pipeline stage, tp splits attention heads, dense matrices and the vocabulary, and ep distributes whole routed experts. If
+tp exceeds ep, ``tp / ep`` ranks share each routed expert by its width. The family's ``Tensors`` say how each tensor is split.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dsv4lite.parallel.shard import Shards
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.tensors import FORMATS, Tensors, stored_tensors
 
-UNSHARED_TOKENS = 128  # the shared expert of so many takes as long as reading its weights: splitting them saves nothing
+UNSHARED_TOKENS = 128  # up to here the shared expert takes as long as reading its weights: splitting the tokens saves nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,8 +31,8 @@ class ModelShard:
 
     Attributes:
         mesh: The rank's place and its collectives.
-        vocab: Token ids whose rows of embedding and head it holds.
-        layers: Hidden layers.
+        vocab: Token ids whose rows of embedding and head the rank holds.
+        layers: Hidden layers of the rank's pipeline stage.
         dispatcher, redundant_experts: See ``ModelSource.build``.
     """
 
@@ -54,7 +54,7 @@ class ModelShard:
         """Return the shard of the mesh's rank.
 
         Raises:
-            ConfigError: The model cannot be shared so.
+            ConfigError: The mesh's layout does not divide the model.
         """
         check_layout(config, tensors, mesh.layout)
         part = config.vocab_size // mesh.layout.tp
@@ -68,40 +68,40 @@ class ModelShard:
 
     @property
     def first(self) -> bool:
-        """Whether tokens enter here: the stage holds the embedding."""
+        """Whether this is the first pipeline stage, which holds the embedding."""
         return self.mesh.pp.rank == 0
 
     @property
     def last(self) -> bool:
-        """Whether logits leave here: the stage holds the head, and the MTP blocks."""
+        """Whether this is the last pipeline stage, which holds the head and the drafter."""
         return self.mesh.pp.rank == self.mesh.pp.size - 1
 
     def part(self, size: int) -> int:
-        """Return this rank's part of a size that tp divides: heads, or the width of a dense matrix."""
+        """Return a size divided by tp: heads, or the width of a dense matrix."""
         return size // self.mesh.layout.tp
 
     def expert_part(self, width: int) -> int:
-        """Return this rank's part of the width of a routed expert that it holds."""
+        """Return how much of a routed expert's width one rank holds."""
         return width // width_ranks(self.mesh.layout)
 
     @property
     def gathered(self) -> int:
-        """How many different tokens' ranks share the experts with this one."""
+        """Number of groups of ranks with different tokens that share the routed experts, this rank's group included."""
         return max(1, self.mesh.ep.size // self.mesh.peers.size)
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of this rank's part of a result that is wanted in ``dtype``: partial sums are float32."""
+        """Return the dtype of this rank's part of a result in ``dtype``: float32 if the parts must be summed over tp."""
         return dtype if self.mesh.tp.size == 1 else torch.float32
 
     def first_placement(self, config: ModelConfig) -> Placement:
-        """Return where experts are at the start."""
+        """Return the initial placement of experts."""
         ranks = self.mesh.ep.size
         if not self.redundant_experts:
             return Placement.consecutive(config.num_experts, ranks)
         return balance([1] * config.num_experts, slots=config.num_experts + self.redundant_experts, ranks=ranks)
 
     def make_dispatcher(self, slots_per_rank: int, numerics: Numerics) -> Dispatcher | None:
-        """Return the dispatcher of one layer; ``None`` if this rank has all of every expert."""
+        """Return the dispatcher of one layer; ``None`` if this rank holds all experts whole."""
         if self.mesh.ep.size == 1 and self.mesh.peers.size == 1:
             return None
         ranks = ExpertRanks(
@@ -114,19 +114,19 @@ class ModelShard:
         return make_dispatcher(self.dispatcher, ranks)
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank is of the first copy, which alone adds what every copy computes."""
+    def is_first_copy(self) -> bool:
+        """Whether this rank belongs to the first copy of the attention part, which alone adds results that all copies compute."""
         return self.mesh.place.copy == 0
 
     def shared_tokens(self, tokens: int, *, any_order: bool = True) -> slice:
-        """Return which of so many tokens this rank's shared expert works on.
+        """Return which of ``tokens`` tokens this rank's shared expert computes.
 
-        Where there are copies, each takes a part of many tokens. Without ``any_order`` the first one takes all: the order of a
-        token's sum is not to depend on its place in the step.
+        If the attention part has several copies, each computes a part of a large step. Without ``any_order`` the first copy
+        computes all tokens, because the order of a token's sum must not depend on its place in the step.
         """
         copies = self.mesh.layout.copies
         if copies == 1 or tokens <= UNSHARED_TOKENS or not any_order:
-            return slice(0, tokens if self.leads else 0)
+            return slice(0, tokens if self.is_first_copy else 0)
         return equal_part(tokens, self.mesh.place.copy, copies)
 
 
@@ -136,7 +136,7 @@ def width_ranks(layout: Layout) -> int:
 
 
 def shards_of(config: ModelConfig, tensors: Tensors, layout: Layout, rank: int) -> Shards:
-    """Return which part of every tensor of the checkpoint belongs to a rank."""
+    """Return the rules by which a rank takes its part of each checkpoint tensor."""
     place = layout.place(rank)
     axes = {
         "tp": (place.tp, layout.tp),
@@ -148,10 +148,10 @@ def shards_of(config: ModelConfig, tensors: Tensors, layout: Layout, rank: int) 
 
 
 def check_layout(config: ModelConfig, tensors: Tensors, layout: Layout) -> None:
-    """Check that a model can be shared in a layout. Scale blocks are checked later, when tensors are cut.
+    """Check that a layout divides a model. Scale blocks are checked later, when tensors are cut.
 
     Raises:
-        ConfigError: Names what does not divide.
+        ConfigError: Names the size that does not divide.
     """
     tp, ep = layout.tp, layout.ep
     for name, count, axis in tensors.divides(config):
@@ -169,10 +169,10 @@ def check_layout(config: ModelConfig, tensors: Tensors, layout: Layout) -> None:
 
 
 def layouts_for(config: ModelConfig, tensors: Tensors, devices: int, block: tuple[int, int] | None = None) -> tuple[Layout, ...]:
-    """Return every layout of so many devices in which a model can be shared, those with fewer stages first.
+    """Return every layout of ``devices`` devices that divides a model, those with fewer stages first.
 
     Args:
-        block: Of weight-only formats, the rows and columns that ranks can cut matrices by.
+        block: For weight-only formats, rows and columns of which each cut must be a multiple.
 
     Raises:
         ConfigError: There is none.
@@ -207,14 +207,14 @@ def _check_blocks(config: ModelConfig, tensors: Tensors, layout: Layout, block: 
 
 
 def _one_expert(config: ModelConfig) -> ModelConfig:
-    """Return a config of one routed expert per layer, as all of a layer are alike; a dense model stays as it is."""
+    """Return the config with one routed expert per layer: all experts of a layer have the same shapes. Dense models stay."""
     if not config.num_experts:
         return config
     return replace(config, num_experts=1, experts_per_token=1, expert_groups=1, top_groups=1)
 
 
 def stages(config: ModelConfig, tensors: Tensors, count: int) -> tuple[range, ...]:
-    """Return the layers of every pipeline stage, such that the stage with the most bytes has as few as can be."""
+    """Return the layers of every pipeline stage; the cut minimises the bytes of weights of the largest stage."""
     layers = config.num_hidden_layers
     if count == 1:
         return (range(layers),)
@@ -226,7 +226,8 @@ def stages(config: ModelConfig, tensors: Tensors, count: int) -> tuple[range, ..
         place = int(name.split(".")[1]) if name.startswith("layers.") else 0 if name.startswith("embed") else layers - 1
         weights[place] += copies * sum(tensor.nbytes for tensor in stored.values())
     before = [0, *accumulate(weights)]
-    # The best cut of the first ``end`` layers: most bytes of a stage, then the sum of squares, which evens out the others; ends.
+    # Dynamic programming. ``row[end]`` is the best cut of the first ``end`` layers: bytes of its largest stage, then the sum of
+    # squares, which evens out the other stages, then the ends of the stages.
     first: list[tuple[int, int, tuple[int, ...]]] = [(before[end], before[end] ** 2, (0, end)) for end in range(layers + 1)]
     best = [first]
     for parts in range(2, count + 1):

@@ -136,7 +136,7 @@ class MtpDrafter:
         """Store the block's KV rows of a step."""
         fed = copy(batch)
         fed.token_ids_T = next_T
-        self._model.mtp_feed(streams_TND, fed, self._cache)
+        self._model.mtp_store_kv(streams_TND, fed, self._cache)
 
     def draft(self, state: DraftState, choose: Choose) -> Tensor:
         """Run the block once for the sequences with a page for its row; int64 [S, 1]."""

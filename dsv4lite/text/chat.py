@@ -1,8 +1,8 @@
 """DeepSeek-V4's chat format: messages in, the prompt's text out.
 
-The release has no template; the prompt is built by code. The constant texts below and every separator are part of what the model
-was trained on. ``render_messages`` returns the official text in parts, which tell the template from what messages and tools say, so
-that only the template writes control tokens.
+The release ships no chat template, so code builds the prompt. The model was trained on the constant texts below and on every
+separator. ``render_messages`` returns the official text in parts, which separate the template from the contents of messages and
+tools, so that only the template can write control tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dsv4lite.text.tokenizer import BOS, EOS, Content
 REMINDER = "<｜latest_reminder｜>"
 ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
 TASKS = ("action", "query", "authority", "domain", "title", "extracted_url", "read_url")
-"""Quick instructions: what ``task`` of a message may be; the token is ``<｜TASK｜>``."""
+"""Quick instructions, the values of a message's ``task``; each has a token ``<｜TASK｜>``."""
 
 EFFORT_1 = (
     "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
@@ -89,18 +89,18 @@ class Efforts:
     """The reasoning efforts of one release.
 
     Attributes:
-        texts: For every effort the release knows, the text that opens the prompt.
-        aliases: What other names of API values mean here.
+        texts: For each effort of the release, the text that opens the prompt.
+        aliases: Further API values, with the effort of the release that each stands for.
     """
 
     texts: Mapping[str, str]
     aliases: Mapping[str, str]
 
     def resolve(self, reasoning: str | None) -> str | None:
-        """Return the effort that an API value means; ``None`` is not to think.
+        """Return the effort for an API value; ``None`` turns reasoning off.
 
         Args:
-            reasoning: ``"none"``, one of minimal, low, medium, high, xhigh, max; ``None``, the absent value, means ``"high"``.
+            reasoning: none, minimal, low, medium, high, xhigh or max; ``None``, the absent value, stands for ``"high"``.
 
         Raises:
             InvalidRequestError: The value is unknown.
@@ -123,7 +123,7 @@ REFRESHED = Efforts(
     texts=MappingProxyType({"low": "", "high": EFFORT_1, "max": EFFORT_2}),
     aliases=MappingProxyType({"minimal": "low", "medium": "low", "xhigh": "high"}),
 )
-"""Efforts of the refreshed releases (0731 and later), one level further up; their configuration has ``dspark_block_size``."""
+"""Efforts of the refreshed releases (0731 and later), with a new highest level; their configs have ``dspark_block_size``."""
 
 _RESULT_END = re.compile("</(?=tool_result)", re.IGNORECASE)
 
@@ -141,20 +141,20 @@ def render_messages(
     Args:
         messages: OpenAI-style. ``role`` is system, developer, user, assistant, tool or latest_reminder. ``content`` is a string or
             a list of text parts. An assistant message may have ``reasoning_content``, ``tool_calls`` (each ``{id, function: {name,
-            arguments}}``) and ``wo_eos`` (leave the turn open, to be continued); a tool message names its ``tool_call_id``; a
+            arguments}}``) and ``wo_eos`` (the model continues the turn); a tool message names its ``tool_call_id``; a
             system or developer message may have ``tools`` and ``response_format``; any message a ``task`` (one of ``TASKS``).
-            Other fields have no place in the format and are ignored.
+            Other fields are ignored.
         reasoning: ``"none"`` is non-thinking mode; otherwise the effort, see ``Efforts.resolve``. The reasoning of turns before the
             last user message is left out, unless the conversation has tools.
         efforts: ``PREVIEW`` or ``REFRESHED``, by the checkpoint's release.
-        tools: Added to the first system message, which is created in front if there is none.
+        tools: Added to the first system message; without one, to a new system message in front.
         escape_results: Write ``</tool_result`` inside a tool's result as ``<\\/tool_result``, so that it cannot close its own tag.
 
     Returns:
-        Parts of the text, in order. What comes from messages and tools is ``Content``; see ``Tokenizer.encode_parts``.
+        Parts of the text, in order. The contents of messages and tools are ``Content``; see ``Tokenizer.encode_parts``.
 
     Raises:
-        InvalidRequestError: A message, a tool or ``reasoning`` is malformed; the text names the index.
+        InvalidRequestError: A message, a tool or ``reasoning`` is malformed; the error names the index.
     """
     effort = efforts.resolve(reasoning)
     thinking = effort is not None
@@ -180,7 +180,7 @@ def render_messages(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """One message of a user turn; ``call_id`` is ``None`` for what the user wrote, and a tool call's id for its result."""
+    """One message of a user turn: a tool result with the ``call_id`` of its call, or a user message with ``None``."""
 
     parts: Parts
     call_id: str | None = None
@@ -188,9 +188,9 @@ class _Block:
 
 @dataclass(slots=True, kw_only=True)
 class _Turn:
-    """A part of the prompt. A user turn gathers ``blocks`` until the next turn; all others have their body from the start.
+    """A turn of the prompt. A user turn collects ``blocks``; other turns have a ``body``.
 
-    ``call_order`` is the position of each tool call by its id, if the turn has calls.
+    ``call_order`` maps the ids of a turn's tool calls to their positions; ``None`` without calls.
     """
 
     role: str
@@ -235,7 +235,7 @@ def _turns(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, A
 
 
 def _add_block(turns: list[_Turn], message: Mapping[str, Any], where: str, escape_results: bool) -> None:
-    """Append a user or tool message to the open user turn, or open one. A task closes its turn to further user messages."""
+    """Append a user or tool message to the open user turn, or open one. After a task, only tool messages join the turn."""
     is_result = message["role"] == "tool"
     if is_result:
         text = content_of(message, where, placeholders=True)
@@ -252,7 +252,7 @@ def _add_block(turns: list[_Turn], message: Mapping[str, Any], where: str, escap
 
 
 def _sort_results(turns: Sequence[_Turn]) -> None:
-    """Put the tool results of every turn into the order of the latest calls, those of unknown calls first; text keeps its place."""
+    """Sort the tool results of each turn by the order of the latest calls, results of unknown calls first; user text stays put."""
     order: Mapping[str, int] = {}
     for turn in turns:
         if turn.call_order is not None:
@@ -292,7 +292,7 @@ def _assistant(message: Mapping[str, Any], where: str) -> _Turn:
 
 
 def _header(turn: _Turn, thinking: bool, reasons: bool) -> str:
-    """Return what follows a turn before the assistant speaks; ``reasons``: the turn's answer begins with its reasoning."""
+    """Return the text between a turn and the assistant's answer; ``reasons``: the answer begins with reasoning."""
     if turn.task == "action":
         return ASSISTANT + (THINK if thinking else END_THINK) + "<｜action｜>"
     if turn.task is not None:
@@ -303,7 +303,7 @@ def _header(turn: _Turn, thinking: bool, reasons: bool) -> str:
 
 
 def _last_question(turns: Sequence[_Turn]) -> int:
-    """Return the index of the last user or developer turn, -1 without one."""
+    """Return the index of the last user or developer turn; -1 if there is none."""
     return max((i for i, turn in enumerate(turns) if turn.role in ("user", "developer")), default=-1)
 
 

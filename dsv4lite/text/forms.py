@@ -1,4 +1,4 @@
-"""Which chat format a checkpoint has: one that this package writes, or the Jinja template that the checkpoint ships."""
+"""Finds a checkpoint's chat format: one that this package implements, or the checkpoint's own Jinja template."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from dsv4lite.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatForm:
-    """How to talk to a model.
+    """A model's chat format.
 
     Attributes:
         render: Returns a prompt in parts; takes messages and, by name, ``reasoning``, ``tools`` and ``escape_results``, as
             ``chat.render_messages`` does.
-        calls: How the model writes tool calls; ``None`` where that is not known.
-        opens_reasoning: The model opens its reasoning itself where the prompt does not.
+        calls: How the model writes tool calls; ``None`` if that is not known.
+        opens_reasoning: The model may open its reasoning itself if the prompt does not.
     """
 
     render: Callable[..., Parts]
@@ -54,7 +54,7 @@ class ChatForm:
         return "tokens" if self.calls.separator else "dsml"
 
     def thinking(self, parts: Parts) -> bool | None:
-        """Return whether what follows a prompt is reasoning; see ``ChatParser``."""
+        """Return whether the answer to a prompt begins with reasoning; see ``ChatParser``."""
         return True if parts[-1].rstrip().endswith(THINK) else None if self.opens_reasoning else False
 
 
@@ -75,12 +75,12 @@ FORMS: Mapping[str, ChatForm] = MappingProxyType(
 
 
 def find_form(family: str | None, tokenizer: Tokenizer, *, shipped: bool) -> tuple[ChatForm | None, str]:
-    """Return a model's chat format, or ``None`` and what is missing.
+    """Return a model's chat format and an empty string, or ``None`` and the reason.
 
     Args:
-        family: What ``Family.chat`` says.
-        tokenizer: Its tokens and its template tell releases apart that have the same config.
-        shipped: Take the checkpoint's template, even if the package knows the format.
+        family: The name that ``Family.chat`` returns.
+        tokenizer: Its tokens and template tell releases with the same config apart.
+        shipped: Use the checkpoint's template, even if this package implements the format.
     """
     template = tokenizer.chat_template
     name = None if shipped else release_of(family, tokenizer)
@@ -99,12 +99,12 @@ def find_form(family: str | None, tokenizer: Tokenizer, *, shipped: bool) -> tup
 
 
 def release_of(family: str | None, tokenizer: Tokenizer) -> str | None:
-    """Return the name of a model's format; V3, R1 and V3.1 have one config, and so have V3.2-Exp and V3.2."""
+    """Return the name of a model's format. V3, R1 and V3.1 have the same config, and so do V3.2-Exp and V3.2."""
     template = tokenizer.chat_template
     if family not in ("deepseek_v3", "deepseek_v32"):
         return family
     if tokenizer.token_id(USER) is None:
-        return None  # a model of other makers
+        return None  # another maker's model of this family
     if family == "deepseek_v32":
         return family if template is None or DSML in template else "deepseek_v31"  # V3.2-Exp ships V3.1's
     if tokenizer.token_id("<｜search▁begin｜>") is not None:
@@ -115,7 +115,7 @@ def release_of(family: str | None, tokenizer: Tokenizer) -> str | None:
 
 
 def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
-    """Return the format of a template, which is run in Jinja's sandbox.
+    """Return the format of a template, which runs in Jinja's sandbox.
 
     Raises:
         jinja2.TemplateError: The template is malformed.
@@ -137,10 +137,10 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
         problem = "" if reasoning is None else one_of(*EFFORTS)(reasoning)
         require(not problem, "reasoning", reasoning, problem)
         roles_of(messages, tools, ("system", "developer", "user", "assistant", "tool"))
-        json_content([messages, tools], "the conversation")  # else it is malformed
+        json_content([messages, tools], "the conversation")  # raises if it is not JSON
         thinking = reasoning != "none"
-        # What messages say is cut inside of control tokens, so that they stay text; see ``Tokenizer.encode_parts``. No message can
-        # contain the mark of a cut, which is another one each time.
+        # A mark cuts every control token in messages and tools, so that it is encoded as text; see ``Tokenizer.encode_parts``. The
+        # mark is random, so that no message can contain it.
         mark = f"\ue000{secrets.token_hex(8)}\ue001" if escape_results else ""
 
         def written(conversation: Sequence[Mapping[str, Any]]) -> str:
@@ -154,10 +154,10 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
                 eos_token=tokenizer.eos_token or "",
             )
 
-        try:  # a template is a program, which raises what it likes
+        try:  # a template is a program that may raise any exception
             text = written(messages)
         except Exception as error:
-            try:  # some write the JSON of a call's arguments as it is, others one member after the other
+            try:  # some templates take a call's arguments as the text of JSON, others as an object
                 text = written(list(map(_with_other_arguments, messages)))
             except Exception:
                 raise InvalidRequestError(
@@ -178,7 +178,7 @@ def _refuse(problem: str) -> None:
 
 
 def _with_other_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose tool calls have their arguments in the other form: an object, or its JSON."""
+    """Return a message with the other form of its tool calls' arguments: an object for the text of JSON, or the reverse."""
     calls = []
     for i, call in enumerate(list_of(message, "tool_calls", "the message")):
         function = function_of(call, f"tool_calls[{i}]")

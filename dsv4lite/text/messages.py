@@ -1,4 +1,4 @@
-"""What every chat format does with messages: their fields, checked, and the tool calls that V3.2 and V4 write alike."""
+"""Shared by all chat formats: checked access to the fields of messages, and the DSML tool calls of V3.2 and V4."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ DSML = "｜DSML｜"
 RESPONSE_FORMAT = "## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
 
 Parts = tuple[str, ...]
-"""A prompt's text in order; what messages and tools say is ``Content``."""
+"""A prompt's text, in order; the contents of messages and tools are ``Content``."""
 
 
 def json_text(value: object) -> str:
-    """Return JSON as the formats write it: ``", "`` and ``": "``, characters unescaped, keys in their order."""
+    """Return JSON as the formats write it: separators ``", "`` and ``": "``, no escapes of non-ASCII characters, keys in order."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -27,12 +27,12 @@ def json_content(value: object, where: str) -> Content:
     """Return a value as JSON; ``where`` names it in errors."""
     try:
         return Content(json_text(value))
-    except (TypeError, ValueError, RecursionError) as error:  # no JSON value, a cycle, a huge integer, too deep
+    except (TypeError, ValueError, RecursionError) as error:  # not a JSON value, a cycle, a huge integer, nesting too deep
         raise malformed(f"{where} cannot be written as JSON: {error}", value) from error
 
 
 def malformed(problem: str, value: object) -> InvalidRequestError:
-    """Return the error of a conversation that cannot be written."""
+    """Return the error for a malformed conversation."""
     return InvalidRequestError(problem, parameter="messages", value=value)
 
 
@@ -40,7 +40,7 @@ def roles_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
     """Return the roles of a conversation's messages, each one of ``roles``.
 
     Raises:
-        InvalidRequestError: There is no message, a message has no such role, or messages or tools are no lists.
+        InvalidRequestError: There is no message, a role is unknown, or messages or tools are not lists.
     """
     if not is_list(messages):
         example = "write [{'role': 'user', 'content': ...}]" if isinstance(messages, (str, Mapping)) else ""
@@ -68,7 +68,7 @@ def is_list(value: object) -> bool:
 
 
 def list_of(message: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
-    """Return a field that is a list, or nothing."""
+    """Return a field that must be a list; an empty sequence if it is absent."""
     found: Any = message.get(name) or ()
     if not is_list(found):
         raise malformed(f"the {name} of {where} must be a list, not {type(found).__name__}", found)
@@ -76,7 +76,7 @@ def list_of(message: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
 
 
 def text_of(message: Mapping[str, Any], name: str, where: str) -> str:
-    """Return a field that is a string, or the empty string."""
+    """Return a field that must be a string; the empty string if it is absent."""
     found: object = message.get(name) or ""
     if not isinstance(found, str):
         raise malformed(f"the {name} of {where} must be a string, not {shown(found)}", found)
@@ -95,7 +95,7 @@ def function_of(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def arguments_of(function: Mapping[str, Any], where: str) -> object:
-    """Return the arguments of the function of a tool call: JSON, or what it says."""
+    """Return the arguments of a tool call's function: the text of JSON, or the value itself."""
     if "arguments" not in function:
         raise malformed(f"the function of {where} has no 'arguments'", function)
     arguments: object = function["arguments"]
@@ -106,9 +106,9 @@ def content_of(message: Mapping[str, Any], where: str, *, optional: bool = False
     """Return a message's content as text.
 
     Args:
-        message: The message; a list as content is joined by blank lines.
-        where: What to call the message in errors.
-        optional: ``None`` or no content is the empty string.
+        message: The message; blank lines join the parts of a list.
+        where: Name of the message in errors.
+        optional: Missing content and ``None`` are the empty string; otherwise they are errors.
         placeholders: Write ``[Unsupported TYPE]`` for a part that is not text, as the format does in tool results.
     """
     content: object = message.get("content")
@@ -131,11 +131,11 @@ def content_of(message: Mapping[str, Any], where: str, *, optional: bool = False
 
 
 def system_parts(message: Mapping[str, Any], where: str, text: str, describe: Callable[..., str] = json_content) -> Parts:
-    """Return what a system or developer message says of its tools and response format.
+    """Return the parts of a system or developer message about its tools and response format.
 
     Args:
-        text: About tools; ``%TOOLS%`` stands for their descriptions.
-        describe: Describes the function of a tool; its place, for errors, is the second argument.
+        text: Text about tools, with ``%TOOLS%`` in place of their descriptions.
+        describe: Describes the function of a tool; the second argument is its name in errors.
     """
     parts: list[str] = []
     tools = list_of(message, "tools", where)
@@ -150,7 +150,7 @@ def system_parts(message: Mapping[str, Any], where: str, text: str, describe: Ca
 
 
 def dsml_call(function: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Write one tool call. Strings are raw, everything else is JSON; arguments that are no JSON object become one string."""
+    """Yield one tool call. Strings are raw, other values are JSON; arguments that are not a JSON object become one string."""
     given = arguments_of(function, where)
     arguments = given
     if isinstance(given, str):

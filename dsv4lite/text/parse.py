@@ -1,4 +1,4 @@
-"""Read what DeepSeek's models write: reasoning, content and tool calls, as the text arrives.
+"""Incremental parser of the models' answers: reasoning, content and tool calls.
 
     reasoning</think>content
 
@@ -11,16 +11,16 @@ V4 and V3.2 write calls in DSML:
     </｜DSML｜invoke>
     </｜DSML｜tool_calls><EOS>
 
-V3 and R1 write them as tokens around JSON, and V3.1 without the fence, as ``NAME<｜tool▁sep｜>JSON``:
+V3 and R1 write calls as tokens around JSON; V3.1 has no fence and writes ``NAME<｜tool▁sep｜>JSON``:
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
     ```json
     JSON
     ```<｜tool▁call▁end｜><｜tool▁calls▁end｜><EOS>
 
-A model errs, and its output may end anywhere, so nothing is an error here: what is not markup is text, what is malformed inside
-the block is skipped, and a call cut off by the length limit has the parameters that were complete. The result depends on the text
-alone, never on how it was cut into pieces.
+Models make mistakes, and their output may end anywhere, so the parser raises no errors: text that is not markup is content,
+malformed text inside the block is skipped, and a call that the length limit cuts off keeps its complete parameters. The result
+depends on the text alone, not on how it was cut into pieces.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dsv4lite.text.scan import Scanner
 from dsv4lite.text.tokenizer import EOS
 
 _BLOCK_NAMES = ("tool_calls", "toolcalls", "function_calls")
-"""The trained name first, then what models also write."""
+"""The trained name, then other names that models write."""
 _BLOCK_OPENINGS = tuple(f"{gap}<{DSML}{space}{name}>" for name in _BLOCK_NAMES for space in ("", " ") for gap in ("\n\n", "\n", ""))
 """The newlines before the block belong to it."""
 _TEXT_MARKERS = {
@@ -58,7 +58,7 @@ _WRAPPERS = ("arguments", "input")
 """Names under which a model may put all arguments as one object."""
 
 CallSyntax = Literal["dsml", "tokens", "none"]
-"""How a model writes tool calls; with ``"none"`` all of its answer is content."""
+"""How a model writes tool calls; with ``"none"`` calls are not recognised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedChat:
-    """An assistant's turn, or what a piece of output added to it: a tool call as soon as it is complete."""
+    """An assistant's turn, or the additions of one piece of output; a tool call is added once it is complete."""
 
     reasoning: str = ""
     content: str = ""
@@ -91,15 +91,15 @@ class _State(enum.Enum):
     VALUE = enum.auto()
     """In a parameter."""
     CALLS = enum.auto()
-    """Between calls that are tokens; text there is dropped."""
+    """Between calls written as tokens; text there is dropped."""
     CALL = enum.auto()
-    """In one of them."""
+    """In a call written as tokens."""
     DONE = enum.auto()
     """After the block or EOS; text there is dropped."""
 
 
 class ChatParser:
-    """Parses one assistant turn incrementally; all pieces joined equal the result."""
+    """Parses one assistant turn incrementally. The joined results of ``push`` and ``finish`` equal ``result``."""
 
     def __init__(
         self,
@@ -113,13 +113,13 @@ class ChatParser:
         """Start a turn.
 
         Args:
-            thinking: Whether the prompt ends with ``<think>``, so that the output begins with reasoning; with ``None`` it does if
-                ``<think>`` is the first that comes.
-            tools: Tool definitions; their schemas help with values that are not JSON although they should be.
-            syntax: Of tool calls.
-            call_id_prefix: Tool calls get this and their number as id.
-            guarded: A grammar makes calls well-formed behind the reasoning: there are none inside of it, and one that is cut off
-                is none.
+            thinking: Whether the output begins with reasoning, because the prompt ends with ``<think>``. ``None``: it does if the
+                output begins with ``<think>``.
+            tools: Tool definitions; their schemas give the type of values that should be JSON but are not.
+            syntax: How the model writes tool calls.
+            call_id_prefix: The id of a tool call is this prefix and the call's number.
+            guarded: A grammar guarantees well-formed calls after the reasoning: reasoning contains no calls, and a call that is cut
+                off is dropped.
         """
         self._state = _State.REASONING if thinking else _State.CONTENT
         self._may_open = thinking is None
@@ -130,7 +130,7 @@ class ChatParser:
         self._call_id_prefix = call_id_prefix
         self._scanner = Scanner()
         self._pieces: list[str] = []
-        """Of the tag or value that is being read."""
+        """Text of the tag or value that is being read."""
         self._parameter: tuple[str, str | None] = "", None
         """Name and ``string`` attribute of the parameter whose value is being read."""
         self._call_name: str | None = None
@@ -141,7 +141,7 @@ class ChatParser:
         self._calls: list[ToolCall] = []
 
     def push(self, text: str) -> ParsedChat:
-        """Read a piece of output. Text that may be the beginning of markup is held back until that is decided."""
+        """Read a piece of output. Text that may be the beginning of markup is held back until more text decides it."""
         seen = self._seen()
         if self._state is not _State.DONE:
             self._scanner.feed(text)
@@ -150,7 +150,7 @@ class ChatParser:
         return self._since(*seen)
 
     def finish(self) -> ParsedChat:
-        """End the turn: return what was held back, and close a call that was cut off."""
+        """End the turn: return the text held back, and close a call that was cut off."""
         seen = self._seen()
         if self._state in (_State.REASONING, _State.CONTENT):
             self._emit(self._scanner.rest())
@@ -197,7 +197,7 @@ class ChatParser:
                 self._state = _State.REASONING
         self._emit(text)
         if marker == END_THINK:
-            self._state = _State.CONTENT  # where a further one is stray, and dropped
+            self._state = _State.CONTENT  # a further </think> in the content is dropped
         elif marker == EOS:
             self._end()
         elif marker in _BLOCK_OPENINGS:
@@ -211,7 +211,7 @@ class ChatParser:
             (self._reasoning if self._state is _State.REASONING else self._content).append(text)
 
     def _at_tag(self, marker: str | None) -> bool:
-        """Enter the tag that ``marker`` begins; one that was not finished is thereby given up."""
+        """Enter the tag that ``marker`` begins; an unfinished tag before it is dropped."""
         self._pieces = []
         if marker == EOS:
             self._end()
@@ -253,7 +253,7 @@ class ChatParser:
         return marker is not None
 
     def _read_call(self) -> bool:
-        """Read a call that is tokens; one that is cut off, or has no separator, is none."""
+        """Read a call written as tokens; one that is cut off or has no separator is dropped."""
         piece, marker = self._scanner.read_until((CALL, END_CALL, END_CALLS, EOS))
         if self._state is _State.CALL:
             self._pieces.append(piece)
@@ -303,8 +303,8 @@ def _arguments(given: Mapping[str, tuple[str, str | None]], properties: Mapping[
 def _value_json(value: str, string: str | None, schema: object) -> str:
     """Return a parameter's value as JSON text.
 
-    A JSON value keeps its spelling, so that no digit of a number is lost. One that should be JSON and is not is read as the type
-    that its schema asks for, else as text.
+    A JSON value keeps its spelling, so that no digit of a number is lost. A value that should be JSON but is not is converted to
+    the type in its schema if possible, otherwise to a string.
     """
     if string == "true":
         return json_text(value)
@@ -323,7 +323,7 @@ def _value_json(value: str, string: str | None, schema: object) -> str:
 
 
 def _is_json(text: str) -> bool:
-    """Whether ``text`` is strict JSON: no NaN or Infinity, which Python's parser would let pass."""
+    """Whether ``text`` is strict JSON, without NaN and Infinity, which Python's parser accepts."""
     try:
         json.loads(text, parse_constant=_no_constant, parse_int=str, parse_float=str)
     except (ValueError, RecursionError):
@@ -336,7 +336,7 @@ def _no_constant(name: str) -> None:
 
 
 def _number(text: str, kind: str) -> str | None:
-    """Return a number that is not spelled as in JSON (``+5``, ``.5``) as JSON, or ``None``."""
+    """Return a number with a spelling that JSON lacks (``+5``, ``.5``) as JSON; ``None`` if it is not a finite number."""
     try:
         if kind == "integer":
             return str(int(text))

@@ -1,7 +1,7 @@
 """The chat formats of V3, R1, V3.1 and V3.2: one table of marks and rules, and one encoder.
 
-What each release was trained on: the templates that its repository publishes, and V3.2's encoder program. V3 and R1 publish no text
-that describes tools; theirs has the wording of V3.1's with their own form of a call.
+Sources: the templates in the releases' repositories, and V3.2's encoder program. V3 and R1 publish no text that describes tools;
+they get V3.1's wording with their own form of a call.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ Message = Mapping[str, Any]
 
 
 class Marks(NamedTuple):
-    """What encloses tool calls or results: all of a turn's, each one, and what lies between two."""
+    """Text around tool calls or results: ``first`` and ``last`` around all of a turn, ``before`` and ``after`` each."""
 
     first: str
     before: str
@@ -101,7 +101,7 @@ class Marks(NamedTuple):
 
 
 class CallForm(NamedTuple):
-    """How a release writes tool calls: their marks, and what lies between name and arguments; with ``""`` calls are DSML."""
+    """How a release writes tool calls: their marks, and the separator of name and arguments; ``""`` stands for DSML."""
 
     marks: Marks
     separator: str = ""
@@ -112,7 +112,7 @@ DSML_CALLS = CallForm(Marks(f"\n\n<{DSML}tool_calls>\n", "", "", "\n", f"\n</{DS
 
 
 def call_marker(form: CallForm, tokenizer: Tokenizer) -> str | None:
-    """Return the first added token of calls, without which there is none; ``None`` if the vocabulary lacks it."""
+    """Return the added token that begins all calls; ``None`` if the vocabulary lacks it."""
     return next(iter(tokenizer.split_added(form.marks.first)[1:]), None)
 
 
@@ -121,16 +121,17 @@ class Release:
     """The marks and rules of one release.
 
     Attributes:
-        thinks: When it reasons before it answers. ``"asked"``: unless ``reasoning`` is ``"none"``.
-        headers: What follows a question: before an answer without reasoning, and before one with it.
-        each_question: A header follows every user message, not only those that an assistant answers.
-        keeps_reasoning: Turns after the last question have theirs.
-        splits: Ends of reasoning at which a past answer is cut; only what follows them stays. -1 is all of them.
-        tools: About tools; ``%TOOLS%`` stands for them.
-        schemas: Tools are lines of JSON, else sections; system messages stay where they are, else all of them open the prompt.
-        calls: How it writes tool calls.
-        results: Around tool results.
-        after_results: What follows them: before an answer without reasoning, and before one with it.
+        thinks: When the model reasons before it answers. ``"asked"``: unless ``reasoning`` is ``"none"``.
+        headers: Text after a question: before an answer without reasoning, and before one with reasoning.
+        each_question: A header follows every user message, not only those that an answer follows.
+        keeps_reasoning: Assistant messages after the last question keep their reasoning.
+        splits: Most ``</think>`` at which a past answer is split; only the last piece is kept. -1: no limit.
+        tools: Text about tools; ``%TOOLS%`` stands for their descriptions.
+        schemas: Tools are lines of JSON, and system messages stay in place. Otherwise tools are sections of text, and all system
+            messages are joined at the beginning of the prompt.
+        calls: How the model writes tool calls.
+        results: Text around tool results.
+        after_results: Text after the results: before an answer without reasoning, and before one with reasoning.
     """
 
     thinks: Literal["never", "always", "asked"]
@@ -161,7 +162,7 @@ RELEASES: Mapping[str, Release] = MappingProxyType(
     {
         "deepseek_v3": _V3,
         "deepseek_r1": replace(_V3, thinks="always", headers=(ASSISTANT, f"{ASSISTANT}{THINK}\n"), each_question=False, splits=-1),
-        "deepseek_r1_0528": replace(_V3, thinks="always", splits=-1),  # it opens its reasoning itself
+        "deepseek_r1_0528": replace(_V3, thinks="always", splits=-1),  # the model opens its reasoning itself
         "deepseek_v31": Release(
             thinks="asked",
             headers=(ASSISTANT + END_THINK, ASSISTANT + THINK),
@@ -200,18 +201,18 @@ def render_release(
 
     Args:
         messages: OpenAI-style, as in ``chat.render_messages``, without ``task`` and latest_reminder. Only V3.2 has developer
-            messages and ``response_format``. Tool results are in the order of the calls.
-        release: Of ``RELEASES``.
-        reasoning: ``"none"`` is non-thinking mode, any other effort thinking mode; ``None`` is thinking if the release can. V3
-            never thinks, and R1 always does. Past answers are without their reasoning.
-        tools: Added to the first system message, which is created in front if there is none.
+            messages and ``response_format``. Tool results must be in the order of the calls.
+        release: One of ``RELEASES``.
+        reasoning: ``"none"`` is non-thinking mode, any other effort thinking mode; ``None`` is thinking mode if the release has
+            one. V3 never thinks, and R1 always does. Past answers lose their reasoning.
+        tools: Added to the first system message; without one, to a new system message in front.
         escape_results: Write ``</result`` inside a result of V3.2 as ``<\\/result``, so that it cannot close its own tag.
 
     Returns:
         As ``chat.render_messages``.
 
     Raises:
-        InvalidRequestError: A message, a tool or ``reasoning`` is malformed; the text names the index.
+        InvalidRequestError: A message, a tool or ``reasoning`` is malformed; the error names the index.
     """
     turns = _turns(messages, tools, release)
     thinking = _thinks(release, reasoning)
@@ -252,7 +253,7 @@ def render_release(
 
 
 def _thinks(release: Release, reasoning: str | None) -> bool:
-    """Return whether an answer begins with reasoning, or raise ``InvalidRequestError``."""
+    """Return whether answers begin with reasoning; raise ``InvalidRequestError`` for an unknown effort."""
     wanted = reasoning if reasoning is not None else "none" if release.thinks == "never" else "high"
     problem = one_of(*(EFFORTS[:1] if release.thinks == "never" else EFFORTS))(wanted)
     require(not problem, "reasoning", reasoning, problem)
@@ -260,7 +261,7 @@ def _thinks(release: Release, reasoning: str | None) -> bool:
 
 
 def _turns(messages: Sequence[Message], tools: Sequence[Message] | None, release: Release) -> list[tuple[str, Message, str]]:
-    """Return role, message and its name in errors, with the request's tools in a system message."""
+    """Return the role of each message, the message, and its name in errors; add the request's tools to a system message."""
     known = ("system", *(("developer",) if release.schemas else ()), "user", "assistant", "tool")
     roles = roles_of(messages, tools, known)
     turns = [(role, message, f"messages[{i}]") for i, (role, message) in enumerate(zip(roles, messages))]
@@ -286,7 +287,7 @@ def _section(function: Message, where: str) -> str:
 
 
 def _answer(message: Message, where: str, release: Release, calls: Sequence[Any], *, keeps: bool) -> Iterator[str]:
-    """Write an assistant message; ``keeps``: with its reasoning."""
+    """Yield an assistant message; ``keeps``: with its reasoning."""
     if not calls and "content" not in message and "reasoning_content" not in message:
         raise malformed(f"{where} (assistant) has neither 'content' nor 'tool_calls'", message)
     if keeps:

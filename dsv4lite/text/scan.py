@@ -1,7 +1,7 @@
 """Search in text that arrives in pieces.
 
-What the stop strings of a completion and the markers of a chat have in common: the first of several strings is looked for, a
-piece may end inside one, and what cannot be part of one any more should be passed on at once.
+Both stop strings and chat markup need it: find the first of several strings although a piece may end inside one, and pass on text
+as soon as it cannot be part of one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 class Scanner:
     """A buffer of streamed text, read up to the first of some marker strings.
 
-    The marker that is complete first wins; of several that are complete at the same character the longest. So the answer depends
-    on the text alone, never on how it was cut into pieces.
+    The marker that ends first wins; among markers that end at the same character, the longest. So the result depends on the text
+    alone, not on how it was cut into pieces.
     """
 
     __slots__ = ("_held",)

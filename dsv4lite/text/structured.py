@@ -1,7 +1,7 @@
 """Constrain a completion to a JSON schema, a regular expression, a choice or a grammar.
 
 The grammar engine is llguidance, an optional package. It works on the bytes of the tokens; chat markup and special tokens never
-match, and end-of-sequence is allowed exactly where the text is complete.
+match, and end-of-sequence is allowed only where the text is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 CACHED_GRAMMARS = 64
-"""Compiled grammars that a compiler keeps, the latest used ones."""
+"""Number of compiled grammars that a compiler keeps, least recently used ones dropped first."""
 
 # llguidance recurses on the native stack, and compares properties pair by pair. The limits keep its stack below 2 MiB (it takes at
 # most 4.4 KiB for a level of a schema or a rule of a grammar), and the compilation of one grammar within a few seconds.
@@ -43,18 +43,18 @@ MAX_CHOICE_BYTES = 1 << 20
 MAX_NESTING = 100
 """Most objects and arrays inside each other in a JSON schema, as it is written."""
 MAX_DEPTH = 400
-"""The same where each ``$ref`` is followed once; references that lead back to themselves count with all that they may pass."""
+"""Most levels of nesting if each ``$ref`` is followed once; a cycle of references counts with all its levels."""
 MAX_PROPERTIES = 2_000
 """Most entries of all ``properties`` of a JSON schema together."""
 MAX_PATTERN_PROPERTIES = 100
 """Most entries of all ``patternProperties`` of a JSON schema together."""
 MAX_RULES = 600
-"""Most rules and brackets of a grammar: characters ``:``, ``(``, ``[`` and ``{``, wherever they are."""
+"""Most rules and brackets of a grammar, counted as its characters ``:``, ``(``, ``[`` and ``{``."""
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""Options of llguidance for JSON: nothing between its tokens but one blank behind commas and colons, or none."""
+"""llguidance's options for compact JSON: at most one blank after a comma or colon, and no other whitespace."""
 FLEXIBLE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
-"""The same for ``json_whitespace="flexible"``. Limited, because a model that is forced into a schema it does not like may write
-whitespace forever."""
+"""The same for ``json_whitespace="flexible"``. Limited, because a model that cannot write what it prefers may write whitespace
+forever."""
 _EXCLUSIVE = (
     ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
     ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
@@ -63,18 +63,18 @@ _EXCLUSIVE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What a completion has to look like; exactly one of the first four is given, within the limits of this module.
+    """A constraint on the text of a completion. Exactly one of the first four attributes is set.
 
     Attributes:
         json: A JSON schema, as a mapping or as text; kept as text.
         regex: A regular expression (Rust syntax: no look-around, no back references) that the whole text matches.
         choice: The text is one of these.
-        grammar: A context-free grammar in llguidance's variant of Lark; the rule ``start`` is the text.
-        json_whitespace: Between the tokens of ``json``: ``"compact"`` allows one blank behind a comma or colon and nothing else,
-            ``"flexible"`` up to 64 blanks, tabs and line ends anywhere.
+        grammar: A context-free grammar in llguidance's variant of Lark; the whole text matches the rule ``start``.
+        json_whitespace: Whitespace in ``json`` texts: ``"compact"`` allows one blank after a comma or colon and nothing else,
+            ``"flexible"`` up to 64 blanks, tabs and line ends between any two tokens of JSON.
 
     Raises:
-        InvalidRequestError: None or several are given, or what is given is malformed or too large.
+        InvalidRequestError: None or several are set, or one is malformed or exceeds the limits of this module.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -124,10 +124,10 @@ class StructuredOutputs:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary in a thread of its own, and remembers them. Safe to use from several threads.
+    """Compiles grammars for one vocabulary in a background thread, and caches them. Thread-safe.
 
-    The thread lives while there is something to compile. The first grammar loads llguidance and prepares the vocabulary, which
-    takes about a second: an engine without grammars does without both.
+    The background thread ends when its queue is empty. The first grammar imports llguidance and prepares the vocabulary, which
+    takes about a second; engines without grammars do neither.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int | None = None) -> None:
@@ -150,18 +150,18 @@ class GrammarCompiler:
             raise UnsupportedError(f"{sizes}: they do not belong together")
         self.eos_token_id = tokenizer.eos_token_id
         self._tokenizer = tokenizer
-        self._vocabulary: LLTokenizer | None = None  # of the thread that compiles
+        self._vocabulary: LLTokenizer | None = None  # used by the background thread only
         bits_of_byte = [[byte >> bit & 1 for bit in range(8)] for byte in range(256)]
         self.bits_of_byte = torch.tensor(bits_of_byte, dtype=torch.bool, device="cpu")
-        """To unpack llguidance's bit masks with one look-up."""
-        self._lock = threading.Lock()  # guards what follows
+        """Look-up table that unpacks llguidance's bit masks."""
+        self._lock = threading.Lock()  # guards the attributes below, and copies of matchers
         self._known: WeakValueDictionary[StructuredOutputs, Future[LLMatcher]] = WeakValueDictionary()
         self._recent: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
         self._queue: deque[tuple[StructuredOutputs, ref[Future[LLMatcher]]]] = deque()
         self._working = False
 
     def begin(self, spec: StructuredOutputs) -> Future[LLMatcher]:
-        """Begin to compile a grammar, unless it is known; return at once. A future without references is not compiled any more.
+        """Queue a grammar for compilation unless it is cached; return at once. A queued future that is dropped is not compiled.
 
         The future fails with ``InvalidRequestError`` if the schema, expression or grammar is malformed, or uses a feature that
         cannot be enforced.
@@ -179,7 +179,7 @@ class GrammarCompiler:
             return compiled
 
     def matcher(self, compiled: Future[LLMatcher]) -> GrammarMatcher:
-        """Return a matcher at the beginning of a text; wait until the grammar is compiled.
+        """Wait until the grammar is compiled; return a matcher at the beginning of a text.
 
         Raises:
             InvalidRequestError: See ``begin``.
@@ -204,7 +204,7 @@ class GrammarCompiler:
                 compiled = self._build(spec)
             except DSV4LiteError as error:
                 future.set_exception(error)
-            except BaseException as error:  # a panic of the library is no Exception
+            except BaseException as error:  # a Rust panic is not an Exception
                 problem = _malformed(f"the grammar cannot be compiled: {type(error).__name__}: {error}", spec)
                 problem.__cause__ = error
                 future.set_exception(problem)
@@ -226,7 +226,7 @@ class GrammarCompiler:
         except ValueError as error:  # the text of a schema
             raise _malformed(f"the grammar cannot be compiled: {error}", spec) from error
         if not compiled.is_error():
-            compiled.compute_bitmask()  # the first mask takes longest; copies take over what it has found out
+            compiled.compute_bitmask()  # the first mask is the slowest; copies reuse its caches
         if compiled.is_error():
             reason = compiled.get_error().strip().partition("\n<state>")[0]
             if len(reason) > 1000:  # the library repeats the grammar
@@ -236,7 +236,7 @@ class GrammarCompiler:
 
 
 class GrammarMatcher:
-    """Where one text stands in its grammar."""
+    """The position of one text in its grammar."""
 
     __slots__ = ("_compiler", "_ended", "_matcher")
 
@@ -294,9 +294,9 @@ class GrammarMatcher:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants to see it.
+    """A tokenizer with the interface that llguidance expects.
 
-    All added tokens count as special, so that no text matches them; the model's ids past the vocabulary are empty and never match.
+    All added tokens count as special, so that no text matches them. Ids of the model past the vocabulary are empty and never match.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -308,11 +308,11 @@ class _Vocabulary:
 
     def __call__(self, text: bytes | str) -> list[int]:
         text = text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
-        return self._tokenizer.encode(text, allow_special=False)  # an added token would be one that no text matches
+        return self._tokenizer.encode(text, allow_special=False)  # ids of added tokens would match no text
 
 
 def _grammar_text(spec: StructuredOutputs) -> str:
-    """Return a specification in llguidance's own terms."""
+    """Return a constraint in llguidance's grammar format."""
     from llguidance import LLMatcher
 
     if spec.json is not None:
@@ -321,16 +321,16 @@ def _grammar_text(spec: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_json_schema(spec.json, defaults=options)
     if spec.grammar is not None:
         return LLMatcher.grammar_from_lark(spec.grammar)
-    # As alternatives of a regular expression, many strings are compiled far faster than as those of a grammar.
+    # Many strings compile much faster as alternatives of a regular expression than as alternatives of a grammar.
     regex = spec.regex or "|".join(SYNTAX.sub(r"\\\g<0>", choice) for choice in spec.choice or ())
     return LLMatcher.grammar_from_regex(regex)
 
 
 def _is_installed(package: str) -> bool:
-    """Whether a package can be found; it is not imported."""
+    """Whether a package is installed, without importing it."""
     try:
         return find_spec(package) is not None
-    except ImportError:  # of a finder of the host's
+    except ImportError:  # raised by an import hook of the host
         return False
 
 
@@ -339,7 +339,7 @@ def _malformed(problem: str, value: object) -> InvalidRequestError:
 
 
 SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
-"""What means something in a regular expression."""
+"""Characters with a meaning in regular expressions."""
 
 
 def check_size(name: str, value: object, size: int, limit: int, unit: str) -> None:
@@ -366,7 +366,7 @@ def schema_text(given: Mapping[str, Any] | str) -> str:
         raise
     except RecursionError as error:
         raise _malformed(f"json is nested too deep; at most {MAX_NESTING} objects and arrays inside each other", given) from error
-    except (TypeError, ValueError, RuntimeError) as error:  # the last one of a mapping that changes meanwhile
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: the mapping changes during serialisation
         raise _malformed(f"json is not a JSON schema: {error}", given) from error
     if not isinstance(schema, dict):
         raise _malformed(f"json must be a schema object, not {type(schema).__name__}", given)
@@ -424,8 +424,8 @@ def measure(node: object) -> tuple[int, set[str]]:
 
 
 def _depth_of_references(schema: dict[str, Any], references: set[str], has_ids: bool) -> int:
-    """Return at most how many levels follow after the first reference."""
-    known: dict[int, tuple[int, set[str]]] = {}  # by target, of which several references may have the same
+    """Return an upper bound of the levels below the first reference."""
+    known: dict[int, tuple[int, set[str]]] = {}  # by target, because references may share one
     measured: dict[str, tuple[int, set[str]]] = {}
     for reference in references:
         target = schema if has_ids else target_of(schema, reference)
@@ -433,7 +433,7 @@ def _depth_of_references(schema: dict[str, Any], references: set[str], has_ids: 
             known[id(target)] = measure(target)
         measured[reference] = known[id(target)]
     sorter = TopologicalSorter({reference: inner for reference, (_, inner) in measured.items()})
-    with suppress(CycleError):  # it goes on with the references that do not lead back to themselves
+    with suppress(CycleError):  # the sorter still yields the references outside of cycles
         sorter.prepare()
     levels: dict[str, int] = {}
     while ready := sorter.get_ready():
@@ -445,7 +445,7 @@ def _depth_of_references(schema: dict[str, Any], references: set[str], has_ids: 
 
 
 def target_of(schema: dict[str, Any], reference: str) -> object:
-    """Return what a reference points to; the whole schema, which is deep enough, where that is not clear."""
+    """Return the target of a reference. If it cannot be resolved, return the whole schema: no target is deeper."""
     node: Any = schema
     for part in unquote(reference).split("/")[1:] if reference.startswith("#") else ():
         part = part.replace("~1", "/").replace("~0", "~")

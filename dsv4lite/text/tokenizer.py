@@ -1,7 +1,7 @@
 """Text to token ids and back, at once or as the ids arrive.
 
 DeepSeek's vocabularies are byte-level: a token is a sequence of bytes, and a character may span several tokens. Decoding therefore
-joins the bytes of the tokens and reads them as UTF-8, which incrementally is exactly what the standard library's decoder does.
+joins the bytes of the tokens and reads them as UTF-8; the standard library's decoder does this incrementally.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dsv4lite.text.scan import Scanner
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
 PAD = "<｜▁pad▁｜>"
-MOST_TOKENS = 1 << 23  # of a vocabulary: what sampling can number
+MOST_TOKENS = 1 << 23  # of a vocabulary: the sampler's limit
 
 
 class Content(str):
-    """Text in which control tokens are only text; see ``Tokenizer.encode_parts``."""
+    """Text in which control tokens are encoded as ordinary text; see ``Tokenizer.encode_parts``."""
 
     __slots__ = ()
 
@@ -38,15 +38,15 @@ class Tokenizer:
     """A byte-level vocabulary with its special tokens.
 
     Attributes:
-        vocab_size: Number of ids, special tokens included. A model's embedding may be larger; ids from there on mean nothing.
+        vocab_size: Number of ids, special tokens included. A model's embedding may be larger; further ids have no token.
         bos_token_id: Beginning of a prompt; ``None`` if the vocabulary has none.
         eos_token_id: End of a completion.
-        pad_token_id: Filler that is never attended to.
-        bos_token, eos_token: The first two as text; ``None`` without an id.
-        add_bos_token: Whether the checkpoint wants a plain prompt to start with the BOS token.
+        pad_token_id: Padding.
+        bos_token, eos_token: The first two tokens as text; ``None`` without an id.
+        add_bos_token: Whether the checkpoint's configuration puts the BOS token before a plain prompt.
         chat_template: The Jinja template that the checkpoint ships, if any.
-        special_ids: Ids that ``skip_special_tokens`` leaves out of decoded text. Chat markup such as ``<think>`` is not among them
-            in DeepSeek's vocabularies, although it is encoded as single tokens.
+        special_ids: Ids that ``skip_special_tokens`` leaves out of decoded text. In DeepSeek's vocabularies chat markup such as
+            ``<think>`` is a single token but not special.
         added_ids: All ids outside the byte-level vocabulary proper: ``special_ids``, chat markup and placeholders.
     """
 
@@ -60,7 +60,7 @@ class Tokenizer:
         add_bos_token: bool = False,
         chat_template: str | None = None,
     ) -> None:
-        """Wrap a loaded ``tokenizers.Tokenizer``; a named token that its vocabulary lacks has the id ``None``.
+        """Wrap a loaded ``tokenizers.Tokenizer``. A named token that its vocabulary lacks has the id ``None``.
 
         Raises:
             UnsupportedError: The vocabulary is not byte-level.
@@ -89,12 +89,12 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path, *, vocab_size: int = MOST_TOKENS) -> Tokenizer:
-        """Load ``tokenizer.json`` and, where it exists, ``tokenizer_config.json`` from a checkpoint's folder.
+        """Load ``tokenizer.json`` and, if it exists, ``tokenizer_config.json`` from a checkpoint's folder.
 
-        Without a configuration the special tokens are those that all DeepSeek vocabularies share.
+        Without a configuration, the special tokens are those that all DeepSeek vocabularies share.
 
         Args:
-            vocab_size: Of the model; every id must be below it.
+            vocab_size: The model's vocabulary size; every id must be below it.
 
         Raises:
             CheckpointError: A file is missing or malformed, or names a special token that the vocabulary lacks.
@@ -134,8 +134,8 @@ class Tokenizer:
         Args:
             text: Any text; a rendered chat already contains its BOS token.
             add_bos: Put the BOS token first unless the text begins with it.
-            allow_special: Added tokens written in the text, such as ``<｜User｜>``, become their ids; else they are encoded like
-                any other text, and no id is one of ``added_ids``.
+            allow_special: Added tokens in the text, such as ``<｜User｜>``, become their ids; otherwise they are encoded as
+                ordinary text, and no id is one of ``added_ids``.
 
         Raises:
             InvalidRequestError: ``text`` is not a string of Unicode characters, or there is no BOS token to add.
@@ -153,10 +153,10 @@ class Tokenizer:
         return ids if ids[:1] == [self.bos_token_id] else [self.bos_token_id, *ids]
 
     def encode_parts(self, parts: Iterable[str]) -> list[int]:
-        """Return the token ids of a template and its contents, one after the other.
+        """Return the token ids of the joined parts of a prompt.
 
-        Added tokens become their ids where a part that is not ``Content`` contains them. What lies between two of them is encoded
-        as one text: the ids are those of ``encode`` of the joined parts, unless ``Content`` contains an added token.
+        Added tokens become their ids, except inside ``Content``. All text between two of them is encoded at once, so the ids are
+        those of ``encode`` for the joined parts, unless ``Content`` contains an added token.
 
         Raises:
             InvalidRequestError: A part is not a string of Unicode characters.
@@ -172,11 +172,11 @@ class Tokenizer:
         return ids
 
     def split_added(self, text: str) -> list[str]:
-        """Return pieces of a text, every other one, from the second on, an added token."""
+        """Split a text at its added tokens: pieces with odd indices are added tokens, the others the text between them."""
         return self._added.split(text)
 
     def _encode_plain(self, text: str) -> list[int]:
-        """Encode without looking for added tokens, which the library cannot do at once."""
+        """Encode without recognising added tokens; the library has no such option, so its stages are called one by one."""
         backend = self._backend
         if backend.normalizer is not None:
             text = backend.normalizer.normalize_str(text)
@@ -184,16 +184,16 @@ class Tokenizer:
         return [token.id for word, _ in words for token in backend.model.tokenize(word)]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        """Return the text of ``ids``; invalid UTF-8 becomes U+FFFD, and ids outside the vocabulary are skipped."""
         return self.decode_bytes(ids, skip_special_tokens=skip_special_tokens).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> bytes:
-        """Return the bytes of ``ids``, one after the other."""
+        """Return the joined bytes of ``ids``."""
         skipped = self.special_ids if skip_special_tokens else frozenset[int]()
         return b"".join([self.id_to_bytes(id) for id in ids if id not in skipped])
 
     def id_to_bytes(self, id: int) -> bytes:
-        """Return the bytes that a token stands for; nothing for an id outside the vocabulary."""
+        """Return the bytes of a token; none for an id outside the vocabulary."""
         return self._bytes[id] if 0 <= id < self.vocab_size else b""
 
     def token_id(self, token: str) -> int | None:
@@ -204,8 +204,8 @@ class Tokenizer:
 class Detokenizer:
     """Text from token ids that arrive a few at a time.
 
-    A character whose bytes are not complete yet is held back; U+FFFD appears only where no further byte could make the text valid.
-    All pushed texts and the flushed one, joined, equal ``Tokenizer.decode`` of all ids. Cost is proportional to the new ids.
+    An incomplete character is held back; U+FFFD appears only where no further byte could make the text valid. The joined results
+    of ``push`` and ``flush`` equal ``Tokenizer.decode`` of all ids. The cost of a call is proportional to its new ids.
     """
 
     __slots__ = ("_decoder", "_skip_special_tokens", "_tokenizer")
@@ -220,17 +220,17 @@ class Detokenizer:
         return self._decoder.decode(self._tokenizer.decode_bytes(ids, skip_special_tokens=self._skip_special_tokens))
 
     def flush(self) -> str:
-        """Return what an unfinished character amounts to, and start afresh."""
+        """Return the replacement text of an unfinished character, and reset the decoder."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
 
 
 class StopStrings:
-    """Ends a stream of text at the first stop string, wherever the stream is cut.
+    """Ends a stream of text at the first stop string, however the stream is cut into pieces.
 
-    The stop string that is complete first wins; of several that are complete at the same character the longest. Text that may be
-    the beginning of one is held back until that is decided.
+    The stop string that ends first wins; among several that end at the same character, the longest. Text that may be the beginning
+    of a stop string is held back until more text decides it.
     """
 
     __slots__ = ("_include", "_matched", "_scanner", "_stops")
@@ -243,7 +243,7 @@ class StopStrings:
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text to emit and the stop string, once one is complete; after that, text is swallowed."""
+        """Return the text to emit and the stop string, once one is complete; later text is dropped."""
         if self._matched is not None:
             return "", self._matched
         self._scanner.feed(text)
@@ -261,14 +261,14 @@ def _read_vocabulary(file: Path) -> tokenizers.Tokenizer:
     text = read_bytes(file, TABLE_BYTES)
     try:
         return tokenizers.Tokenizer.from_str(text.decode("utf-8"))
-    except BaseException as error:  # the library raises bare Exception for what is wrong with a file, or its code in Rust panics
+    except BaseException as error:  # the library raises bare Exception for a malformed file, or its Rust code panics
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise CheckpointError(f"cannot read {str(file)!r}", problems=[str(error)]) from error
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the template of ``chat_template.jinja``, else of the configuration: its only one, or the one named ``default``."""
+    """Return ``chat_template.jinja``, or the configuration's template: its only one, or the one named ``default``."""
     file = folder / "chat_template.jinja"
     if os.path.lexists(file):
         return read_bytes(file, TABLE_BYTES).decode("utf-8", errors="replace")
@@ -282,7 +282,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 def _byte_table(vocabulary: dict[str, int]) -> list[bytes]:
     """Return the bytes of every id up to the largest.
 
-    The vocabulary writes each byte as one printable character. A token with any other character is an added one, meant literally.
+    The vocabulary writes each byte as one printable character. A token with any other character is an added token in plain text.
     """
     # The character for each byte: Latin-1's printable ones as they are, the others shifted past U+00FF in order.
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}

@@ -1,7 +1,7 @@
-"""The grammar under which every tool call is well-formed and fits its tool.
+"""The grammar that constrains tool calls: every call is well-formed and follows the schema of its tool.
 
-The grammar has the markup of the model's release around names, parameters and values of the tools, down to ``<｜DSML｜`` and the
-other tokens that open and close: neither can a call be malformed, nor can its markup be written anywhere else.
+The grammar fixes the markup of the model's release around the names, parameters and values of the tools, with ``<｜DSML｜`` and the
+other markup tokens. So a call cannot be malformed, and its markup cannot appear outside of calls.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from dsv4lite.text.structured import (
 )
 from dsv4lite.text.tokenizer import Tokenizer
 
-_LONGEST = 10_000
-"""Characters; a string that may be longer is not counted."""
-_NOTES = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"))
-_RAW = frozenset(("type", "minLength", "maxLength", "enum", "const"))
-"""What may be said of a string that is written as it is; one with other rules is written as JSON."""
-_WHOLE = frozenset(
+_MOST_COUNTED = 10_000
+"""Characters; the grammar enforces no larger ``maxLength``."""
+_ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"))
+_RAW_KEYWORDS = frozenset(("type", "minLength", "maxLength", "enum", "const"))
+"""Keywords that the grammar enforces on a raw string; a string whose schema has others is written as JSON."""
+_OBJECT_KEYWORDS = frozenset(
     "$ref $dynamicRef anyOf oneOf allOf not if then else enum const minProperties maxProperties patternProperties propertyNames "
     "dependentRequired dependentSchemas dependencies unevaluatedProperties".split()
 )
-"""Rules of an object as a whole, which the parameters of a call in DSML are not: each is a value of its own."""
+"""Keywords for an object as a whole. DSML cannot enforce them: it has no object, and each parameter is a value of its own."""
 
-_NONE: Mapping[str, Any] = MappingProxyType({"properties": {}, "additionalProperties": False})
-"""The arguments of a function without parameters."""
+_NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"properties": {}, "additionalProperties": False})
+"""The schema of a function without ``parameters``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallGrammar(StructuredOutputs):
-    """A grammar of this module. Its rules are not counted: they are not nested, and the schemas in them have been checked."""
+    """A grammar of this module. ``MAX_RULES`` does not apply: its rules are not nested, and the schemas in it are checked."""
 
     def __post_init__(self) -> None:
         assert self.grammar is not None
@@ -64,25 +64,25 @@ def call_grammar(
     several: bool,
     may_think: bool,
 ) -> ToolCallGrammar:
-    """Return the grammar of an answer, from behind its reasoning on.
+    """Return the grammar of an answer, which begins after the reasoning.
 
     Args:
         form: How the model's release writes calls.
-        functions: Those that may be called; arguments follow ``parameters``, any object where they are missing or ``strict`` is
-            ``False``.
-        must_call: The answer is calls and nothing else; otherwise it is text, which calls may end.
+        functions: Functions that may be called. Arguments follow ``parameters``; without these there are none, and with ``strict``
+            ``False`` they are any object.
+        must_call: The answer consists of calls only; otherwise it is text, and calls may follow.
         several: There may be more than one call.
-        may_think: The model opens its reasoning itself, so that its first token may be ``<think>``.
+        may_think: The model opens its reasoning itself, so its first token may be ``<think>``.
 
     Raises:
         InvalidRequestError: The schema of a tool is malformed or too large.
-        UnsupportedError: The vocabulary lacks the tokens that markup consists of.
+        UnsupportedError: The vocabulary lacks the tokens of the markup.
     """
     marker = call_marker(form, tokenizer)
     if marker is None:
         raise UnsupportedError(f"tool_choice: the markup of calls, {form.marks.first.strip()!r}, is not in this model's vocabulary")
     rules = _Rules(tokenizer, marker)
-    lead = "" if form.separator else "<"  # of a tag in DSML; it belongs to the text before its token
+    lead = "" if form.separator else "<"  # DSML tags open with "<", which precedes the token ``｜DSML｜``
     opening, *rest = tokenizer.split_added(form.marks.first + lead)
     first, between = rules.markup("".join(rest)), rules.markup(form.marks.between + lead)
     call = " | ".join([rules.call(form, function) for function in functions])
@@ -102,19 +102,19 @@ def call_grammar(
 
 
 class _Rules:
-    """The rules of a grammar while it is written; mutable."""
+    """Builds the rules of a grammar. Methods return Lark expressions, and add the terminals that these need to ``lines``."""
 
     def __init__(self, tokenizer: Tokenizer, marker: str) -> None:
         self._tokenizer, self._marker = tokenizer, marker
         self.lines: list[str] = []
 
     def markup(self, text: str) -> str:
-        """Return constant text, whose added tokens are tokens."""
+        """Return constant text, in which added tokens match by their ids."""
         pieces = self._tokenizer.split_added(text)
         return " ".join([f"<[{self._tokenizer.token_id(p)}]>" if i % 2 else _constant(p) for i, p in enumerate(pieces) if p])
 
     def text(self, pattern: str) -> str:
-        """Return text of a pattern that does not spell the first token of calls with other tokens."""
+        """Return text that matches a pattern and does not contain the marker of calls, spelled with other tokens."""
         name = f"TEXT{len(self.lines)}"
         self.lines.append(f"{name}: /{pattern}/ & ~/(.|\\n)*{_pattern(self._marker)}(.|\\n)*/")
         return name
@@ -133,7 +133,7 @@ class _Rules:
         return " ".join([tag, name, '"\\">"', *self._parameters(schema), end])
 
     def _parameters(self, schema: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the parameters of a call in DSML, and the beginning of the tag that follows them."""
+        """Yield the parameters of a call in DSML, then the opening of the tag after them."""
         properties = schema.get("properties", {} if schema.get("additionalProperties") is False else None)
         if not isinstance(properties, dict):
             name = "/[A-Za-z0-9_.-]{1,64}/"
@@ -150,34 +150,34 @@ class _Rules:
         yield f"({' | '.join(map(_constant, ends))})"
 
     def _parameter(self, name: str, schema: Mapping[str, Any], definitions: Mapping[str, Any] | None = None) -> str:
-        """Return a parameter in DSML: a string as it is where that can be checked, else JSON."""
-        raw = self._string({key: value for key, value in schema.items() if key not in _NOTES})
+        """Return a parameter in DSML: a raw string if the grammar can enforce its schema, otherwise JSON."""
+        raw = self._string({key: value for key, value in schema.items() if key not in _ANNOTATIONS})
         value = raw or f'{_json({**schema, **(definitions or {})})} "</"'
         tag, end = self.markup(f'\n<{DSML}parameter name="'), self.markup(f"{DSML}parameter>")
         kind = _constant(f'" string="{"false" if raw is None else "true"}">')
         return f"{tag} {name} {kind} {value} {end}"
 
     def _string(self, schema: Mapping[str, Any]) -> str | None:
-        """Return a string that is written as it is, and the beginning of the tag behind it; ``None`` if its schema says more."""
+        """Return a raw string and the opening of the tag after it; ``None`` if the schema needs more than ``_RAW_KEYWORDS``."""
         choices = [schema["const"]] if "const" in schema else schema.get("enum")
         strings = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices) and bool(choices)
-        if not _RAW.issuperset(schema) or schema.get("type", "string" if strings else None) != "string":
+        if not _RAW_KEYWORDS.issuperset(schema) or schema.get("type", "string" if strings else None) != "string":
             return None
         if isinstance(choices, list):
             constants = [_constant(f"{choice}</") for choice in choices]
-            alone = len(schema.keys() - {"type"}) == 1  # beside other rules, JSON's grammar weighs them all
+            alone = len(schema.keys() - {"type"}) == 1  # with other keywords, the value is JSON, whose grammar combines them
             return f"({' | '.join(constants)})" if strings and alone else None
-        least, most = schema.get("minLength", 0), schema.get("maxLength", _LONGEST + 1)
+        least, most = schema.get("minLength", 0), schema.get("maxLength", _MOST_COUNTED + 1)
         if not (is_integer(least) and is_integer(most)):
             return None
-        bounds = f"{{{least},{'' if most > _LONGEST else most}}}"
+        bounds = f"{{{least},{'' if most > _MOST_COUNTED else most}}}"
         return self.text(f"(.|\\n){bounds}<\\/")
 
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a function's arguments, checked and copied; one without ``parameters`` takes none."""
+    """Return a checked copy of the schema of a function's arguments; without ``parameters`` it allows none."""
     try:
-        schema: dict[str, Any] = json.loads(schema_text(dict(function.get("parameters") or _NONE)))
+        schema: dict[str, Any] = json.loads(schema_text(dict(function.get("parameters") or _NO_PARAMETERS)))
     except InvalidRequestError as error:
         problem = f"the parameters of the tool {shown(function['name'])}: {error}"
         raise InvalidRequestError(problem, parameter="tools", value=error.value) from error
@@ -191,7 +191,7 @@ def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _problem_in_dsml(schema: Mapping[str, Any]) -> str | None:
     """Return what a tool's schema has that the grammar of a DSML call does not enforce; ``None`` if there is nothing."""
-    if rules := sorted(_WHOLE.intersection(schema)):
+    if rules := sorted(_OBJECT_KEYWORDS.intersection(schema)):
         return f"{rules[0]!r}, which calls in DSML cannot enforce; leave it out"
     properties, required, definitions = schema.get("properties") or {}, schema.get("required"), _definitions(schema)
     for name, rule in properties.items():
@@ -218,5 +218,5 @@ def _constant(text: str) -> str:
 
 
 def _pattern(text: str) -> str:
-    """Return a regular expression of constant text."""
+    """Return a regular expression that matches constant text."""
     return SYNTAX.sub(r"\\\g<0>", text).replace("\n", "\\n")

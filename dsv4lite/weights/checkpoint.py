@@ -1,8 +1,7 @@
-"""A checkpoint on disk: what is in it, from the headers alone, and then its bytes as fast as the disk gives them.
+"""A checkpoint on disk: its contents, read from the headers alone, and its tensors, read at the speed of the disk.
 
-``Checkpoint.open`` reads ``config.json``, the index and the header of each shard: kilobytes per shard, no tensor data. Everything
-that is wrong with the files is collected and raised at once. ``read_tensors`` then streams tensors in the order in which they lie
-on disk.
+``Checkpoint.open`` reads ``config.json``, the index and the header of each shard: kilobytes per shard, no tensor data. One error
+lists all problems of the files. ``read_tensors`` then streams tensors in the order in which they lie on disk.
 """
 
 from __future__ import annotations
@@ -52,20 +51,20 @@ _EXPERT_FORMATS: Mapping[str, ExpertFormat] = {"I8": "fp4", "U8": "fp4", "F8_E4M
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_MAX_HEADER_BYTES = 100_000_000  # what the format's own library accepts
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _MOST_TENSORS = 1 << 20  # of a checkpoint; V4-Pro has 145,000
 _MOST_NAME = 256  # characters
 _MOST_DIMENSIONS = 8
 
 _BLOCK_BYTES = 32 << 20  # one read
-_GAP_BYTES = 128 << 10  # unwanted bytes up to this many are read along: cheaper than another read
-_WINDOW_BYTES = 512 << 20  # read ahead of the consumer; one tensor may be larger
-_READERS = 4  # reads under way at once; one alone does not fill a fast drive or a network file system
+_GAP_BYTES = 128 << 10  # gaps up to this size are read, too: cheaper than another read
+_WINDOW_BYTES = 512 << 20  # most bytes read ahead of the consumer, apart from a larger single tensor
+_READERS = 4  # concurrent reads; a single one does not saturate a fast drive or a network file system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """Where a tensor lies.
+    """A tensor on disk: its description and location.
 
     Attributes:
         name: Official name.
@@ -85,7 +84,7 @@ class TensorInfo:
 
     @property
     def place(self) -> str:
-        """Where it lies, for errors."""
+        """The file's name, for errors."""
         return self.file.name
 
     def cut(self, cut: Cut) -> Wanted:
@@ -114,7 +113,7 @@ class HeldTensor:
 
     @property
     def dtype(self) -> str:
-        """Dtype code of the file format; what the format does not have is named as PyTorch names it."""
+        """Dtype code of the file format; PyTorch's name for dtypes that the format lacks."""
         dtype = self.tensor.dtype
         return next((code for code, known in DTYPES.items() if known == dtype), str(dtype))
 
@@ -132,7 +131,7 @@ class HeldTensor:
 
 
 Described = TensorInfo | HeldTensor
-"""A tensor of which name, dtype and shape are known, wherever its data lie."""
+"""A tensor with known name, dtype and shape, on disk or in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +139,7 @@ class Checkpoint:
     """An opened checkpoint. Holds no file handle and no data.
 
     Attributes:
-        folder: Where it lies.
+        folder: Folder of its files.
         config: Contents of ``config.json``.
         generation_config: Contents of ``generation_config.json``; empty if there is none.
         headers: Every tensor by its official name.
@@ -153,11 +152,11 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path, *, names: Callable[[Mapping[str, Any]], NameTables]) -> Checkpoint:
-        """Open a folder; ``names`` returns the names of the family that its ``config.json`` describes.
+        """Open a folder; ``names`` returns the name tables for the contents of ``config.json``.
 
         Raises:
-            CheckpointError: Its files are damaged; lists all problems.
-            UnsupportedError: Its config is of another family, which is said before anything of its files.
+            CheckpointError: The files are damaged; lists all problems.
+            UnsupportedError: Raised by ``names`` for an unknown family, before any problem of the tensor files is reported.
         """
         problems = _Problems()
         found: list[dict[str, Any]] = []
@@ -179,10 +178,10 @@ class Checkpoint:
 
     @property
     def expert_format(self) -> ExpertFormat:
-        """How the routed experts are stored, by their dtype: configs do not always say.
+        """Format of the routed experts, derived from their dtype because not all configs state it.
 
         Raises:
-            CheckpointError: Different experts are stored differently.
+            CheckpointError: Experts have different formats.
         """
         dtypes = {info.dtype for name, info in self.headers.items() if ".experts." in name and name.endswith(".weight")}
         formats: set[ExpertFormat] = {_EXPERT_FORMATS.get(dtype, "unquantized") for dtype in dtypes}
@@ -194,25 +193,25 @@ class Checkpoint:
 
 
 def locate(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the folder of a model, fetching it from the hub if it is not a folder.
+    """Return the folder of a model; a hub id is downloaded first.
 
     Args:
-        weights: Also fetch the tensors; otherwise only configuration, tokenizer and chat template.
+        weights: Also download the tensors; otherwise only configuration, tokenizer and chat template.
 
     Raises:
-        CheckpointError: There is no such folder, or the hub does not give it.
+        CheckpointError: ``model`` is not a folder, and the hub cannot provide it.
     """
     folder = Path(os.path.expanduser(model))
-    if os.path.isdir(folder):  # unlike those of a path, these functions never raise
+    if os.path.isdir(folder):  # unlike the methods of Path, os.path functions never raise
         return folder
     if os.path.lexists(folder) or folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise CheckpointError(f"{model!r} is not a folder; give the one that holds config.json, or a hub id such as 'owner/name'")
-    from huggingface_hub import snapshot_download  # slow to import, and needless for local folders
+    from huggingface_hub import snapshot_download  # slow to import, and not needed for local folders
 
     wanted = ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])]
     try:
         fetched = snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"])
-    except Exception as error:  # network, permissions, names, disk: the hub's errors share no base, and all of them mean this
+    except Exception as error:  # network, permissions, names, disk: the hub's errors have no common base class
         raise CheckpointError(
             f"{model!r} is not a folder, and the hub did not give it (revision {revision or 'main'!r}): {error}. "
             "Check the spelling, the network and your access token, or download it beforehand and pass its folder"
@@ -221,17 +220,17 @@ def locate(model: str, revision: str | None = None, *, weights: bool = True) -> 
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return ``config.json``, with the ``quantization_config`` that older exports of ModelOpt have in a file of its own.
+    """Return ``config.json``; older exports of ModelOpt keep its ``quantization_config`` in ``hf_quant_config.json``.
 
     Raises:
-        CheckpointError: It is missing or not a JSON object.
+        CheckpointError: A file is missing or not a JSON object.
     """
     if not os.path.lexists(folder / "config.json"):
         raise CheckpointError(f"{folder} has no config.json; is it the folder of a model?")
     raw, other = read_json(folder / "config.json"), folder / "hf_quant_config.json"
     if raw.get("quantization_config") is None and os.path.lexists(other):
         found = read_json(other).get("quantization")
-        if isinstance(found, dict) and found.get("quant_algo"):  # without one, only KV rows are quantized
+        if isinstance(found, dict) and found.get("quant_algo"):  # without it, only KV rows are quantized
             raw["quantization_config"] = {"quant_method": "modelopt", **found}
     return raw
 
@@ -240,20 +239,20 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     """Return ``generation_config.json``, or an empty dict if there is none.
 
     Raises:
-        CheckpointError: It is not a JSON object.
+        CheckpointError: The file is not a JSON object.
     """
     path = folder / "generation_config.json"
     return read_json(path) if os.path.lexists(path) else {}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write CPU tensors as a safetensors file; the library's own writer needs numpy, which this package does not.
+    """Write CPU tensors as a safetensors file. The safetensors library would need numpy, on which this package does not depend.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     codes = {dtype: code for code, dtype in DTYPES.items()}
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # so that each is aligned
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # larger items first keep every tensor aligned
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in ordered:
@@ -273,24 +272,24 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 class _Problems(list[str]):
-    """What is wrong with a checkpoint's files, for one error that lists all of it."""
+    """Problems of a checkpoint's files, collected for one error that lists them all."""
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Keep the problems of an error that is raised inside."""
+        """Catch a ``CheckpointError`` raised inside, and keep its problems."""
         try:
             yield
         except CheckpointError as error:
             self.extend(error.problems or [str(error)])
 
     def check(self, folder: Path | str) -> None:
-        """Raise if there are any."""
+        """Raise a ``CheckpointError`` if there are any."""
         if self:
             raise CheckpointError(f"the checkpoint in {folder} is damaged or incomplete; fetch it again:", problems=self)
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
-    """Read the headers of all shards, by the names that they use; raise one error that lists all that is wrong with them."""
+    """Return the tensors of all shards, under the names in the files; raise one error that lists all problems."""
     problems, external = _Problems(), dict[str, TensorInfo]()
     shards = _shards(folder)
     place = {name: file for file, listed in shards.items() for name in listed or ()}
@@ -310,7 +309,7 @@ def official(external: Iterable[T], names: NameTables, where: str) -> dict[str, 
     """Return tensors by their official names.
 
     Raises:
-        CheckpointError: A tensor is given twice, or cannot be what its name says; lists all problems.
+        CheckpointError: A tensor is given twice, or its shape does not fit its name; lists all problems.
     """
     problems, headers = _Problems(), dict[str, T]()
     for info in external:
@@ -329,7 +328,7 @@ def official(external: Iterable[T], names: NameTables, where: str) -> dict[str, 
 
 
 def _shards(folder: Path) -> dict[str, list[str] | None]:
-    """Return the shards in the order of their names, each with the tensors the index places in it (None: all it has)."""
+    """Return the shards in the order of their names, each with the tensors that the index lists (``None``: all in the file)."""
     if not os.path.lexists(folder / _INDEX):
         if not os.path.lexists(folder / _SINGLE):
             others = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -354,12 +353,12 @@ def _shards(folder: Path) -> dict[str, list[str] | None]:
 
 
 def _sane(name: str) -> bool:
-    """Return whether a name can be one, and can be printed as it is."""
+    """Return whether a name has a plausible length and only printable characters."""
     return 0 < len(name) <= _MOST_NAME and name.isprintable()
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return what a safetensors file holds, under the names it uses.
+    """Return the tensors of a safetensors file, under the names in the file.
 
     Raises:
         CheckpointError: The file is missing, truncated or not in this format; lists all problems.
@@ -394,7 +393,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _misplaced(file: Path, infos: Iterable[TensorInfo], data: int, size: int) -> list[str]:
-    """Return what is wrong with the places of tensors: the format has one after the other, up to the end of the file."""
+    """Return the problems of tensors' offsets: the format has no gaps, no overlaps, and nothing after the last tensor."""
     problems, end = [], data
     for info in sorted(infos, key=lambda info: (info.offset, info.nbytes)):
         if info.offset != end:
@@ -408,7 +407,7 @@ def _misplaced(file: Path, infos: Iterable[TensorInfo], data: int, size: int) ->
 
 
 def _entry(file: Path, name: str, entry: object, data: int) -> TensorInfo:
-    """Check one entry of a header; ``data`` is where the tensors begin in the file."""
+    """Check one entry of a header; ``data`` is the file offset of the first tensor."""
     if not _sane(name):
         raise CheckpointError(f"{file.name}: {shown(name)} is no name of a tensor")
     match entry:
@@ -442,7 +441,7 @@ class Wanted(NamedTuple):
 
     @property
     def span(self) -> range:
-        """Bytes of the file that hold it: whole rows of a tensor that is cut."""
+        """Bytes of the file to read: for a cut, all rows that it touches."""
         first, stop, row = 0, 1, self.info.nbytes
         if self.cut and row:
             row //= self.info.shape[0]
@@ -452,24 +451,22 @@ class Wanted(NamedTuple):
 
 
 def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) -> Iterator[tuple[TensorInfo, Tensor]]:
-    """Read tensors, in the order in which they lie on disk, whatever the order asked for.
+    """Read tensors in the order in which they lie on disk, not in the order of ``wanted``.
 
-    Shards are read one after the other and front to back, in large blocks, by a few threads that stay ahead of the consumer by at
-    most 512 MiB (or by one tensor, if that is larger). Ranges that are not needed are skipped. Of a tensor cut along dimension 0
-    only those rows are read. Cuts along other dimensions read whole rows and return a view, because a part of a row is usually
-    smaller than what a disk reads at once.
+    A few threads read the shards one after the other, front to back, in large blocks, at most 512 MiB ahead of the consumer (or one
+    tensor, if that is larger). Ranges that are not needed are skipped. A cut along dimension 0 reads only the rows of the cut. Cuts
+    along other dimensions read whole rows and return a view, because a part of a row is usually smaller than one disk access.
 
-    Leaving the iterator early (``close``, ``break`` and dropping it) stops the threads.
+    Closing the iterator early (``close``, or ``break`` and dropping it) stops the threads.
 
     Args:
-        progress: Called after every block (phase ``read``, in bytes of what was wanted).
+        progress: Called after every block (phase ``read``, in bytes of the wanted tensors).
 
     Yields:
-        The tensor's description (of the whole tensor) and a CPU tensor. **The tensor's memory is reused** when the next one is
-        asked for: copy what has to last.
+        The description of the whole tensor, and a CPU tensor. **The next one reuses the tensor's memory**: copy it to keep it.
 
     Raises:
-        CheckpointError: A file cannot be read, or is shorter than its header said.
+        CheckpointError: A file cannot be read, or is shorter than its header says.
     """
     blocks = deque(_blocks(wanted))
     done, total = 0, sum(block.wanted_bytes for block in blocks)
@@ -499,7 +496,7 @@ def read_tensors(wanted: Iterable[Wanted], *, progress: Progress | None = None) 
 
 
 def _take_buffer(spare: list[mmap], nbytes: int) -> mmap:
-    """Return a used buffer of fitting size, or a new one: anonymous memory, which the readers are the first to touch."""
+    """Return a spare buffer of suitable size, or new anonymous memory, whose pages the reader threads are the first to touch."""
     for i, buffer in enumerate(spare):
         if nbytes <= len(buffer) <= 2 * max(nbytes, _BLOCK_BYTES):
             return spare.pop(i)
@@ -509,7 +506,7 @@ def _take_buffer(spare: list[mmap], nbytes: int) -> mmap:
 
 @dataclass(slots=True)
 class _Block:
-    """Bytes ``begin`` to ``end`` of a file, read together, and the tensors in them."""
+    """Bytes ``begin`` to ``end`` of a file, which are read together, and the wanted tensors in them."""
 
     file: Path
     begin: int
@@ -525,7 +522,7 @@ class _Block:
         return sum(len(part.span) for part in self.parts)
 
     def read(self, pool: ThreadPoolExecutor, buffer: mmap) -> list[Future[None]]:
-        """Start reading; a block larger than one read (a single large tensor) is read by several threads."""
+        """Start reading; several threads read a block that is larger than one read (a single large tensor)."""
         target = memoryview(buffer)[: self.nbytes]
         starts = range(0, self.nbytes, _BLOCK_BYTES)
         return [pool.submit(_read_into, self.file, self.begin + at, target[at : at + _BLOCK_BYTES]) for at in starts]
@@ -547,7 +544,7 @@ class _Block:
 
 
 def _blocks(wanted: Iterable[Wanted]) -> Iterator[_Block]:
-    """Put what is wanted in the order of the disk and gather neighbours into blocks."""
+    """Sort the wanted tensors by file and offset, and gather neighbours into blocks."""
     block: _Block | None = None
     for part in sorted(wanted, key=lambda part: (part.info.file, part.span.start)):
         span = part.span

@@ -1,10 +1,10 @@
-"""Deltas: only the tensors that have changed, and of these only the blocks that have.
+"""Deltas: updates that bring only changed tensors, and of these only the changed blocks.
 
-The blocks of a tensor are three tensors with names of their own, so that every source and file can carry them:
+The changed blocks of a tensor are three named tensors, so that every source and file can carry them:
 
-    name@shape    int64 [dimensions]   of the whole tensor, which counts as a matrix of its last dimension's columns
+    name@shape    int64 [dimensions]   shape of the whole tensor, seen as a matrix with the columns of its last dimension
     name@offsets  int64 [N, 2]         row and column of the first element of each block
-    name@values   [N, rows, columns]   new values, in the tensor's dtype; what lies beyond the tensor's edges is ignored
+    name@values   [N, rows, columns]   new values, in the tensor's dtype; values beyond the tensor's edges are ignored
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 MARK = "@"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)  # of tensors that may come in blocks
 _SCALES = (".scale", "_scale_inv")
-_ELEMENTS = 1 << 22  # that are written at a time: each needs indices
+_ELEMENTS = 1 << 22  # written at a time, to bound the memory of their indices
 
 
 class _Source(Protocol):
@@ -28,22 +28,22 @@ class _Source(Protocol):
 
 
 class DeltaSource:
-    """What has changed in the tensors of another source; for updates with ``partial=True``.
+    """The changes in the tensors of another source; for updates with ``partial=True``.
 
-    Quantized matrices and their scales come whole, changed or not.
+    Quantized matrices and their scales are sent whole, changed or not.
 
     Args:
-        source: New tensors.
-        before: By the source's names, copies of the tensors that the engine has; others come whole.
-        block: Rows and columns of the blocks that are compared. An engine that stores a matrix in FP8 or FP4 requires whole blocks
-            of scales, 128 x 128 or 1 x 32.
+        source: Source of the new tensors.
+        before: Copies of the tensors that the engine has, by the source's names; tensors without a copy are sent whole.
+        block: Rows and columns of the blocks that are compared. An engine that stores a matrix in FP8 or FP4 requires multiples of
+            its scale blocks, 128 x 128 or 1 x 32.
     """
 
     def __init__(self, source: _Source, before: Mapping[str, Tensor], *, block: tuple[int, int] = (128, 128)) -> None:
         self._source, self._before, self._block = source, before, block
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
-        """Yield whole tensors and parts of blocks, by the bits that differ."""
+        """Yield whole tensors, and the blocks in which any bit differs."""
         for name, tensor in self._source.tensors():
             old = self._before.get(name)
             comparable = isinstance(tensor, Tensor) and tensor.dtype in _DTYPES and not name.endswith(_SCALES)
@@ -65,7 +65,7 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 
 def _grid(bytes_: Tensor, rows: int, columns: int) -> Tensor:
-    """Return uint8 [R, C, size] as blocks [R / rows, C / columns, rows, columns, size], filled up with zeros."""
+    """Return uint8 [R, C, size] as blocks [R / rows, C / columns, rows, columns, size], padded with zeros."""
     padded = F.pad(bytes_, (0, 0, 0, -bytes_.shape[1] % columns, 0, -bytes_.shape[0] % rows))
     grid: Tensor = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).transpose(1, 2)
     return grid
@@ -91,10 +91,10 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, parts: Mapping[str, Tensor]) -> Blocks:
-        """Return the blocks that three named parts make.
+        """Return the blocks that three named parts describe.
 
         Raises:
-            ValueError: They do not make blocks.
+            ValueError: Their dtypes or shapes do not fit.
         """
         shape, offsets, values = parts["shape"], parts["offsets"], parts["values"]
         if shape.dim() != 1 or offsets.dim() != 2 or offsets.shape[1] != 2 or {shape.dtype, offsets.dtype} != {torch.int64}:
@@ -109,19 +109,19 @@ class Blocks(NamedTuple):
         return cls(sizes, offsets, values)
 
     def whole(self) -> Tensor:
-        """Return a tensor of the whole one's shape and dtype, without memory."""
+        """Return a meta tensor with the shape and dtype of the whole tensor."""
         return torch.empty(self.shape, dtype=self.values.dtype, device="meta")
 
     def write(self, part: Tensor, place: Tensor, quantum: tuple[int, int] | None) -> Tensor:
-        """Return a part of the tensor with the new values.
+        """Return a part of the tensor, overwritten by the blocks.
 
         Args:
-            part: Its present values.
-            place: Which part it is: a view of ``whole()``.
-            quantum: Rows and columns that are quantized together.
+            part: Present values of the part.
+            place: The same part as a view of ``whole()``.
+            quantum: Rows and columns that are quantized together; ``None`` without quantization.
 
         Raises:
-            ValueError: Only some of the numbers that are quantized together have a new value.
+            ValueError: Blocks overwrite only some of the numbers that are quantized together.
         """
         written = part.clone()
         matrix, (_, height, width) = _matrix(written), self.values.shape

@@ -1,8 +1,8 @@
-"""Random weights in the official formats, plausible enough to run, to time and to size a model without its checkpoint.
+"""Random weights in the official formats, to run, time and size a model without its checkpoint.
 
 Activations stay finite and of order one, experts are chosen about evenly, and hash layers hold random expert ids. Every tensor
-has its own generator, seeded with its name: it does not depend on the others, and no other random numbers are touched.
-Each kind of device draws numbers of its own.
+has its own generator, seeded with its name, so it depends neither on other tensors nor on global random state. CPU and GPU draw
+different numbers.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from dsv4lite.parallel.shard import Cut, blocks_of
 from dsv4lite.weights.checkpoint import ExpertFormat
 from dsv4lite.weights.tensors import StoredTensor, Tensors, stored_tensors
 
-# Drawing normal numbers is slow. Random bits become floats when sign, mantissa and the last bit of the exponent stay free, and the
+# Drawing normal numbers is slow. Random bits become floats if sign, mantissa and the last bit of the exponent are random, and the
 # rest of the exponent is fixed: magnitudes from 0.5 to below 2, in any format.
 _E4M3_FREE, _E4M3_FIXED = 0x80 | 0x0F, 0x30
 _BF16_FREE, _BF16_FIXED = 0x80FF - 0x10000, 0x3F00  # as int16
 _BF16_STD = sqrt((0.5**2 + 1) * 7 / 3 / 2)  # of numbers uniform in [0.5, 1) and in [1, 2)
 _CODE_STD: Mapping[torch.dtype, float] = {
     torch.float8_e4m3fn: sqrt(sum((2.0**e * (1 + m / 8)) ** 2 for e in (-1, 0) for m in range(8)) / 16),
-    torch.int8: sqrt(sum(x * x for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8),  # all 16 codes of e2m1 are numbers
+    torch.int8: sqrt(sum(x * x for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8),  # every code of e2m1 is a finite number
 }
-_SCALE_STEPS = (0, 1)  # scales vary from block to block, so that one used for another shows
+_SCALE_STEPS = (0, 1)  # exponents vary between blocks, so that tests notice a scale of the wrong block
 _SCALE_STD = sqrt(sum(4.0**step for step in _SCALE_STEPS) / len(_SCALE_STEPS))
 
-# (mean, standard deviation) by the end of the name; other tensors are matrices, of standard deviation 1 / sqrt(in).
+# (mean, standard deviation) by the end of the name; all others are matrices with standard deviation 1 / sqrt(in).
 _NUMBERS: Mapping[str, tuple[float, float]] = {
     "norm.weight": (1.0, 0.0),
     "_scale": (1.0, 0.0),
@@ -57,14 +57,14 @@ def dummy_tensors(
     """Return random tensors for a whole checkpoint, one at a time, each scale before its weight.
 
     Args:
-        expert_format: How routed experts are stored.
+        expert_format: Format of the routed experts.
         quantized: Whether the dense matrices are FP8.
-        seed: Another seed, other weights.
-        device: Where they are made.
-        names: Weights that are wanted; their scales come with them. Default is all.
+        seed: Seeds all generators, together with the names.
+        device: Device on which the tensors are made.
+        names: Weights to return, with their scales; default is all.
 
     Yields:
-        Official name and a tensor of its own, in the official dtype.
+        Official name, and a newly allocated tensor in the official dtype.
     """
     for name, spec in tensors.specs(config).items():
         if names is not None and name not in names:
@@ -90,14 +90,14 @@ def dummy_tensors(
 def fill_tiles(
     tiles: Tiles, names: Sequence[str], seed: int = 0, *, shape: tuple[int, int] | None = None, cut: Cut | None = None
 ) -> None:
-    """Fill a stack of experts at once, where it is, with numbers like those of ``dummy_tensors``.
+    """Fill a stack of experts in place with numbers distributed like those of ``dummy_tensors``.
 
     Args:
         tiles: The stack; every code and every scale is overwritten.
-        names: Of its matrices: another name, other numbers.
-        seed: Another seed, other numbers.
-        shape: In elements, of the whole matrices; default is those of the stack.
-        cut: What the stack has of them, in elements.
+        names: Names of its matrices, which seed their generators.
+        seed: Seeds all generators, together with the names.
+        shape: Shape of the whole matrices in elements; default is that of the stack's matrices.
+        cut: The part of the whole matrices that the stack holds, in elements.
     """
     device, (rows, columns) = tiles.codes.device, shape or tiles.shape[1:]
     places = [tiles.codes, tiles.scales]
@@ -137,12 +137,12 @@ def _unquantized(name: str, like: StoredTensor, fan_in: int, generator: Generato
 
 
 def _least_scale(fan_in: int, codes: torch.dtype) -> int:
-    """Return the e8m0 byte of the lesser of the scales that give random codes a standard deviation of about 1 / sqrt(fan_in)."""
+    """Return the smaller e8m0 byte of the two scales that give random codes a standard deviation of about 1 / sqrt(fan_in)."""
     return 127 + round(log2(1 / (sqrt(fan_in) * _CODE_STD[codes] * _SCALE_STD)))
 
 
 def _scales(shape: tuple[int, ...], least: int, generator: Generator) -> Tensor:
-    """Return random e8m0 scales from ``least`` on."""
+    """Return random e8m0 scales: ``least`` or one more."""
     steps = torch.randint(
         _SCALE_STEPS[0], _SCALE_STEPS[-1] + 1, shape, generator=generator, dtype=torch.int64, device=generator.device
     )

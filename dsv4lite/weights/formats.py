@@ -1,11 +1,11 @@
-"""Weight-only formats of checkpoints: which tensors make one matrix, and what numbers they stand for.
+"""Weight-only formats of checkpoints: which tensors make up one matrix, and which numbers they stand for.
 
-A ``QuantFormat`` describes one way of packing. ``QUANT_METHODS`` has those that ship, by the ``quant_method`` of ``config.json``;
-``EngineConfig.quant_formats`` adds the host's own. Which matrices are packed is told by the tensors that come, so lists such as
-``ignore`` and ``modules_to_not_convert`` need no reading.
+A ``QuantFormat`` describes one packing. ``QUANT_METHODS`` has this package's formats by the ``quant_method`` of ``config.json``;
+``EngineConfig.quant_formats`` adds the host's own. The names of the tensors tell which matrices are packed, so lists such as
+``ignore`` and ``modules_to_not_convert`` are not read.
 
-All packings of int4 become one form, and so do those of NVFP4 (``kernels/four_bit``): on a GPU weights stay in it, elsewhere they
-are dequantized to float32 once, at load. Sources of the packings: AutoAWQ's GEMM version, AutoGPTQ and GPTQModel,
+All packings of int4 become one form, and so do those of NVFP4 (``kernels/four_bit``). On a GPU weights stay in this form; elsewhere
+they are dequantized to float32 once, at load. Sources of the packings: AutoAWQ's GEMM version, AutoGPTQ and GPTQModel,
 compressed-tensors' ``pack-quantized`` and ``nvfp4-pack-quantized``, ModelOpt's NVFP4.
 """
 
@@ -28,18 +28,18 @@ from dsv4lite.weights.checkpoint import Described, HeldTensor, Wanted
 
 OUT, IN = 0, 1
 _SCALES = ("F16", "BF16", "F32")
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which nibble of a word each of its eight columns is in
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of a word that holds each of its eight columns
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the tensors that make a matrix ``[out, in]``.
+    """One of the tensors that make up a matrix ``[out, in]``.
 
     Attributes:
         leaf: Last component of its name: ``qweight`` of ``model.layers.0.mlp.up_proj.qweight``.
-        dtypes: Codes of the file format, such as ``I32``, of which it has one.
-        dims: For each dimension the axis of the matrix, ``OUT`` or ``IN``, and how many of its elements one stored element is for;
-            ``()`` is one number for the whole matrix.
+        dtypes: Accepted dtype codes of the file format, such as ``I32``.
+        dims: For each dimension, the axis of the matrix, ``OUT`` or ``IN``, and the number of elements along this axis that one
+            stored element covers; ``()`` is one number for the whole matrix.
     """
 
     leaf: str
@@ -52,14 +52,14 @@ class QuantFormat:
     """How a checkpoint packs matrices.
 
     Attributes:
-        name: For messages.
-        parts: The tensors that make a matrix; the first has the codes, and one dimension for each axis.
-        read: From a matrix's parts by leaf, or from those of a rank's rows and columns, to what is stored: ``FourBit``, or floats
-            ``[out, in]``. Parts are on the model's device, and may be overwritten later. Raises ``ValueError`` with what is wrong.
-        unread: Leaves of tensors beside them that change nothing.
+        name: Name in messages.
+        parts: The tensors that make up a matrix; the first holds the codes, and has one dimension for each axis.
+        read: Converts the parts of a matrix, or of a rank's cut of it, by leaf, to ``FourBit`` or to floats ``[out, in]``. Parts
+            are on the model's device, and their memory may be reused later. Raises ``ValueError`` that says what is wrong.
+        unread: Leaves of further tensors that are ignored.
         group: Inputs that share a scale, if ``read`` returns ``FourBit``; 0 if it returns floats.
-        scales: The part whose dtype those scales have.
-        quantize: From new weights, floats ``[out, in]`` of a rank, to what ``read`` returns; ``None`` if updates must be packed.
+        scales: Leaf of the part whose dtype these scales have.
+        quantize: Converts new weights, a rank's floats ``[out, in]``, to what ``read`` returns; ``None`` if updates must be packed.
     """
 
     name: str
@@ -72,18 +72,18 @@ class QuantFormat:
 
     @property
     def block(self) -> tuple[int, int]:
-        """Least rows and columns of a matrix that ranks can cut it by."""
+        """Rows and columns of which each cut between ranks must be a multiple."""
         per = [[step for part in self.parts for at, step in part.dims if at == axis] for axis in (OUT, IN)]
         return lcm(*per[OUT]), lcm(*per[IN])
 
     def owns(self, name: str, info: Described) -> bool:
-        """Return whether a tensor is a part of a matrix, or one that changes nothing; a ``weight`` may be a whole matrix."""
+        """Return whether a tensor is a part of a packed matrix, or ignored. A ``weight`` of another dtype is an unpacked matrix."""
         leaf = name.rpartition(".")[2]
         whole = leaf == "weight" and all(info.dtype not in part.dtypes for part in self.parts if part.leaf == leaf)
         return leaf in self.unread or (not whole and any(part.leaf == leaf for part in self.parts))
 
     def scale_code(self, tensors: Iterable[Header]) -> str:
-        """Return the dtype of the scales of packed matrices among ``tensors``: float32 if several, the first known one if none."""
+        """Return the dtype code of the packed matrices' scales: ``F32`` if they differ, the format's first one for none."""
         if not self.group:
             return "F32"
         found = {info.parts[self.scales].dtype for info in tensors if isinstance(info, PackedTensor)}
@@ -93,17 +93,17 @@ class QuantFormat:
 
 
 QuantMethod = Callable[[Mapping[str, Any]], QuantFormat]
-"""From the ``quantization_config`` of a ``config.json`` to a format; raises ``ConfigError`` or ``UnsupportedError``."""
+"""Returns the format for a ``quantization_config``; raises ``ConfigError`` or ``UnsupportedError``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTensor:
-    """A matrix that several tensors make, described as ``TensorInfo`` describes one.
+    """A matrix made up of several tensors, described as ``TensorInfo`` describes one tensor.
 
     Attributes:
         name: Official name, ``X.weight``.
-        shape: Of the matrix, ``(out, in)``.
-        parts: By leaf.
+        shape: ``(out, in)``, before packing.
+        parts: Its tensors by leaf.
     """
 
     name: str
@@ -113,7 +113,7 @@ class PackedTensor:
 
     @property
     def dtype(self) -> str:
-        """Name of the format, where others have a dtype."""
+        """Name of the format, in place of a dtype code."""
         return self.format.name
 
     def cut(self, cut: Cut) -> PackedCut:
@@ -126,21 +126,21 @@ class PackedTensor:
 
 
 Header = Described | PackedTensor
-"""A tensor of a checkpoint, or several that make one matrix."""
+"""A tensor of a checkpoint, or several that make up one matrix."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedCut:
-    """A rank's part of a packed matrix: what to read of each tensor, by leaf."""
+    """A rank's part of a packed matrix: the part to read of each tensor, by leaf."""
 
     info: PackedTensor
     parts: Mapping[str, Wanted | HeldTensor]
 
     def read(self, tensors: Mapping[str, Tensor]) -> FourBit | Tensor:
-        """Return the matrix, from the tensors by leaf.
+        """Return the matrix, given the tensors by leaf.
 
         Raises:
-            CheckpointError: They are not what the format can read.
+            CheckpointError: The format cannot read them.
         """
         try:
             return self.info.format.read(tensors)
@@ -152,10 +152,10 @@ def find_format(raw: Mapping[str, Any], given: Mapping[str, QuantMethod]) -> Qua
     """Return the weight-only format of a ``config.json``; ``None`` if it has none, or block FP8, which families read themselves.
 
     Args:
-        given: The host's own methods, which come before those that ship.
+        given: The host's own methods, which override this package's.
 
     Raises:
-        ConfigError, UnsupportedError: The method is not known, or its settings are wrong, or of a variant that is not supported.
+        ConfigError, UnsupportedError: The method is unknown, its settings are invalid, or the variant is not supported.
     """
     quantization, methods = raw.get("quantization_config"), {**QUANT_METHODS, **given}
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") in (None, "fp8"):
@@ -171,8 +171,8 @@ def assemble(headers: Mapping[str, Described], form: QuantFormat) -> tuple[dict[
     """Put the tensors of each packed matrix together.
 
     Returns:
-        All tensors and packed matrices by official name; the leaves that are missing, by the name of the matrix, whose parts are
-        left out; and lines that say what is wrong with parts.
+        Unpacked tensors and complete packed matrices, by official name; the missing leaves of each incomplete matrix, by its name;
+        and a line for each problem.
     """
     found: dict[str, Header] = {}
     groups: dict[str, dict[str, Described]] = {}
@@ -202,7 +202,7 @@ def _shape(part: Part, parts: Mapping[str, Described]) -> tuple[int, int]:
 
 
 def _misfits(form: QuantFormat, parts: Mapping[str, Described]) -> list[str]:
-    """Return what is wrong with the dtypes and shapes of a matrix's parts."""
+    """Return the problems of the dtypes and shapes of a matrix's parts."""
     problems = []
     for part in form.parts:
         info = parts[part.leaf]
@@ -233,7 +233,7 @@ def _misfits(form: QuantFormat, parts: Mapping[str, Described]) -> list[str]:
 
 
 def _int4(quantization: Mapping[str, Any], key: str = "bits", **wanted: object) -> int:
-    """Return the group size of a config that must have 4 bits, and other values that are wanted or absent."""
+    """Return the group size of a config; raise unless it has 4 bits and, where present, the values in ``wanted``."""
     for name, value in {key: 4, **wanted}.items():
         if quantization.get(name, value) != value:
             given = shown(quantization[name])
@@ -251,7 +251,7 @@ def _method(quantization: Mapping[str, Any]) -> str:
 
 
 def _nibbles(words: Tensor, dim: int) -> Tensor:
-    """Return the eight unsigned numbers of each int32, the lowest bits first, in place of it along ``dim``; uint8."""
+    """Return uint8 [.., 8 n, ..]: each int32 along ``dim`` is replaced by its eight nibbles, the lowest bits first."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     spread = words.movedim(dim, -1)[..., None] >> shifts & 15
     return spread.to(torch.uint8).flatten(-2).movedim(-1, dim)
@@ -260,7 +260,7 @@ def _nibbles(words: Tensor, dim: int) -> Tensor:
 def awq(quantization: Mapping[str, Any]) -> QuantFormat:
     """AutoAWQ's GEMM packing: ``qweight`` int32 [in, out / 8], ``qzeros`` [in / group, out / 8], ``scales`` [in / group, out].
 
-    Column j of each eight is nibble 0, 4, 1, 5, 2, 6, 3, 7 of its word, of codes and of zero points. ``w = (q - z) * s``.
+    In codes and zero points, columns 0 to 7 of a word are its nibbles 0, 4, 1, 5, 2, 6, 3, 7. ``w = (q - z) * s``.
     """
     group = _int4(quantization, version="gemm")
 
@@ -280,8 +280,8 @@ def awq(quantization: Mapping[str, Any]) -> QuantFormat:
 def gptq(quantization: Mapping[str, Any]) -> QuantFormat:
     """AutoGPTQ's packing: ``qweight`` int32 [in / 8, out], ``qzeros`` [in / group, out / 8], ``scales``, ``g_idx`` [in].
 
-    Numbers of a word are in order. ``w = (q - z) * s``, where ``checkpoint_format: gptq``, the default, stores ``z - 1`` in four
-    bits, and ``gptq_v2`` stores ``z``. ``g_idx`` says the group of each input: other orders than 0, 0, …, 1, 1, … are refused.
+    The nibbles of a word are in order. ``w = (q - z) * s``; ``checkpoint_format: gptq``, the default, stores ``z - 1`` in four
+    bits, and ``gptq_v2`` stores ``z``. ``g_idx`` is the group of each input: any order but 0, 0, …, 1, 1, … is refused.
     """
     group = _int4(quantization)
     if quantization.get("desc_act") and not quantization.get("static_groups"):
@@ -308,9 +308,9 @@ def gptq(quantization: Mapping[str, Any]) -> QuantFormat:
 def compressed_tensors(quantization: Mapping[str, Any]) -> QuantFormat:
     """compressed-tensors' ``pack-quantized`` int4, and ``nvfp4-pack-quantized``.
 
-    int4: ``weight_packed`` int32 [out, in / 8], its numbers in order and 8 more than the signed codes; ``weight_scale``
-    [out, in / group]; of asymmetric weights ``weight_zero_point`` int32 [out / 8, in / group], packed alike. ``w = (q - z) * s``.
-    NVFP4: ``weight_packed`` uint8, ``weight_scale`` e4m3, and ``weight_global_scale``, which divides: ``m = 1 / g``, in float32.
+    int4: ``weight_packed`` int32 [out, in / 8], nibbles in order, each 8 more than the signed code; ``weight_scale``
+    [out, in / group]; asymmetric weights have ``weight_zero_point`` int32 [out / 8, in / group], packed in the same way.
+    ``w = (q - z) * s``. NVFP4: ``weight_packed`` uint8, ``weight_scale`` e4m3, ``weight_global_scale`` g in float32, ``m = 1 / g``.
     """
     groups = quantization.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
@@ -328,7 +328,7 @@ def compressed_tensors(quantization: Mapping[str, Any]) -> QuantFormat:
             f"quantization_config.format={shown(kind)} is not supported; known are 'pack-quantized' and 'nvfp4-pack-quantized'"
         )
     group = _int4(weights, "num_bits", type="int", strategy="group")
-    if weights.get("actorder") not in (None, "static", "weight"):  # with which groups are in the order of the inputs
+    if weights.get("actorder") not in (None, "static", "weight"):  # these keep groups in the order of the inputs
         raise UnsupportedError(f"quantization_config: actorder={shown(weights['actorder'])} is not supported; 'static' is")
     packed = Part("weight_packed", ("I32",), ((OUT, 1), (IN, 8)))
     scales = Part("weight_scale", _SCALES, ((OUT, 1), (IN, group)))
@@ -356,7 +356,7 @@ def compressed_tensors(quantization: Mapping[str, Any]) -> QuantFormat:
 
 
 def modelopt(quantization: Mapping[str, Any]) -> QuantFormat:
-    """ModelOpt's NVFP4: ``weight`` uint8 [out, in / 2], ``weight_scale`` e4m3 [out, in / 16]; ``weight_scale_2`` multiplies."""
+    """ModelOpt's NVFP4: ``weight`` uint8 [out, in / 2], ``weight_scale`` e4m3 [out, in / 16], ``weight_scale_2`` m float32."""
     algorithm = quantization.get("quant_algo")
     if algorithm != "NVFP4":
         raise UnsupportedError(f"quantization_config.quant_algo={shown(algorithm)} is not supported; ModelOpt's 'NVFP4' is")
@@ -364,7 +364,7 @@ def modelopt(quantization: Mapping[str, Any]) -> QuantFormat:
 
 
 def _nvfp4(name: str, codes: str, factor: str, *, divides: bool) -> QuantFormat:
-    """Weight-only: what there is of scales for activations and KV rows is not read."""
+    """Return a weight-only NVFP4 format; scales of activations and KV rows are ignored."""
 
     def read(parts: Mapping[str, Tensor]) -> FourBit:
         rows, whole = parts[codes], parts[factor].reshape(1, 1)
@@ -385,4 +385,4 @@ QUANT_METHODS: Mapping[str, QuantMethod] = {
     "compressed-tensors": compressed_tensors,
     "modelopt": modelopt,
 }
-"""By ``quant_method`` of ``quantization_config``."""
+"""Methods by the ``quant_method`` of ``quantization_config``."""

@@ -1,7 +1,7 @@
-"""Memory of the host for copies of a device's tensors, which the device reads and writes at full speed.
+"""Page-locked host memory for copies of a device's tensors, which the device reads and writes at full speed.
 
-The driver takes seconds to lock pages, and PyTorch keeps what it has locked until the process ends. Here they are locked in large
-pieces of huge pages, are used again, and are freed with their owner.
+The driver takes seconds to lock pages, and PyTorch keeps locked pages until the process ends. Here pages are locked in large pieces
+of huge pages, reused, and freed with their owner.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from torch import Tensor
 
 from dsv4lite.errors import CapacityError
 
-PIECE = 256 << 20  # bytes that are locked at a time; larger tensors have a piece of their own, which no other may fit
+PIECE = 256 << 20  # bytes locked at a time; a larger tensor gets a piece of its own size
 _ALIGN = 512
 
 
 class HostMemory:
-    """Tensors one after the other, page-locked if the device is a GPU; mutable.
+    """Allocates tensors one after the other, page-locked if the device is a GPU.
 
-    ``clear`` lets the same memory be given out again; ``free`` returns it, as does the end of the object. Both need that none of
-    the tensors is used any more.
+    ``clear`` makes all memory available again; ``free`` returns it to the system, as does the end of the object. Tensors that were
+    taken before must not be used after either.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._locked = device.type == "cuda"
         self._pieces: list[Tensor] = []
         finalize(self, _free, self._pieces, self._locked).atexit = False
-        self._piece = self._used = 0  # the piece that is given out, and how much of it was
+        self._piece = self._used = 0  # index of the current piece, and bytes used of it
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor whose contents are undefined.
 
         Raises:
-            CapacityError: The host has too little memory, or may not lock as much.
+            CapacityError: The host has too little memory, or the limit of locked memory is too low.
         """
         size = math.prod(shape) * dtype.itemsize
         while self._piece < len(self._pieces) and self._used + size > len(self._pieces[self._piece]):
@@ -49,7 +49,7 @@ class HostMemory:
         return self._pieces[self._piece][begin : begin + size].view(dtype).view(tuple(shape))
 
     def clear(self) -> None:
-        """Give out the same memory again."""
+        """Make all memory available again."""
         self._piece = self._used = 0
 
     def free(self) -> None:
@@ -64,7 +64,7 @@ class HostMemory:
                 pages.madvise(mmap.MADV_HUGEPAGE)
             piece = torch.frombuffer(pages, dtype=torch.uint8)
             if self._locked:
-                piece.zero_()  # by many threads; the driver would touch the pages one after the other
+                piece.zero_()  # many threads touch the pages; the driver would touch them one by one
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), size, 0))
         except (MemoryError, OSError, RuntimeError) as error:
             advice = ("free memory of the host, or raise the limit of locked memory (ulimit -l)",)

@@ -1,8 +1,7 @@
-"""From tensors, of a checkpoint or of an update, to the places of a model.
+"""Loads tensors, of a checkpoint or of an update, into the slots of a model.
 
-First the headers are compared with the model: whatever is missing, unexpected or of another shape or dtype is found before a byte
-of data is read, and all of it is raised at once. Then the tensors are streamed, each weight is joined with its scale, and both go
-to their slot.
+First the headers are compared with the slots. Missing and unexpected tensors, wrong shapes and wrong dtypes are found before any
+data is read, and one error lists them all. Then the tensors are streamed: each weight is joined with its scale and stored.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ _INTEGER_TENSORS = ("tid2eid",)
 
 
 class OwnFormat(NamedTuple):
-    """How a model stores a quantized matrix, and so the only quantized form of it that an update may bring."""
+    """How a model stores a quantized matrix. An update may bring the matrix in this form, or as floats."""
 
     form: MatrixFormat
     scale: str
 
 
 class Assignment(NamedTuple):
-    """What goes into one slot: a tensor, its scale if it has one, and which part of each; or a packed matrix."""
+    """The source of one slot: a part of a tensor, and of its scale if it has one; or of a packed matrix."""
 
     slot: Slot
     weight: Wanted | HeldTensor | PackedCut
@@ -45,11 +44,11 @@ class Assignment(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """How tensors fit the slots of a model.
+    """The result of comparing tensors with slots.
 
     Attributes:
-        assignments: By the slot's name.
-        missing, unexpected, mismatched: Lines that begin with the name of a tensor.
+        assignments: Sources by the name of the slot.
+        missing, unexpected, mismatched: Problems, as lines that begin with the name of a tensor.
     """
 
     assignments: dict[str, Assignment]
@@ -70,14 +69,14 @@ def load(
     """Fill every slot from a checkpoint.
 
     Args:
-        slots: Official tensor name to its place. A scale has no slot of its own: it comes with its weight.
+        slots: Slots by official name. A scale has no slot of its own: its weight's slot stores it.
         shards: Which part of each tensor this rank holds; default is all.
-        whole: The slots are those of a whole model: tensors without one are errors.
-        headers: The checkpoint's tensors, packed matrices put together; default is its tensors as they are.
+        whole: The slots are those of a whole model, so tensors without a slot are errors.
+        headers: The checkpoint's tensors, with packed matrices assembled; default is its tensors as they are.
 
     Raises:
         CheckpointError: The checkpoint does not fit the model (lists all problems; nothing was stored), or cannot be read.
-        ConfigError: A tensor cannot be cut as ``shards`` says.
+        ConfigError: ``shards`` would cut a tensor unequally or through a scale block.
     """
     headers = checkpoint.headers if headers is None else headers
     if not whole:
@@ -87,7 +86,7 @@ def load(
 
 
 def packed_headers(headers: Mapping[str, Described], form: QuantFormat, where: str) -> dict[str, Header]:
-    """Return a checkpoint's tensors, packed matrices among them.
+    """Return a checkpoint's tensors, with packed matrices assembled.
 
     Raises:
         CheckpointError: Lists the parts that are missing, or of the wrong shape or dtype.
@@ -101,11 +100,11 @@ def packed_headers(headers: Mapping[str, Described], form: QuantFormat, where: s
 
 
 def match(headers: Mapping[str, Header], slots: Mapping[str, Slot], shards: Shards | None = None) -> dict[str, Assignment]:
-    """Find for every slot what goes into it, without reading data; see ``fit``.
+    """Find the source of every slot without reading data; see ``fit``.
 
     Raises:
         CheckpointError: Lists everything that is missing, unexpected, or of the wrong shape or dtype.
-        ConfigError: A tensor cannot be cut as ``shards`` says.
+        ConfigError: See ``load``.
     """
     found = fit(headers, slots, shards)
     by_slot = {name: i for i, name in enumerate(slots)}
@@ -124,16 +123,16 @@ def fit(
 ) -> Fit:
     """Compare tensors with the slots of a model, without reading data.
 
-    Tensors under ``mtp.`` that the model has no slot for are passed over, and so is what other ranks hold.
+    Tensors under ``mtp.`` without a slot are ignored, and so are tensors that other ranks hold.
 
     Args:
-        headers: By official name.
-        slots: Those that are to be filled.
+        headers: Tensors by official name.
+        slots: The slots to fill.
         shards: Which part of each tensor this rank holds; default is all.
-        formats: For an update: of the model's quantized matrices. Floats for one of these will be quantized, if its format can.
+        formats: For an update, how the model stores its quantized matrices: their floats are accepted if the format can quantize.
 
     Raises:
-        ConfigError: A tensor cannot be cut as ``shards`` says.
+        ConfigError: See ``load``.
     """
     found = Fit({}, [], [], [])
     for name, slot in slots.items():
@@ -150,10 +149,10 @@ def fit(
 def read_assigned(
     assignments: Mapping[str, Assignment], *, progress: Progress | None = None
 ) -> Iterator[tuple[str, Slot, Tensor | FourBit, Tensor | None]]:
-    """Read what goes into the slots: yields name, slot, this rank's part of the weight and of its scale, both as stored.
+    """Read the assigned tensors: yields name, slot, this rank's part of the weight and of its scale, both as stored.
 
     Raises:
-        CheckpointError: A file cannot be read, or a packed matrix is not what its format can read.
+        CheckpointError: A file cannot be read, or the parts of a packed matrix are invalid.
     """
     packed = {name: a.weight for name, a in assignments.items() if isinstance(a.weight, PackedCut)}
     single = (part for a in assignments.values() for part in (a.weight, a.scale) if isinstance(part, Wanted | HeldTensor))
@@ -169,9 +168,9 @@ def read_assigned(
 def _unpacked(
     tensors: Iterable[tuple[str, Tensor]], packed: Mapping[str, PackedCut], devices: Mapping[str, torch.device]
 ) -> Iterator[tuple[str, Tensor | FourBit]]:
-    """Yield tensors, and in place of the last part of a packed matrix the matrix; parts that came before are copied.
+    """Yield tensors; each packed matrix takes the place of its last part. Earlier parts are copied.
 
-    A packed matrix is read on its own device: there it takes no time.
+    A packed matrix is unpacked on the device of its slot, where unpacking takes no time.
     """
     parts = {
         part.name if isinstance(part, HeldTensor) else part.info.name: (name, leaf)
@@ -184,9 +183,9 @@ def _unpacked(
             yield name, tensor
             continue
         owner, leaf = parts[name]
-        came = waiting.setdefault(owner, {})
-        last = len(came) + 1 == len(packed[owner].parts)
-        came[leaf] = tensor.to(devices[owner], copy=not last)
+        arrived = waiting.setdefault(owner, {})
+        last = len(arrived) + 1 == len(packed[owner].parts)
+        arrived[leaf] = tensor.to(devices[owner], copy=not last)
         if last:
             yield owner, packed[owner].read(waiting.pop(owner))
 
@@ -194,19 +193,19 @@ def _unpacked(
 def paired(
     tensors: Iterable[tuple[str, Tensor | FourBit]], with_scale: set[str]
 ) -> Iterator[tuple[str, Tensor | FourBit, Tensor | None]]:
-    """Join weights with their scales, whichever comes first.
+    """Join weights with their scales, in either order.
 
-    What has to wait for its partner is copied. The usual writer of the file format puts scales before weights, so only scales wait.
+    A tensor that waits for its partner is copied. Files usually have scales before weights, so only scales wait.
 
     Args:
-        tensors: Official name and tensor; the tensor's memory may be reused when the next one is asked for.
+        tensors: Official name and tensor; the next item may reuse the tensor's memory.
         with_scale: Names of the weights that have a scale.
 
     Yields:
         Name of the weight, weight, scale.
 
     Raises:
-        CheckpointError: The stream ended and some partners did not come.
+        CheckpointError: The stream ended before all partners arrived.
     """
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
@@ -232,7 +231,7 @@ def scale_name(name: str) -> str:
 
 
 def weight_name(name: str) -> str:
-    """Return the name of the weight that ``X.scale`` belongs to, ``X.weight``; other names are returned as they are."""
+    """Return ``X.weight`` for ``X.scale``; other names are returned as they are."""
     return name.removesuffix(".scale") + ".weight" if name.endswith(".scale") else name
 
 
@@ -247,19 +246,14 @@ def own_formats(headers: Mapping[str, Header]) -> dict[str, OwnFormat | QuantFor
 
 
 def _assign(
-    slot: Slot,
-    info: Header,
-    scale: Header | None,
-    shards: Shards | None,
-    own: OwnFormat | QuantFormat | None,
-    found: Fit,
+    slot: Slot, info: Header, scale: Header | None, shards: Shards | None, own: OwnFormat | QuantFormat | None, found: Fit
 ) -> None:
-    """Check a tensor against its slot; add to ``found`` what goes there, or what is wrong with it."""
+    """Check a tensor against its slot; add the assignment or the problems to ``found``."""
     name, problems, before = info.name, found.mismatched, len(found.mismatched)
     packed = info if isinstance(info, PackedTensor) and slot.kind == "matrix" else None
     if packed is None and isinstance(own, QuantFormat) and own.quantize is None:
         leaves = ", ".join(part.leaf for part in own.parts)
-        problems.append(f"{name}: dtype {info.dtype}, but floats are not rounded to {own.name}, which the model has; send {leaves}")
+        problems.append(f"{name}: dtype {info.dtype}, but floats cannot be rounded to {own.name}; send {leaves}")
         return
     group = packed.format if packed else own if isinstance(own, QuantFormat) else None
     own = own if isinstance(own, OwnFormat) else None
@@ -307,7 +301,7 @@ def _assign(
 
 
 def _unexpected(headers: Mapping[str, Header], slots: Mapping[str, Slot], shards: Shards | None) -> list[str]:
-    """Return the tensors that have no place in the model and are not left out on purpose."""
+    """Return the tensors that have no slot and that ``fit`` does not ignore."""
     found = []
     for name in headers:
         owner = weight_name(name)

@@ -1,7 +1,7 @@
-"""From the names that checkpoints and trainers use to the official ones, which this library speaks everywhere else.
+"""Translates the names that checkpoints and trainers use to the official ones, which the rest of this library uses.
 
-A name is matched from its start, by whole components, with the tables of the model's family; ``*`` stands for a number. A name
-that no table mentions stays as it is.
+The tables of the model's family match a name from its start, by whole components; ``*`` stands for a number. A name that no table
+matches stays as it is.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _STACKS = ("layers", "mtp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameTables:
-    """External names and the official ones; without entries all names are official.
+    """External names with their official names; empty tables leave all names as they are.
 
     Attributes:
-        top: Of tensors outside of blocks.
-        block: Below ``layers.N.`` and ``mtp.N.``.
-        stacked: All experts of a layer in one tensor [E, rows, in]: which matrices lie one below the other in it, and what it holds
-            of them.
+        top: Names of tensors outside of blocks.
+        block: Names below ``layers.N.`` and ``mtp.N.``.
+        stacked: Tensors [E, rows, in] of all experts of a layer: the matrices stacked along their rows, and the leaf, ``weight`` or
+            ``scale``.
         max_experts: Most experts of a stacked tensor.
-        hidden_layers: Where the drafter's blocks follow the hidden layers under ``layers.N.``, the number of the latter.
+        hidden_layers: Number of hidden layers, if the drafter's blocks are numbered after them under ``layers.N.``.
     """
 
     top: Mapping[str, str] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Piece:
 
     Attributes:
         name: Official name.
-        index: Where it lies: ``external[index]``. Leading integers, then at most one range, so the piece is contiguous in memory.
+        index: The tensor is ``external[index]``: leading integers, then at most one slice, so it is contiguous in memory.
     """
 
     name: str
@@ -51,18 +51,18 @@ class Piece:
 def translate(name: str, shape: Sequence[int], tables: NameTables) -> list[Piece]:
     """Return the official tensors that an external tensor holds.
 
-    A name that no table knows is returned as it is; ``loader.match`` reports it as unexpected.
+    A name that no table matches is returned as it is; ``loader.match`` reports it as unexpected.
 
     Args:
-        shape: Its shape: the first dimension of a stacked tensor is its experts.
+        shape: Its shape; the first dimension of a stacked tensor counts experts.
 
     Returns:
-        One piece as a rule; one or two per expert for stacked experts; none for the copies of embedding and head that some
-        checkpoints have under ``mtp.``, and for rotary frequencies, which follow from the config.
+        One piece for most names; one or two per expert for stacked experts; none for copies of embedding and head under ``mtp.``,
+        which some checkpoints have, and for rotary frequencies, which the config determines.
 
     Raises:
-        CheckpointError: A stacked tensor does not have three dimensions, is empty or has too many experts, or gate and up cannot be
-            its two halves.
+        CheckpointError: A stacked tensor does not have three dimensions, is empty or has too many experts, or its rows cannot be
+            divided into gate and up.
     """
     parts = name.removeprefix("model.").split(".")
     if parts[-1] == "inv_freq":
@@ -92,7 +92,7 @@ def translate(name: str, shape: Sequence[int], tables: NameTables) -> list[Piece
 
 
 def _renamed(parts: list[str], table: Mapping[str, str]) -> list[str]:
-    """Replace the longest leading run of components that ``table`` knows; its numbers stay."""
+    """Replace the longest leading run of components that ``table`` has; numbers are kept."""
     for end in range(len(parts), 0, -1):
         official = table.get(".".join("*" if part.isdecimal() else part for part in parts[:end]))
         if official is not None:

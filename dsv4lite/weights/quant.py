@@ -1,4 +1,4 @@
-"""How matrices are stored and multiplied: the only place that asks for the format of a weight."""
+"""How matrices are stored and multiplied: the only file that distinguishes the formats of weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dsv4lite.weights.checkpoint import ExpertFormat
 
 ACTIVATION_GROUP = 128
 Rounded = tuple[Tensor, Tensor]
-"""Inputs in FP8, 1x128: codes float8_e4m3fn [T, K] and scale bytes uint8 [T, ceil(K / 128)]."""
+"""Inputs in FP8, one scale per 128 channels: codes float8_e4m3fn [T, K], e8m0 scale bytes uint8 [T, ceil(K / 128)]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +37,17 @@ class Numerics:
     Attributes:
         dtype: Activations between operators.
         quantized: Apply the roundings of quantized checkpoints: FP8 activations; in V4 FP8 kv rows, Hadamard, FP4 index vectors.
-        deterministic: A token's result does not depend on what else is computed with it.
-        matrix_dtype: Resident form of unquantized matrices. On CPU all are widened to float32 once, at load.
-        device: Where everything lives.
-        resident_fp8: Matrices that the checkpoint stores in FP8 stay codes and scales; otherwise they are widened, too.
-        scale_dtype: Of their scales: uint8 for e8m0 bytes, or float32; or of weights of four bits.
-        resident_experts: Form of routed experts: ``fp4`` and ``fp8`` lie in tiles (``kernels/experts``), ``four_bit`` stays so
-            (``kernels/four_bit``), others are widened.
-        resident_four_bit: Matrices that the checkpoint stores with four bits, weight-only, stay so.
-        drafter_four_bit: The model's own drafter has four bits where other layers have; otherwise its matrices are widened.
-        group: Inputs that share a scale in weights of four bits.
-        fp8_rows: KV rows are FP8: a choice where the family leaves it (``Family.free_rows``), else as in ``quantized``.
+        deterministic: A token's result does not depend on the other tokens of the step.
+        matrix_dtype: Dtype of unquantized matrices, and of those that are dequantized at load; float32 on a CPU.
+        device: Device of weights and activations.
+        resident_fp8: Matrices stored in FP8 stay codes and scales; otherwise they are dequantized at load.
+        scale_dtype: Dtype of the scales of FP8 matrices, uint8 for e8m0 bytes or float32; or of the scales of four-bit weights.
+        resident_experts: Form of routed experts: ``fp4`` and ``fp8`` lie in tiles (``kernels/experts``), ``four_bit`` in groups
+            (``kernels/four_bit``); ``unquantized`` includes experts that are dequantized at load.
+        resident_four_bit: Dense matrices stored in four bits, weight-only, stay in four bits.
+        drafter_four_bit: The model's own drafter stays in four bits like the other layers; otherwise it is dequantized at load.
+        group: Inputs that share a scale in four-bit weights.
+        fp8_rows: KV rows are FP8. Families without ``Family.free_rows`` need the value of ``quantized``.
     """
 
     dtype: torch.dtype
@@ -79,16 +79,14 @@ class Numerics:
         drafter_four_bit: bool = False,
         group: int = 0,
     ) -> Numerics:
-        """Pick the resident form for a device.
+        """Choose the resident forms for a device: a CPU dequantizes all weights.
 
         Args:
-            dtype, quantized, deterministic, device: Those of the class.
-            fp8_rows: That of the class; ``None`` for FP8 rows in quantized models alone.
+            dtype, quantized, deterministic, device, scale_dtype, drafter_four_bit, group: See the class.
+            fp8_rows: See the class; ``None`` stands for the value of ``quantized``.
             dense_fp8: The checkpoint stores every dense matrix in FP8.
-            scale_dtype: That of the class.
             expert_format: How the checkpoint stores routed experts.
-            dense_four_bit: It stores every dense matrix with four bits, weight-only.
-            drafter_four_bit, group: Those of the class.
+            dense_four_bit: The checkpoint stores every dense matrix in four bits, weight-only.
         """
         on_cpu = device.type == "cpu"
         return cls(
@@ -108,7 +106,7 @@ class Numerics:
 
     @property
     def uses_library(self) -> bool:
-        """Whether a GPU leaves products to the matrix library: unquantized ones of many rows, if deterministic those of float32."""
+        """Whether a GPU runs unquantized products of many rows by the matrix library; if deterministic, only float32 ones."""
         return not self.deterministic or self.dtype == torch.float32
 
     @property
@@ -119,26 +117,26 @@ class Numerics:
         return replace(self, resident_four_bit=False, resident_experts="unquantized")
 
     def fp8_bytes(self, width: int) -> int:
-        """Return the bytes of a row of inputs in FP8, codes and scales, if products of this arithmetic take such."""
+        """Return the bytes of a row of FP8 inputs, codes and scales; 0 if inputs are not quantized."""
         return width + -(-width // ACTIVATION_GROUP) if self.quantized else 0
 
     @property
     def row_tile(self) -> int | None:
-        """Rows of one matrix product, ``None`` for any number."""
+        """Rows that a deterministic product computes at a time; ``None`` for any number."""
         return ROW_TILE if self.deterministic else None
 
 
 class Matrix(nn.Module):
-    """A weight ``[out, in]``, or a stack of them ``[E, out, in]``, in its resident form.
+    """A weight ``[out, in]``, or a stack of weights ``[E, out, in]``, in its resident form.
 
-    Several matrices of the checkpoint that share an input may lie in one, row block under row block; ``rows`` names a block.
+    One ``Matrix`` may hold several checkpoint matrices that share an input, as consecutive row blocks; ``rows`` names a block.
 
     Attributes:
-        weight: Unquantized numbers, FP8 codes, or two codes of four bits in a byte.
-        scale: uint8 e8m0 bytes or float32 of FP8 codes, of the rows of a whole stack [S, ceil(in / 128)]: one per 128 rows, as the
-            checkpoint has them, or one per row where a boundary between its matrices goes through 128 rows. ``None`` if
-            unquantized, or of four bits.
-        rounds_input: Inputs are rounded to FP8, 1x128, before the product (specification 4.1).
+        weight: Unquantized numbers, FP8 codes, or bytes of two four-bit codes.
+        scale: Scales of FP8 codes, uint8 e8m0 bytes or float32, [S, ceil(in / 128)] with the rows of a stack counted through: one
+            per 128 rows as in the checkpoint, or one per row if a row block ends within 128 rows. ``None`` for other weights.
+        groups: Scales and offsets of four-bit codes; ``None`` for other weights.
+        rounds_input: Inputs are rounded to FP8, with a scale per 128 channels, before the product (specification 4.1).
     """
 
     def __init__(
@@ -154,10 +152,10 @@ class Matrix(nn.Module):
 
         Args:
             shape: ``[out, in]`` or ``[E, out, in]``.
-            numerics: Resident form, and whether inputs are rounded at all.
+            numerics: Chooses the resident form, and whether inputs are rounded at all.
             rounds_input: Quantized models round the inputs.
-            fp8: Quantized checkpoints store it in FP8, one scale per 128 x 128, or weight-only.
-            four_bit: It stays with four bits; ``None``: as ``numerics`` has it for matrices with ``fp8``.
+            fp8: Quantized checkpoints store the matrix in FP8, one scale per 128 x 128, or in a weight-only format.
+            four_bit: Keep four bits; ``None``: as ``numerics.resident_four_bit`` says, if ``fp8``.
             boundaries: Rows at which one matrix of the checkpoint ends and another begins.
         """
         super().__init__()
@@ -182,22 +180,22 @@ class Matrix(nn.Module):
 
     @property
     def stored(self) -> Tensor | FourBit:
-        """The weight as kernels take it."""
+        """The weight in the form that kernels take."""
         return self.weight if self.groups is None else FourBit(self.weight, *self.groups)
 
     def rows(self, begin: int, end: int, *, expert: int = 0) -> MatrixSlot:
-        """Return the place of one checkpoint matrix: rows ``begin`` to ``end``, of one expert in a stack."""
+        """Return the slot of one checkpoint matrix: rows ``begin`` to ``end``, of one expert in a stack."""
         first = expert * self.shape[-2]
         return MatrixSlot(self, first + begin, first + end)
 
     def whole(self) -> MatrixSlot:
-        """Return the place of a checkpoint matrix whose rows are those of this one, or of this stack."""
+        """Return the slot of a checkpoint matrix that fills this matrix, or this whole stack."""
         return MatrixSlot(self, 0, prod(self.shape[:-1]))
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixSlot:
-    """Where one checkpoint matrix goes: rows of a matrix, those of a stack counted through. It arrives in any format."""
+    """Rows of a ``Matrix`` that hold one checkpoint matrix, which may arrive in any format; rows of a stack are counted through."""
 
     matrix: Matrix
     begin: int
@@ -211,7 +209,7 @@ class MatrixSlot:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that hold it, with others."""
+        """The tensors in which its rows lie."""
         if isinstance(stored := self.matrix.stored, FourBit):
             return tuple(stored)
         return (self.matrix.weight,) if self.matrix.scale is None else (self.matrix.weight, self.matrix.scale)
@@ -232,10 +230,10 @@ class MatrixSlot:
         return len(scales) == prod(self.matrix.weight.shape[:-1])
 
     def store(self, weight: Tensor | FourBit, scale: Tensor | None = None) -> None:
-        """Convert a matrix of the checkpoint to the resident form; floats are rounded to four bits if that is it.
+        """Convert a checkpoint matrix to the resident form and write it; a four-bit slot rounds floats.
 
         Raises:
-            CheckpointError: The resident form is FP8, and the matrix is not FP8 with scales of that form.
+            CheckpointError: The resident form is FP8, and the matrix is not FP8 with scales that it can hold.
         """
         if isinstance(stored := self.matrix.stored, FourBit):
             if not isinstance(weight, FourBit):
@@ -246,8 +244,8 @@ class MatrixSlot:
         weight = weight.dequantize() if isinstance(weight, FourBit) else weight
         home, scales = self.matrix.weight.detach().flatten(0, -2)[self.begin : self.end], self.matrix.scale
         if scales is None:
-            plain = weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
-            home.copy_(weight if plain else dequantize_matrix(weight, scale))
+            unquantized = weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            home.copy_(weight if unquantized else dequantize_matrix(weight, scale))
             return
         wide = scales.dtype == torch.float32
         wanted = [torch.float8_e8m0fnu, *([torch.float32] if wide else [])]
@@ -268,7 +266,7 @@ def _misfit(weight: Tensor, scale: Tensor | None, wanted: str) -> CheckpointErro
 
 
 class TiledStack(nn.Module):
-    """A stack of matrices ``[E, out, in]`` in FP4 or FP8 tiles; products with it round their inputs, and have no row tile."""
+    """A stack of matrices ``[E, out, in]`` in FP4 or FP8 tiles. Its kernels take FP8 inputs, and rows need no tile."""
 
     row_tile, rounds_input = None, False
 
@@ -281,17 +279,17 @@ class TiledStack(nn.Module):
 
     @property
     def stored(self) -> Tiles:
-        """The stack as kernels take it."""
+        """The stack in the form that kernels take."""
         return Tiles(self.codes, self.scales)
 
     def rows(self, begin: int, end: int, *, expert: int) -> TileSlot:
-        """Return the place of one checkpoint matrix: all rows of an expert, or the first (gate) or second (up) half of them."""
+        """Return the slot of one checkpoint matrix: all rows of an expert, or their first (gate) or second (up) half."""
         return TileSlot(self, expert, None if end - begin == self.shape[1] else begin // (end - begin))
 
 
 @dataclass(frozen=True, slots=True)
 class TileSlot:
-    """Where one checkpoint matrix goes: a matrix of a stack of tiles, or one half of its rows."""
+    """One matrix of a ``TiledStack``, or one half of its rows, which holds one checkpoint matrix."""
 
     stack: TiledStack
     expert: int
@@ -306,7 +304,7 @@ class TileSlot:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that hold it, with others."""
+        """The tensors in which its tiles lie."""
         return self.stack.codes, self.stack.scales
 
     def values(self) -> Tensor:
@@ -314,10 +312,10 @@ class TileSlot:
         return self.stack.stored.dequantize(self.expert, self.half)
 
     def store(self, weight: Tensor | FourBit, scale: Tensor | None = None) -> None:
-        """Write a matrix of the checkpoint into its tiles.
+        """Write a checkpoint matrix into its tiles.
 
         Raises:
-            CheckpointError: The matrix is in another format than the tiles.
+            CheckpointError: The format of the matrix is not that of the tiles.
         """
         assert isinstance(weight, Tensor)
         tiles = self.stack.stored
@@ -330,7 +328,7 @@ class TileSlot:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """Where one checkpoint tensor goes as it is."""
+    """A tensor that holds one checkpoint tensor, cast to its dtype."""
 
     tensor: Tensor
     kind: Literal["tensor"] = "tensor"
@@ -345,7 +343,7 @@ class TensorSlot:
         return (self.tensor,)
 
     def values(self) -> Tensor:
-        """Return its numbers, float32, or its ids, int64."""
+        """Return floats as float32, and ids as they are."""
         return self.tensor.detach().float() if self.tensor.is_floating_point() else self.tensor
 
     def store(self, weight: Tensor | FourBit, scale: Tensor | None = None) -> None:
@@ -357,18 +355,18 @@ class TensorSlot:
 
 @dataclass(frozen=True, slots=True)
 class IdSlot(TensorSlot):
-    """Where a table of ids [N, K] goes that kernels use as indices, unchecked; the ids of a row are distinct.
+    """A table of ids [N, K]. ``store`` checks it, because kernels use the ids as indices without checks.
 
     Attributes:
         name: Official name of the table.
-        limit: Ids are below it.
+        limit: Ids must be below it, and those of a row distinct.
     """
 
     name: str = ""
     limit: int = 0
 
     def problem(self, weight: Tensor) -> str:
-        """Return what is wrong with a table, or nothing."""
+        """Return what is wrong with a table; the empty string for a valid one."""
         wrong = ((weight < 0) | (weight >= self.limit)).nonzero()
         if len(wrong):
             at = wrong[0].tolist()
@@ -389,12 +387,12 @@ class IdSlot(TensorSlot):
         assert isinstance(weight, Tensor)
         if problem := self.problem(weight):
             raise CheckpointError(f"{problem}. Fetch the checkpoint again, or take the config.json that came with it")
-        TensorSlot.store(self, weight, scale)  # dataclasses with slots know no super()
+        TensorSlot.store(self, weight, scale)  # super() does not work in dataclasses with slots
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedSlot:
-    """Where one checkpoint matrix goes if it is wanted several times."""
+    """The slots of one checkpoint matrix that is stored several times: an expert with copies."""
 
     places: tuple[MatrixSlot | TileSlot, ...]
     kind: Literal["matrix"] = "matrix"
@@ -405,7 +403,7 @@ class CopiedSlot:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that hold the copies, with others."""
+        """The tensors in which the copies lie."""
         return tuple(tensor for place in self.places for tensor in place.tensors)
 
     def values(self) -> Tensor:
@@ -413,7 +411,7 @@ class CopiedSlot:
         return self.places[0].values()
 
     def store(self, weight: Tensor | FourBit, scale: Tensor | None = None) -> None:
-        """Store the matrix in every place."""
+        """Store the matrix in every slot."""
         for place in self.places:
             place.store(weight, scale)
 
@@ -423,7 +421,7 @@ NamedSlots = Iterator[tuple[str, Slot]]
 
 
 def parameter(*shape: int, numerics: Numerics, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-    """Allocate a parameter that is no matrix: a norm, a table, a bias."""
+    """Allocate a parameter that is not a matrix: a norm, a table, a bias."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=numerics.device))
 
 
@@ -433,10 +431,10 @@ def linear(
     """Return ``x @ W.T`` [T, out] in ``dtype`` (default: that of ``x``), accumulated in float32, rounded once.
 
     Args:
-        matrix: Rounds them as it wants.
+        matrix: W; also says whether ``x`` is rounded to FP8 first.
         dtype: Of the result.
-        rounded: ``x`` in FP8, where it exists already.
-        out: Where the result is wanted, contiguous.
+        rounded: ``x`` in FP8, if it has been computed.
+        out: Contiguous tensor that receives the result.
     """
     dtype, weight, tile = dtype or x_TK.dtype, matrix.stored, matrix.row_tile
     if isinstance(weight, FourBit):
@@ -450,13 +448,13 @@ def linear(
 
 
 def rounded_linear(codes: Tensor, scales: Tensor | None, matrix: Matrix, dtype: torch.dtype, *, rows: int | None = None) -> Tensor:
-    """Return ``x @ W.T`` [T, out] of inputs that are rounded already.
+    """Return ``x @ W.T`` [T, out] for inputs that have been rounded.
 
     Args:
-        codes, scales: ``Rounded``; or inputs of a matrix that does not round them, and ``None``.
+        codes, scales: ``Rounded``; or unrounded inputs and ``None``, if the matrix does not round its inputs.
         dtype: Of the result.
-        rows: How many of the matrix, from the first one on; ``None`` for all. Deterministic products compute all of them, because a
-            smaller product may sum in another order.
+        rows: Return the products with the first ``rows`` rows of W; ``None`` for all. Deterministic products compute all rows,
+            because a smaller product may sum in another order.
     """
     if matrix.scale is None:
         x_TK = codes if scales is None else dequantize_fp8(codes, scales, ACTIVATION_GROUP).to(dtype)
@@ -467,24 +465,24 @@ def rounded_linear(codes: Tensor, scales: Tensor | None, matrix: Matrix, dtype: 
     return fp8_linear(codes, scales, matrix.weight[:count], matrix.scale[:blocks], dtype, matrix.row_tile)[:, :rows]
 
 
-def pair(x_TK: Tensor, dense: Matrix, other: Matrix, *, rounded: Rounded | None = None) -> tuple[Tensor, Tensor]:
-    """Return ``linear(x, dense)`` and, in float32, ``linear(x, other)``; products of few rows run at the same time.
+def linear_pair(x_TK: Tensor, fp8: Matrix, other: Matrix, *, rounded: Rounded | None = None) -> tuple[Tensor, Tensor]:
+    """Return ``linear(x, fp8)`` and, in float32, ``linear(x, other)``. Products of few rows run at the same time.
 
     Args:
-        dense: A matrix that the checkpoint stores in FP8.
-        other: A matrix that it stores in bfloat16, which does not round its inputs.
-        rounded: ``x`` in FP8, if it is known.
+        fp8: A matrix that quantized checkpoints store in FP8.
+        other: A matrix that they store in bfloat16, whose inputs are not rounded.
+        rounded: ``x`` in FP8, if it has been computed.
     """
-    if dense.scale is None or other.scale is not None or other.rounds_input:
-        return linear(x_TK, dense, rounded=rounded), linear(x_TK, other, torch.float32)
+    if fp8.scale is None or other.scale is not None or other.rounds_input:
+        return linear(x_TK, fp8, rounded=rounded), linear(x_TK, other, torch.float32)
     codes, scales = rounded or quantize_fp8(x_TK, ACTIVATION_GROUP)
-    return pair_linear(x_TK, codes, scales, dense.weight, dense.scale, other.weight, dense.row_tile)
+    return pair_linear(x_TK, codes, scales, fp8.weight, fp8.scale, other.weight, fp8.row_tile)
 
 
 def grouped_then_linear(x_TGK: Tensor, grouped: Matrix, dense: Matrix, dtype: torch.dtype) -> Tensor:
-    """Return ``linear(y, dense)`` [T, out] in ``dtype``, where y [T, G, inner] are each group's ``x @ W.T``.
+    """Return ``linear(y, dense)`` [T, out] in ``dtype``, where y [T, G, inner] is ``x @ W.T`` in each group of ``grouped``.
 
-    The inputs of ``grouped`` are not rounded (specification 4.4); those of ``dense`` are quantized as they come.
+    The inputs of ``grouped`` are not rounded (specification 4.4). A single row is quantized for ``dense`` in the first launch.
     """
     weight, scale, row_tile = grouped.weight, grouped.scale, grouped.row_tile
     if scale is None:

@@ -1,4 +1,4 @@
-"""Tensors that several processes of one machine have open: CUDA's IPC handles for those of a GPU, shared memory for others."""
+"""Tensors that processes of one machine share: by CUDA IPC handles on a GPU, by shared memory on the host."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 @dataclass(frozen=True, slots=True)
 class CudaPlace:
-    """Memory of a GPU.
+    """Shared memory on a GPU.
 
     Attributes:
-        gpu: UUID of the GPU: processes may number GPUs differently.
-        arguments: Those of PyTorch's ``rebuild_cuda_tensor`` for a tensor of bytes.
+        gpu: UUID of the GPU, because processes may number GPUs differently.
+        arguments: Arguments of PyTorch's ``rebuild_cuda_tensor`` for the bytes.
     """
 
     gpu: str
@@ -44,12 +44,12 @@ class CudaPlace:
 
 @dataclass(frozen=True, slots=True)
 class HostPlace:
-    """Memory of the host.
+    """Shared memory on the host.
 
     Attributes:
-        path: A file without a name in the file system, by the process that holds it; outside of Linux a temporary file.
-        identity: Device and number of the file: the process may be gone, and its number another's.
-        offset, nbytes: The bytes in it.
+        path: Path of an anonymous file in the owner's ``/proc`` folder; outside of Linux a temporary file.
+        identity: Device and inode of the file, because another process may have taken over the owner's id.
+        offset, nbytes: The bytes in the file.
     """
 
     path: str
@@ -61,7 +61,7 @@ class HostPlace:
         """Return the bytes, uint8 [nbytes].
 
         Raises:
-            OSError: The memory is not there any more, or belongs to another user or container.
+            OSError: The memory no longer exists, or belongs to another user or container.
         """
         if not self.nbytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -79,7 +79,7 @@ class SharedTensor:
     """A tensor of another process, as a value that can be pickled.
 
     Attributes:
-        places: Where its bytes lie; several if there are copies on several GPUs.
+        places: Locations of its bytes: one, or one for each GPU that has a copy.
     """
 
     name: str
@@ -89,10 +89,10 @@ class SharedTensor:
     places: tuple[CudaPlace | HostPlace, ...]
 
     def open(self, device: torch.device) -> Tensor:
-        """Return the tensor, in the other process's memory: its copy on ``device``, or the first one.
+        """Return the tensor in the other process's memory: the copy on ``device``, or else the first one.
 
         Raises:
-            OSError: It cannot be opened here.
+            OSError: This process cannot open it.
         """
         own = _uuid(device.index or 0) if device.type == "cuda" else ""
         near = [place for place in self.places if isinstance(place, CudaPlace) and place.gpu == own]
@@ -100,20 +100,20 @@ class SharedTensor:
 
 
 class SharedWeights:
-    """Tensors of this process that an engine in another process of the machine can read, until they are closed.
+    """Tensors of this process that an engine in another process of the machine can read until ``close``.
 
         with SharedWeights(ModuleSource(policy).tensors()) as shared:
             connection.send(shared.handles)  # the other process loads IPCSource(handles)
-            connection.recv()  # until it has
+            connection.recv()  # the other process has loaded them
 
-    Tensors of a GPU are opened where they lie, and must not change meanwhile; others are copied to shared memory.
+    GPU tensors are shared in place and must not change until then; others are copied to shared memory.
 
     Args:
         tensors: Names and tensors.
-        on_host: Copy those of a GPU to shared memory, too.
+        on_host: Copy GPU tensors to shared memory, too.
 
     Attributes:
-        handles: What to send to the other process.
+        handles: Picklable descriptions to send to the other process.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], *, on_host: bool = False) -> None:
@@ -141,7 +141,7 @@ class SharedWeights:
         return SharedTensor(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), nbytes=tensor.nbytes, places=(place,))
 
     def close(self) -> None:
-        """Stop sharing; what other processes have open stays. May be repeated."""
+        """Stop sharing. Memory that other processes have open stays valid for them. May be called repeatedly."""
         self._held.clear()
         if self._file >= 0:
             os.close(self._file)
@@ -157,18 +157,18 @@ class SharedWeights:
 
 
 class IPCSource:
-    """Tensors of another process of the machine; each rank of the engine opens them itself.
+    """Tensors of another process of the machine, which each rank of the engine opens itself.
 
     Args:
-        handles: ``SharedWeights.handles`` of that process. A trainer of several GPUs can share a whole model on each: give the
-            handles of all, and every rank reads those of its own GPU.
+        handles: ``SharedWeights.handles`` of that process.
+        others: Handles of the same tensors on other GPUs: each rank reads the copy on its own GPU, if there is one.
     """
 
     def __init__(self, handles: Sequence[SharedTensor], *others: Sequence[SharedTensor]) -> None:
         self._handles, self._others = handles, others
 
     def tensors(self) -> Iterator[tuple[str, SharedTensor]]:
-        """Yield where the tensors lie."""
+        """Yield the locations of the tensors."""
         copies = [{handle.name: handle.places for handle in other} for other in self._others]
         for handle in self._handles:
             further = tuple(place for copy in copies for place in copy.get(handle.name, ()))
@@ -178,9 +178,9 @@ class IPCSource:
 def _open_memory() -> tuple[int, str]:
     """Return a new file for shared memory, and the path by which other processes open it."""
     if sys.platform == "linux":
-        file = os.memfd_create("dsv4lite")  # not in /dev/shm, which containers limit, and gone with its last process
+        file = os.memfd_create("dsv4lite")  # not in /dev/shm, which containers limit; freed with its last process
         return file, f"/proc/{os.getpid()}/fd/{file}"
-    else:  # noqa: RET505  # type checkers know platforms by their branches
+    else:  # noqa: RET505  # type checkers need both branches to narrow by platform
         return tempfile.mkstemp(prefix="dsv4lite-")
 
 

@@ -1,4 +1,4 @@
-"""What a model is made from: a checkpoint, or its config and random numbers."""
+"""The source of a model: a checkpoint, or a config and random weights."""
 
 from __future__ import annotations
 
@@ -43,32 +43,32 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "float32": torch.float32,
 
 
 def log_progress(report: LoadProgress) -> None:
-    """Report progress to the package's logger, in tenths."""
+    """Log progress, about ten times per phase."""
     step = max(1, report.total // 10)
     if report.done == report.total or report.done % step < report.total // 100 + 1:
         log.info("%s: %d of %d %s", report.phase, report.done, report.total, report.unit)
 
 
-def _four_bit(specs: Mapping[str, TensorSpec], headers: Mapping[str, Header], widened: tuple[str, ...]) -> set[str]:
-    """Return which of dense matrices, experts and those of drafters are all packed with four bits, but for ``widened`` ones."""
+def _four_bit(specs: Mapping[str, TensorSpec], headers: Mapping[str, Header], dequantized: tuple[str, ...]) -> set[str]:
+    """Return which of "dense", "expert" and "drafter" have only four-bit matrices, apart from ``dequantized`` ends of names."""
     found: dict[str, set[bool]] = {}
     for name, spec in specs.items():
-        if spec.kind in ("dense", "expert") and name in headers and not name.endswith(widened):
+        if spec.kind in ("dense", "expert") and name in headers and not name.endswith(dequantized):
             info = headers[name]
-            of = "drafter" if name.startswith("mtp.") else spec.kind
-            found.setdefault(of, set()).add(isinstance(info, PackedTensor) and info.format.group > 0)
-    return {of for of, packed in found.items() if packed == {True}}
+            group = "drafter" if name.startswith("mtp.") else spec.kind
+            found.setdefault(group, set()).add(isinstance(info, PackedTensor) and info.format.group > 0)
+    return {group for group, packed in found.items() if packed == {True}}
 
 
 def _dense_scales(specs: Mapping[str, TensorSpec], headers: Mapping[str, Header]) -> str | None:
-    """Return what the scales are if every dense matrix of a checkpoint is FP8 with the same kind of scales."""
+    """Return the dtype of the scales if all dense matrices are FP8 with scales of one dtype; otherwise ``None``."""
     dense = [name for name, spec in specs.items() if spec.kind == "dense" and name in headers]
     stored = {(headers[name].dtype, headers[scale_name(name)].dtype if scale_name(name) in headers else None) for name in dense}
     return stored.pop()[1] if len(stored) == 1 and {kind for kind, _ in stored} == {"F8_E4M3"} else None
 
 
 def progress_of(config: EngineConfig) -> Progress | None:
-    """Return the receiver of progress that the settings name."""
+    """Return the progress callback that the settings ask for."""
     if config.progress == "bar":
         return LoadBars()
     return log_progress if config.progress is True else config.progress or None
@@ -80,20 +80,18 @@ def _places(slot: Slot) -> tuple[Slot, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """A model before it is loaded: all that configuration and headers contain.
+    """A model before it is loaded, as its configuration and the headers of its checkpoint describe it.
 
     Attributes:
-        names: Other names of the model's tensors.
-        dtype: What the unquantized tensors are stored in.
-        dense_fp8: Every dense matrix is stored in FP8, with e8m0 scales or, if the family's releases have such, float32 ones; not
-            so where some are unquantized.
-        scale_dtype: Of these scales: uint8 or float32; or of weights of four bits.
-        form: The weight-only format of its matrices.
-        dense_four_bit: Every dense matrix but those that are widened anyway has four bits in that format; not so where some others
-            are unquantized.
-        drafter_four_bit: So have all matrices of its own drafter, of either kind; these do not count above.
+        names: Translates other names of the model's tensors.
+        dtype: Dtype of the unquantized tensors, taken from the embedding.
+        dense_fp8: Every dense matrix is FP8, with e8m0 scales or, in families whose releases have them, float32 scales.
+        scale_dtype: Dtype of these scales, uint8 or float32; or of the scales of four-bit weights.
+        form: The weight-only format of the matrices; ``None`` without one.
+        dense_four_bit: Every dense matrix outside the drafter is in four bits, except those that are dequantized at load anyway.
+        drafter_four_bit: Every dense and expert matrix of the model's own drafter is in four bits.
         checkpoint: ``None`` for random weights.
-        headers: Its tensors, packed matrices put together; none for random weights.
+        headers: The checkpoint's tensors, with packed matrices assembled; empty for random weights.
     """
 
     folder: Path
@@ -113,10 +111,10 @@ class ModelSource:
 
     @property
     def drafter(self) -> DrafterKind | None:
-        """The kind of drafter that it comes with.
+        """The kind of drafter that the checkpoint has; ``None`` without one.
 
         Raises:
-            CheckpointError: Config and tensors are of different ones.
+            CheckpointError: Config and tensors describe different kinds.
         """
         described = self.model.drafter
         if self.checkpoint is None or described is None:
@@ -136,11 +134,11 @@ class ModelSource:
 
         Args:
             config: Which model, and how to load it.
-            fetch: ``False`` does not fetch weights from the hub; without local ones the config alone speaks.
+            fetch: Fetch weights from the hub. ``False``: without local weights, only the config is read.
 
         Raises:
-            CheckpointError: They cannot be found or read.
-            ConfigError, UnsupportedError: The model's config is wrong, or of another family.
+            CheckpointError: The files cannot be found or read.
+            ConfigError, UnsupportedError: The model's config is invalid, or of an unknown family.
         """
 
         def names_of(raw: Mapping[str, Any]) -> NameTables:
@@ -158,7 +156,7 @@ class ModelSource:
         family = find_family(raw, config.family)
         form = None if family.weight_only is None else find_format(raw, config.quant_formats)
         if form is not None:
-            raw = {**raw, "quantization_config": None}  # what families read of it are roundings of activations
+            raw = {**raw, "quantization_config": None}  # families would read roundings of activations from it
         model = family.read_config(raw)
         four_bit: set[str] = set()
         headers: Mapping[str, Header] = {}
@@ -211,16 +209,15 @@ class ModelSource:
         """Allocate the model, or a rank's shard of it, and fill it.
 
         Args:
-            mesh: This rank's place; default is that there are no others.
-            with_mtp: Whether the drafter is wanted.
+            mesh: This rank's place; default is a single rank.
+            with_mtp: Include the model's own drafter.
             dispatcher: How tokens get to experts on other ranks.
-            redundant_experts: Slots for copies of experts in every layer, on all ranks of ep together; with ``None`` no expert
-                moves.
-            seed: Of random weights; every rank gets its part of the same ones.
+            redundant_experts: Extra slots per layer for copies of experts, over all ranks of ep; ``None``: experts never move.
+            seed: Seed of random weights; every rank makes its part of the same weights.
 
         Raises:
             CheckpointError: The checkpoint does not fit the model, or cannot be read.
-            ConfigError: The model cannot be shared so.
+            ConfigError: The mesh's layout does not divide the model.
         """
         mesh, started = mesh or Mesh(), time.monotonic()
         empty = self.family.build(
@@ -241,10 +238,10 @@ class ModelSource:
         progress: Progress | None = None,
         whole: bool = False,
     ) -> None:
-        """Fill all places of a rank's model, or some of them again; random numbers are made where they stay.
+        """Fill all slots of a rank's model, or refill some of them. Random weights are generated on the slots' device.
 
         Raises:
-            CheckpointError: The checkpoint does not fit the model, or cannot be read (any more).
+            CheckpointError: The checkpoint does not fit the model, or cannot be read.
         """
         shards = shards_of(self.model, self.family.tensors, mesh.layout, mesh.rank)
         if self.checkpoint is not None:
@@ -256,7 +253,7 @@ class ModelSource:
         made: dict[str, HeldTensor] = {}
         for name, tensor in dummy_tensors(self.model, self.family.tensors, **form, seed=seed, device=numerics.device, names=names):
             made[name] = HeldTensor(name=name, tensor=tensor)
-            if name in names:  # the scale has come before
+            if name in names:  # ``dummy_tensors`` yields scales first
                 for _, slot, weight, scale in read_assigned(match(made, {name: slots[name]}, shards)):
                     slot.store(weight, scale)
                 made.clear()
@@ -273,7 +270,7 @@ class ModelSource:
         }
 
     def _fill_stacks(self, slots: Mapping[str, Slot], shards: Shards, seed: int) -> None:
-        """Fill stacks of tiles, each as a whole where all of its matrices are wanted."""
+        """Fill tiled experts with random numbers: a whole stack at once if all its matrices are among ``slots``."""
         stacks: dict[int, dict[int, tuple[str, TileSlot]]] = {}
         for name, slot in slots.items():
             for place in _places(slot):

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as a family's tables describe them: shapes and kinds, how they are stored, how ranks share them."""
+"""A family's tables of checkpoint tensors: shapes and kinds, storage formats, and sharding."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TensorKind = Literal["dense", "expert", "bf16", "f32", "i64"]
 
 
 class MatrixFormat(NamedTuple):
-    """How quantized matrices are stored.
+    """A storage format of quantized matrices.
 
     Attributes:
         pack: Elements per stored element along the input dimension.
         block: Elements per scale along (out, in).
-        dtype: As which we write them.
-        scales: Dtypes that the scale may have.
+        dtype: Dtype of the codes in checkpoints that this package writes.
+        scales: File-format codes of the dtypes that scales may have.
     """
 
     pack: int
@@ -43,7 +43,7 @@ FORMATS: Mapping[str, MatrixFormat] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensors:
-    """The tables of one family. Official names: ``embed.weight``, ``layers.N.…``, ``mtp.N.…`` of a drafter, others of the head.
+    """The tables of one family. Official names: ``embed.weight``, ``layers.N.…``, ``mtp.N.…`` (drafter); others belong to the head.
 
     Attributes:
         specs: Every tensor of a config's model by its official name; matrices are ``[out, in]``, and scales are not listed.
@@ -61,7 +61,7 @@ class TensorSpec:
     """A tensor of the model.
 
     Attributes:
-        shape: In elements, whatever the storage.
+        shape: In elements, before packing.
         kind: ``dense`` and ``expert`` matrices are quantized in quantized checkpoints; the others are stored in the dtype of that
             name.
     """
@@ -78,7 +78,7 @@ def swiglu_specs(name: str, hidden_size: int, width: int, kind: TensorKind) -> d
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint, as stored: packed bytes are elements, and scales are tensors of their own."""
+    """A tensor as a checkpoint stores it: each packed byte is an element, and scales are separate tensors."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -98,11 +98,11 @@ def stored_tensors(name: str, spec: TensorSpec, *, quantized: bool, expert_forma
 
     Args:
         quantized: The dense matrices are FP8.
-        expert_format: Of the routed experts.
+        expert_format: Format of the routed experts.
     """
     form = FORMATS.get(stored_form(spec, quantized=quantized, expert_format=expert_format))
     if form is None:
-        return {name: StoredTensor(spec.shape, _PLAIN_DTYPES[spec.kind])}
+        return {name: StoredTensor(spec.shape, _UNQUANTIZED_DTYPES[spec.kind])}
     rows, columns = spec.shape
     return {
         name: StoredTensor((rows, columns // form.pack), form.dtype),
@@ -110,6 +110,6 @@ def stored_tensors(name: str, spec: TensorSpec, *, quantized: bool, expert_forma
     }
 
 
-_PLAIN_DTYPES: Mapping[str, torch.dtype] = {"f32": torch.float32, "i64": torch.int64} | dict.fromkeys(
+_UNQUANTIZED_DTYPES: Mapping[str, torch.dtype] = {"f32": torch.float32, "i64": torch.int64} | dict.fromkeys(
     ("dense", "expert", "bf16"), torch.bfloat16
 )

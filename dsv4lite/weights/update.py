@@ -1,8 +1,8 @@
-"""New weights for a model that is loaded: where they come from, and one rank's part of replacing them.
+"""New weights for a loaded model: the sources of tensors, and the transaction that replaces one rank's weights.
 
-An update takes the way of loading: names are translated, every tensor is compared with its slot, cut, and stored by the slot. What
-it adds is that tensors arrive in any order, that floats are quantized to the model's own format, and that all of them can be kept
-aside (staged) until every rank has what it needs.
+An update follows the same path as loading: names are translated, each tensor is compared with its slot and cut, and the slot stores
+it. In addition, tensors may arrive in any order, floats are quantized to the model's own format, and all tensors can be staged in
+host memory until every rank has received and checked its part.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from dsv4lite.weights.shared import SharedTensor
 from dsv4lite.weights.tensors import FORMATS
 
 Given = Tensor | TensorInfo | SharedTensor
-"""A tensor, or where it lies on disk or in another process."""
+"""A tensor, or its location on disk or in another process."""
 Bucket = Sequence[tuple[str, Given]]
-"""Tensors that are handed to the ranks together, by the names that the source has for them."""
+"""Tensors that the ranks receive together, under the source's names."""
 
 _BUCKET_BYTES = 64 << 20
 _MASK = (1 << 64) - 1
-_ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # multipliers of splitmix64, as int64
-_CHECKSUM_ELEMENTS = 1 << 24  # of which bits are mixed at a time
+_MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # of splitmix64, as int64
+_CHECKSUM_ELEMENTS = 1 << 24  # hashed at a time
 
 
 # ---------------------------------------------------------------------------------------------------------------- sources
 
 
 class NamedTensors:
-    """A mapping of names to tensors, or an iterable of pairs, whose tensors may be overwritten once the next pair is asked for."""
+    """A mapping of names to tensors, or an iterable of pairs; the iterable may reuse a tensor's memory for the next pair."""
 
     def __init__(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         self._tensors = tensors
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the pairs."""
+        """Yield the pairs; tensors of an iterable are copied."""
         if isinstance(self._tensors, Mapping):
             yield from self._tensors.items()
             return
@@ -65,10 +65,9 @@ class _HasSlots(Protocol):
 
 
 class ModuleSource:
-    """The parameters and persistent buffers of a module: transformers' model, or one of this package.
+    """The parameters and persistent buffers of a module: a model of transformers, or of this package.
 
-    Tensors that are distributed (FSDP2, ``DTensor``) are gathered one after the other, so that all ranks of theirs must load at the
-    same time.
+    Distributed tensors (FSDP2, ``DTensor``) are gathered one after the other: all ranks of their mesh must iterate together.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -93,7 +92,7 @@ def _gathered(tensor: Tensor) -> Tensor:
 
 
 class DiskSource:
-    """A checkpoint on disk, or a part of it. Ranks read what they hold themselves.
+    """A checkpoint on disk, or a part of it. Each rank reads its own part of the tensors.
 
     Args:
         model: Folder, or hub id.
@@ -104,7 +103,7 @@ class DiskSource:
         self._model, self._prefix = str(model), prefix
 
     def tensors(self) -> Iterator[tuple[str, TensorInfo]]:
-        """Yield where the tensors lie, in the order of the disk.
+        """Yield the locations of the tensors, in the order in which they lie on disk.
 
         Raises:
             CheckpointError: The checkpoint cannot be found or read.
@@ -116,21 +115,21 @@ class DiskSource:
 
 
 class ProcessGroupSource:
-    """What one rank of a process group of the host's sends with ``broadcast_weights``, and all others receive at the same time.
+    """Tensors that one rank of the host's process group sends with ``broadcast_weights``; all other ranks receive together.
 
     Args:
-        source: Global rank that sends.
-        group: Default is the default group.
-        device: Where the group's backend wants tensors.
+        source: Global rank of the sender.
+        group: The process group; ``None`` for the default group.
+        device: Device on which the group's backend works.
     """
 
     def __init__(self, source: int, *, group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu") -> None:
         self._source, self._group, self._device = source, group, torch.device(device)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Receive and yield tensors until the sender has no more.
+        """Receive and yield tensors until the sender has sent all of them.
 
-        A caller that stops early does not stop the transfer: the rest is received and dropped, so that the next one begins clean.
+        If the caller stops early, the rest is received and dropped, so that the next transfer starts in step with the sender.
 
         Raises:
             WeightUpdateError: The sender has failed.
@@ -139,7 +138,7 @@ class ProcessGroupSource:
         for pair in received:
             try:
                 yield pair
-            except GeneratorExit:  # a tensor was refused, and the sender does not know
+            except GeneratorExit:  # the caller refused a tensor; the sender goes on
                 with suppress(WeightUpdateError):
                     for _ in received:
                         pass
@@ -162,11 +161,11 @@ class ProcessGroupSource:
 def broadcast_weights(
     tensors: Iterable[tuple[str, Tensor]], *, group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu"
 ) -> None:
-    """Send tensors to every ``ProcessGroupSource`` of a process group; the caller is the rank that these name as ``source``.
+    """Send tensors to every ``ProcessGroupSource`` of a process group whose ``source`` is the calling rank.
 
     Raises:
-        WeightUpdateError: Something else than a named tensor is among them.
-        Exception: What ``tensors`` raise. In either case those that receive get an error, too.
+        WeightUpdateError: An item is not a named tensor.
+        Exception: Iterating ``tensors`` raised it. In either case the receivers raise ``WeightUpdateError``.
     """
     source, waiting = dist.get_rank(), buckets(tensors)
 
@@ -179,7 +178,7 @@ def broadcast_weights(
             if others := [f"{name}: {shown(given)}, expected a tensor" for name, given in bucket if not isinstance(given, Tensor)]:
                 raise _refused(mismatched=others)
         except BaseException as error:
-            announce(described(error))  # the others would wait for ever
+            announce(described(error))  # otherwise the receivers would wait forever
             raise
         held = [(name, tensor.to(device).contiguous()) for name, tensor in bucket if isinstance(tensor, Tensor)]
         announce([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in held])
@@ -193,7 +192,7 @@ def buckets(tensors: Iterable[tuple[str, Given]]) -> Iterator[Bucket]:
     """Collect tensors into buckets of about 64 MiB.
 
     Raises:
-        WeightUpdateError: Something else than a named tensor is among them.
+        WeightUpdateError: An item is not a named, dense tensor.
     """
     bucket: list[tuple[str, Given]] = []
     size = 0
@@ -215,15 +214,15 @@ def buckets(tensors: Iterable[tuple[str, Given]]) -> Iterator[Bucket]:
 
 
 class Transaction:
-    """New values for the slots of one rank; mutable.
+    """An update of one rank's slots: ``take`` every bucket, ``check``, then ``write`` if it is staged.
 
     Args:
-        slots: All places of the rank's model.
-        names: How trainers name tensors.
+        slots: All slots of the rank's model.
+        names: Translates the source's names.
         formats: How the model stores its quantized matrices.
         shards: Which part of each tensor this rank holds.
-        device: Of the slots; floats are quantized there.
-        staging: Memory in which tensors are kept until ``write``; ``None``: they go to their slots at once.
+        device: Device of the slots, on which floats are quantized.
+        staging: Memory that holds tensors until ``write``; ``None`` stores them in their slots at once.
     """
 
     def __init__(
@@ -238,20 +237,20 @@ class Transaction:
     ) -> None:
         self._slots, self._names, self._formats, self._shards, self._device = slots, names, formats, shards, device
         self._staging = staging
-        self._form = next((own for own in formats.values() if isinstance(own, QuantFormat)), None)
+        self._quant_format = next((own for own in formats.values() if isinstance(own, QuantFormat)), None)
         self._staged: dict[str, tuple[Tensor | FourBit, Tensor | None]] = {}
-        self._waiting: dict[str, Described] = {}  # weights and scales whose partner did not come yet, parts of packed matrices
-        self._incomplete: dict[str, list[str]] = {}  # of these matrices, the leaves that did not come yet
+        self._waiting: dict[str, Described] = {}  # weights or scales without their partner, parts of packed matrices
+        self._incomplete: dict[str, list[str]] = {}  # packed matrices, with the leaves that have not arrived
         self._seen: set[str] = set()
         self._filled: set[str] = set()
-        self._parts: dict[str, dict[str, Tensor]] = {}  # of blocks whose other parts did not come yet
-        self._blocks: dict[str, Blocks] = {}  # by official name
+        self._parts: dict[str, dict[str, Tensor]] = {}  # parts of deltas that are not complete, by the source's name
+        self._blocks: dict[str, Blocks] = {}  # complete deltas, by official name
 
     def take(self, bucket: Bucket) -> None:
-        """Check tensors, and stage or store this rank's part of them. On return the tensors may be overwritten.
+        """Check tensors, and stage or store this rank's part of them. Their memory may be reused after the call.
 
         Raises:
-            WeightUpdateError: They do not fit the model. Some of the bucket may have been stored.
+            WeightUpdateError: They do not fit the model. Without staging, some tensors of the bucket may have been stored.
             CheckpointError: A file cannot be read.
         """
         given = [self._opened(name, tensor) for name, tensor in bucket]
@@ -283,7 +282,7 @@ class Transaction:
             if isinstance(weight, Tensor) and weight.is_meta:
                 weight = self._patched(name, slot, weight)
             self._accept(name, slot, weight, scale, packed=isinstance(found.assignments[name].weight, PackedCut))
-        self._finish()
+        self._synchronize()
 
     def _opened(self, name: str, tensor: Given) -> Described:
         if isinstance(tensor, TensorInfo):
@@ -295,21 +294,21 @@ class Transaction:
         return HeldTensor(name=name, tensor=held)
 
     def _assembled(self, headers: Mapping[str, Described]) -> Mapping[str, Header]:
-        """Return tensors without the parts of packed matrices, and in their place the matrices that are complete."""
-        if self._form is None:
+        """Return the tensors, with complete packed matrices in place of their parts and without incomplete ones."""
+        if self._quant_format is None:
             return headers
-        found, self._incomplete, problems = assemble(headers, self._form)
+        found, self._incomplete, problems = assemble(headers, self._quant_format)
         if problems:
             raise _refused(mismatched=problems)
         return found
 
     def _is_part(self, info: Described) -> bool:
-        """Return whether a tensor is a part of a packed matrix that is not complete."""
-        form, layer = self._form, info.name.rpartition(".")[0]
+        """Return whether a tensor is a part of an incomplete packed matrix."""
+        form, layer = self._quant_format, info.name.rpartition(".")[0]
         return form is not None and f"{layer}.weight" in self._incomplete and form.owns(info.name, info)
 
     def _block_headers(self, parts: Sequence[Described]) -> dict[str, Described]:
-        """Return tensors without memory, by official name, for those whose blocks are complete with these parts."""
+        """Return a meta tensor, by official name, for each delta that these parts complete."""
         stored = read_tensors([info.cut(()) for info in parts if isinstance(info, TensorInfo)])
         held = [(info.name, info.tensor) for info in parts if isinstance(info, HeldTensor)]
         headers: dict[str, Described] = {}
@@ -318,7 +317,7 @@ class Transaction:
             if part not in Blocks._fields or owner.endswith(".scale"):
                 raise _refused(unexpected=[f"{name}: unexpected; blocks of weights have {', '.join(Blocks._fields)}"])
             if self._staging is None:
-                raise _refused(mismatched=[f"{name}: blocks change the present numbers, so that an update of them must be staged"])
+                raise _refused(mismatched=[f"{name}: blocks change only some numbers, so they need a staged update"])
             found = self._parts.setdefault(owner, {})
             found[part] = tensor.clone()
             if len(found) < len(Blocks._fields):
@@ -334,7 +333,7 @@ class Transaction:
         return headers
 
     def _patched(self, name: str, slot: Slot, place: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that comes in blocks: the present numbers, with the new ones."""
+        """Return this rank's part of a tensor that arrived as blocks: the present numbers, overwritten by the blocks."""
         own = self._formats.get(name)
         try:
             block = own.block if isinstance(own, QuantFormat) else None if own is None else own.form.block
@@ -343,7 +342,7 @@ class Transaction:
             raise _refused(mismatched=[f"{name}: {error}"]) from error
 
     def _waits(self, info: Described, headers: Mapping[str, Described]) -> bool:
-        """Return whether a weight needs a scale, or a scale a weight, that is not among ``headers``."""
+        """Return whether ``headers`` lack the scale that a weight needs, or the weight of a scale."""
         owner = weight_name(info.name)
         if owner not in self._slots or self._slots[owner].kind != "matrix":
             return False
@@ -364,19 +363,19 @@ class Transaction:
         if self._staging is None:
             slot.store(weight, scale)
         else:
-            aside = FourBit(*map(self._aside, weight)) if isinstance(weight, FourBit) else self._aside(weight)
-            self._staged[name] = (aside, None if scale is None else self._aside(scale))
+            staged = FourBit(*map(self._stage, weight)) if isinstance(weight, FourBit) else self._stage(weight)
+            self._staged[name] = (staged, None if scale is None else self._stage(scale))
         self._filled.add(name)
 
-    def _aside(self, tensor: Tensor) -> Tensor:
+    def _stage(self, tensor: Tensor) -> Tensor:
         assert self._staging is not None
         return self._staging.take(tensor.shape, tensor.dtype).copy_(tensor)
 
     def check(self, *, partial: bool) -> None:
-        """Require that every slot has its tensor, or with ``partial`` that no weight or scale lacks its partner.
+        """Require a tensor for every slot; with ``partial``, only that each tensor that arrived is complete.
 
         Raises:
-            WeightUpdateError: Lists what is missing.
+            WeightUpdateError: Lists the missing tensors.
         """
         waiting = {weight_name(name): name for name, info in self._waiting.items() if not self._is_part(info)}
         missing = [f"{name[: -len('weight')]}{leaf}: missing" for name, leaves in self._incomplete.items() for leaf in leaves]
@@ -389,7 +388,7 @@ class Transaction:
             raise _refused(missing=missing)
 
     def write(self) -> None:
-        """Write what is staged to its slots, in place. The host waits once, at the end."""
+        """Write the staged tensors to their slots, in place. The host waits for the device once, at the end."""
 
         def sent(tensor: Tensor) -> Tensor:
             return tensor.to(self._device, non_blocking=True)
@@ -397,16 +396,16 @@ class Transaction:
         for name, (weight, scale) in self._staged.items():
             whole = FourBit(*map(sent, weight)) if isinstance(weight, FourBit) else sent(weight)
             self._slots[name].store(whole, None if scale is None else sent(scale))
-        self._finish()
+        self._synchronize()
 
-    def _finish(self) -> None:
-        """Wait until the device has read what the host may change now."""
+    def _synchronize(self) -> None:
+        """Wait until the device has read the memory that the host may overwrite next."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 def _lasting(info: Described) -> Described:
-    """Return a tensor that has to wait: its memory may be overwritten meanwhile."""
+    """Return a description that stays valid after the call: tensors in memory are copied."""
     return HeldTensor(name=info.name, tensor=info.tensor.clone()) if isinstance(info, HeldTensor) else info
 
 
@@ -415,21 +414,21 @@ def _refused(*, missing: Iterable[str] = (), unexpected: Iterable[str] = (), mis
 
 
 def checksum(values: Tensor, cut: Cut, shape: Sequence[int]) -> int:
-    """Return a 64-bit checksum of a part of a tensor: a sum over its elements, so that the sums of parts are that of the whole.
+    """Return a 64-bit checksum of a part of a tensor; the checksums of disjoint parts add up to that of the whole, modulo 2^64.
 
-    Each element adds a number made of the bits of its value and of its place in the whole tensor.
+    The checksum is a sum over the elements of a hash of the value's bits and the element's index in the whole tensor.
 
     Args:
         values: The part, float32.
-        cut: Which part of the tensor it is.
-        shape: Of the whole tensor.
+        cut: The part's range of indices in each dimension.
+        shape: Shape of the whole tensor.
     """
     places = torch.zeros((), dtype=torch.int64, device=values.device)
     for part, size in zip(cut, shape, strict=True):
         places = places[..., None] * size + torch.arange(part.start, part.stop, device=values.device)
     bits, total = values.contiguous().view(torch.int32).flatten(), 0
     for some, where in zip(bits.split(_CHECKSUM_ELEMENTS), places.flatten().split(_CHECKSUM_ELEMENTS), strict=True):
-        mixed = (some.long() + where * _ODD[0]) * _ODD[1]
-        mixed = (mixed ^ mixed >> 29) * _ODD[2]
+        mixed = (some.long() + where * _MULTIPLIERS[0]) * _MULTIPLIERS[1]
+        mixed = (mixed ^ mixed >> 29) * _MULTIPLIERS[2]
         total += int((mixed ^ mixed >> 32).sum())
     return total & _MASK

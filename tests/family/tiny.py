@@ -27,7 +27,7 @@ from dsv4lite.kernels.rows import RowStore, UnquantizedRow
 from dsv4lite.models.choices import Choices
 from dsv4lite.models.config import ModelConfig, PassBytes
 from dsv4lite.models.family import Family
-from dsv4lite.models.partial_sums import embedding, side_by_side
+from dsv4lite.models.partial_sums import embedding, gather_columns
 from dsv4lite.models.shard import ModelShard
 from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.parallel.mesh import Mesh
@@ -237,10 +237,10 @@ class Tiny(nn.Module):
 
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         x_TD = rms_norm(hidden, self.norm, EPS)
-        return side_by_side(self.shard.mesh.tp, lambda place: linear(x_TD, self.head, torch.float32, out=place), out)
+        return gather_columns(self.shard.mesh.tp, lambda place: linear(x_TD, self.head, torch.float32, out=place), out)
 
     @contextmanager
-    def brief(self) -> Iterator[None]:
+    def skip_repeated_layers(self) -> Iterator[None]:
         yield
 
     def slots(self) -> dict[str, Slot]:

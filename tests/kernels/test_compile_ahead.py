@@ -81,7 +81,7 @@ def asked_by_a_start(config: EngineConfig) -> set[str]:
             adaptive=drafting.adaptive,
             prompt_tokens=captured_prompts(config, source.family),
         )
-        with recording() as wanted, model.brief():
+        with recording() as wanted, model.skip_repeated_layers():
             runner = Runner(model, parts.cache, parts.sampler, graphs, parts.drafter, mesh)
             runner.dry_run(config.max_num_batched_tokens, plan.max_model_len)
         found |= {repr(one.specialization) for one in wanted}

@@ -196,7 +196,7 @@ def test_brief_passes_launch_what_whole_ones_do() -> None:
     for tokens in (1, 9, 40, 300):
         found = []
         for brief in (True, False):
-            with recording() as wanted, model.brief() if brief else nullcontext():
+            with recording() as wanted, model.skip_repeated_layers() if brief else nullcontext():
                 model(prompt_of(model, tokens), cache.layers)
             found.append({repr(one.specialization) for one in wanted})
         assert found[0] == found[1]

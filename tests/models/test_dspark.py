@@ -245,7 +245,7 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
             found.streams.append(super().final())
             return found.streams[-1]
 
-    spied("feed", lambda args, out: found.taps.append(args[1]))
+    spied("store_kv", lambda args, out: found.taps.append(args[1]))
     monkeypatch.setattr(Attention, "forward", attended)
     spied("_backbone", lambda args, out: found.h.append(out[0]))
     monkeypatch.setattr(dspark, "Streams", Recorded)

@@ -97,7 +97,7 @@ def logits(mesh: Mesh, job: Job) -> Tensor | None:
 def logits_near(mesh: Mesh, job: Job) -> Tensor | None:
     """Return the same where rows of any number go through memory of peers, or as if they did."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe, "most_near", lambda *args: 1 << 30)
+        patch.setattr(moe, "most_peer_tokens", lambda *args: 1 << 30)
         return logits(mesh, job)
 
 

@@ -276,7 +276,7 @@ def replay(model: Path, settings: Job, rank: int) -> list[Logprobs]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Numerics, "choose", resident)
-        patch.setattr(moe, "most_near", lambda *args: 1 << 30)  # rows of any number are gathered before experts are chosen
+        patch.setattr(moe, "most_peer_tokens", lambda *args: 1 << 30)  # rows of any number are gathered before experts are chosen
         with LLM(str(model), **settings) as llm:
             if rank == 0:
                 params = SamplingParams.for_rollout(max_tokens=4, seed=1, ignore_eos=True, return_replay=True)

@@ -242,5 +242,5 @@ def test_blocks_need_a_staged_update() -> None:
     """Otherwise the present numbers, which they change, may be gone."""
     config, experts, numerics = FORMS["widened"]
     tensors = checkpoint(config, experts, 0)
-    with pytest.raises(WeightUpdateError, match=r"norm.weight@shape: .* must be staged"):
+    with pytest.raises(WeightUpdateError, match=r"norm.weight@shape: .* need a staged update"):
         transaction(fill(poisoned(config, numerics), tensors), tensors, staged=False).take(list(PARTS.items()))

@@ -1,4 +1,4 @@
-"""What one forward pass works on, as tensors. Shapes: T tokens."""
+"""The inputs of one forward pass, as tensors. Shapes: T tokens."""
 
 from __future__ import annotations
 

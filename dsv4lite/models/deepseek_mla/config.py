@@ -22,11 +22,11 @@ MODEL_TYPES: Mapping[str, str] = {
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
 }
-"""By ``model_type``, the architecture that its configs name."""
+"""The architecture that configs of each ``model_type`` name."""
 _SELECTING = ("deepseek_v32", "glm_moe_dsa")
 
-_SCALE_FORMATS = (None, "float", "ue8m0")  # V3's releases have none, which transformers writes as "float"
-# How experts are scored and chosen; the first of a family stands for a config that does not say it.
+_SCALE_FORMATS = (None, "float", "ue8m0")  # V3's releases lack the key; transformers writes "float"
+# (scoring_func, topk_method) that each family may have; the first pair is the default.
 _SOFTMAX = (("softmax", "greedy"), ("softmax", "group_limited_greedy"))
 _SIGMOID = (("sigmoid", "noaux_tc"),)
 _KEYS = Keys(
@@ -60,15 +60,15 @@ class MlaConfig(ModelConfig):
     """Sizes of an MLA model.
 
     Attributes:
-        q_lora_rank: Of the query latent; 0 if queries are projected directly.
-        kv_lora_rank: Of the latent that keys and values of all heads shard.
-        nope_dim, rope_dim: Channels of a query and key without position, and with.
+        q_lora_rank: Rank of the query latent; 0 if queries are projected directly.
+        kv_lora_rank: Rank of the latent that keys and values of all heads share.
+        nope_dim, rope_dim: Channels of a query and key without and with rotary position.
         value_dim: Channels of a value.
         dense_width: Hidden channels of a layer without experts.
         routed: Which layers have experts.
         num_mtp_layers: MTP blocks, which have experts.
-        index_heads, index_dim, index_topk: The indexer's, in models that select tokens; else 0.
-        index_interleaved: The indexer rotates neighbouring channels; else those half of ``rope_dim`` apart.
+        index_heads, index_dim, index_topk: Heads and channels of the indexer, and tokens that it selects; 0 without one.
+        index_interleaved: The indexer rotates pairs of neighbouring channels; otherwise pairs that are ``rope_dim / 2`` apart.
     """
 
     num_attention_heads: int
@@ -124,7 +124,7 @@ class MlaConfig(ModelConfig):
 
     @property
     def most_unselected(self) -> int:
-        """Return the most tokens of a sequence whose every token attends to all that it sees."""
+        """Length up to which a sequence needs no selection: each of its tokens attends to all that it sees."""
         return self.index_topk if self.selects else self.max_positions
 
     @property
@@ -133,7 +133,7 @@ class MlaConfig(ModelConfig):
 
     @property
     def row_width(self) -> int:
-        """Channels of a latent row: the latent, then the key's channels with position."""
+        """Channels of a latent row: the latent, then the rotary channels of the key."""
         return self.kv_lora_rank + self.rope_dim
 
     @property
@@ -154,18 +154,18 @@ class MlaConfig(ModelConfig):
         return "mtp" if self.num_mtp_layers else None
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether a layer has routed experts; MTP blocks, which follow the hidden layers, have."""
+        """Return whether a layer has routed experts; MTP blocks, numbered after the hidden layers, do."""
         return layer >= self.num_hidden_layers or self.routed[layer]
 
 
 def parse_config(raw: Mapping[str, Any]) -> MlaConfig:
     """Read the ``config.json`` of an MLA model.
 
-    Keys that this library does not know are passed over, except those that look like a misspelling of one that it needs.
+    Unknown keys are ignored, except those that look like a misspelling of a key that is read.
 
     Raises:
         ConfigError: A key is missing, misspelled, of the wrong type or contradictory.
-        UnsupportedError: The config describes another model, or a variant that none of the releases has.
+        UnsupportedError: The config describes another model, or a variant that no release has.
     """
     kind = _model_type(raw)
     quantized, scale_format = _KEYS.check(raw), mapping(raw, "quantization_config").get("scale_fmt")
@@ -207,7 +207,7 @@ def _model_type(raw: Mapping[str, Any]) -> str:
 
 
 def _routing(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return how experts are scored and chosen; transformers does not write what its classes imply."""
+    """Return how experts are scored and chosen; configs by transformers lack these keys, so they have defaults."""
     rules = _SOFTMAX if kind == "deepseek_v2" else _SIGMOID
     scoring, method = raw.get("scoring_func") or rules[0][0], raw.get("topk_method") or rules[0][1]
     if (scoring, method) not in rules:
@@ -237,7 +237,7 @@ def _routed(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
 
 
 def _interleaved(raw: Mapping[str, Any], kind: str) -> bool:
-    """Return which channels the indexer rotates together; raise if some layers take over the selection of others."""
+    """Return ``index_interleaved``; raise ``UnsupportedError`` if layers reuse the selection of others."""
     kinds = list_of(raw, "indexer_types", str)
     shared = [f"indexer_types has {shown(kind)}" for kind in kinds or () if kind != "full"]
     if kinds is None and raw.get("index_topk_freq") not in (None, 1):  # the list takes precedence
@@ -251,7 +251,7 @@ def _interleaved(raw: Mapping[str, Any], kind: str) -> bool:
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``rope_scaling`` or ``rope_parameters`` say; the base of the release form takes precedence."""
+    """Return the settings of ``rope_scaling`` or ``rope_parameters``; a top-level ``rope_theta`` takes precedence."""
     nested = mapping(raw, "rope_parameters")
     out: dict[str, Any] = {}
     if raw.get("rope_theta") is None and nested.get("rope_theta") is not None:

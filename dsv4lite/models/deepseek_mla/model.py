@@ -32,7 +32,7 @@ from dsv4lite.models.deepseek_mla.state import state_spec
 from dsv4lite.models.deepseek_mla.tensors import MLA_TENSORS
 from dsv4lite.models.keys import Yarn
 from dsv4lite.models.moe import MoE, SharedExpert, Tokens, rebalance_experts
-from dsv4lite.models.partial_sums import embedding, side_by_side, total
+from dsv4lite.models.partial_sums import all_reduce_parts, embedding, gather_columns
 from dsv4lite.models.shard import ModelShard
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
@@ -41,11 +41,11 @@ from dsv4lite.state.spec import StateSpec
 from dsv4lite.state.store import LayerCache, StateCache
 from dsv4lite.weights.quant import Matrix, NamedSlots, Numerics, Slot, TensorSlot, linear, parameter
 
-_LATENT_EPS = 1e-6  # of the latents' norms, whatever ``rms_norm_eps`` says: official code and transformers
+_LATENT_EPS = 1e-6  # of the latents' norms: official code and transformers ignore ``rms_norm_eps`` there
 
 
 class Indexer(nn.Module):
-    """Selects the tokens that a token attends to (DSA; MLA specification 3.10); every rank has all of it."""
+    """Selects the tokens that each token attends to (DSA; MLA specification 3.10); replicated on every rank."""
 
     def __init__(self, config: MlaConfig, numerics: Numerics, layer: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Indexer(nn.Module):
         self._scale = float((c.index_dim * c.index_heads) ** -0.5)
 
     def forward(self, x_TD: Tensor, qr_TR: Tensor, batch: Batch, cache: LayerCache) -> Tensor | None:
-        """Return the selected positions of a step's tokens, int32 [T, K]; ``None`` if every token sees no more than so many."""
+        """Return the positions that each token attends to, int32 [T, K]; ``None`` if no sequence is longer than K tokens."""
         c, keys = self.config, cache.stores["keys"]
         if batch.max_tokens <= c.most_unselected:
             return None
@@ -71,8 +71,8 @@ class Indexer(nn.Module):
         selected_TK = choose_paged(IndexInputs(iq_THC, weights_TH, keys, batch.paging, *limits))
         return selection_of(selected_TK, self.layer, batch.given, batch.chosen)
 
-    def feed(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> None:
-        """Store the keys of a step's tokens."""
+    def store_keys(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> None:
+        """Store the index keys of a step's tokens."""
         norm, where = (self.k_norm, self.k_norm_bias, *batch.rope_T), (cache.stores["keys"], batch.paging)
         store_index_keys(IndexKeyInputs(linear(x_TD, self.wk), *norm, self.config.index_interleaved, *where))
 
@@ -84,7 +84,7 @@ class Indexer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head latent attention to all tokens before, or to those that the indexer selects (MLA specification 3.3 to 3.7)."""
+    """Multi-head latent attention to all previous tokens, or to those that the indexer selects (MLA specification 3.3 to 3.7)."""
 
     def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
@@ -93,13 +93,13 @@ class Attention(nn.Module):
         heads = self.heads = shard.part(c.num_attention_heads)
         dense, rank = partial(Matrix, numerics=numerics, rounds_input=True, fp8=True), c.q_lora_rank
         queries = heads * (c.nope_dim + c.rope_dim)
-        # Queries, or the latent that they come from, above the latent of keys and values.
-        self.first = rank or queries
-        self.wq_wkv_a = dense(self.first + c.row_width, c.hidden_size, boundaries=[self.first])
+        # Row blocks: queries, or the query latent; then the latent of keys and values.
+        self.query_rows = rank or queries
+        self.wq_wkv_a = dense(self.query_rows + c.row_width, c.hidden_size, boundaries=[self.query_rows])
         self.q_norm = parameter(rank, numerics=numerics) if rank else None
         self.wq_b = dense(queries, rank) if rank else None
         self.kv_norm = parameter(c.kv_lora_rank, numerics=numerics)
-        # Both forms of attention read W_UK and W_UV as they are here, widened once, whatever the checkpoint's format.
+        # W_UK and W_UV. Both forms of attention read them unquantized, so they are dequantized at load.
         self.wkv_b = Matrix(heads, c.nope_dim + c.value_dim, c.kv_lora_rank, numerics=numerics)
         self.wo = dense(c.hidden_size, heads * c.value_dim)
         self.indexer = Indexer(c, numerics, layer) if c.selects else None
@@ -107,37 +107,37 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Return the sub-layer's output [T, D]."""
         c = self.config
-        query_TK, qr_TR = self.feed(x_TD, batch, cache)
+        query_TK, qr_TR = self.store_kv(x_TD, batch, cache)
         if qr_TR is not None and self.wq_b is not None:
             query_TK = linear(qr_TR, self.wq_b)
         selected_TK = None if self.indexer is None or qr_TR is None else self.indexer(x_TD, qr_TR, batch, cache)
         rows = (cache.stores["latent"], batch.paging, self.wkv_b.weight, c.rope_dim, c.attention_scale)
         q_THC, (cos, sin) = query_TK.unflatten(1, (self.heads, -1)), batch.rope_T
-        given = LatentAttentionInputs(q_THC, *rows, selected_TK, not self.numerics.deterministic, cos=cos, sin=sin)
-        o_THC = latent_attention(given)
+        inputs = LatentAttentionInputs(q_THC, *rows, selected_TK, not self.numerics.deterministic, cos=cos, sin=sin)
+        o_THC = latent_attention(inputs)
         output = linear(o_THC.flatten(1), self.wo, self.shard.partial_dtype(x_TD.dtype))
-        return total(self.shard.mesh.tp, output, x_TD.dtype)
+        return all_reduce_parts(self.shard.mesh.tp, output, x_TD.dtype)
 
-    def feed(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> tuple[Tensor, Tensor | None]:
-        """Store what later tokens read.
+    def store_kv(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> tuple[Tensor, Tensor | None]:
+        """Store the latent rows and index keys of a step's tokens.
 
         Returns:
-            Queries before their rotation, [T, H C], and ``None``; or a query latent [T, R], and the same normalised.
+            Queries [T, H C] before their rotation, and ``None``. With a query latent: that latent [T, R], and the same normalised.
         """
         if self.indexer is not None:
-            self.indexer.feed(x_TD, batch, cache)
+            self.indexer.store_keys(x_TD, batch, cache)
         projected_TK = linear(x_TD, self.wq_wkv_a)
-        latent_TK = projected_TK[:, self.first :] if self.wq_b is None else projected_TK
+        latent_TK = projected_TK[:, self.query_rows :] if self.wq_b is None else projected_TK
         norms = (self.q_norm, self.kv_norm, *batch.rope_T, _LATENT_EPS)
         where = (cache.stores["latent"], batch.paging)
-        return projected_TK[:, : self.first], store_latent_rows(LatentRowInputs(latent_TK, *norms, *where))
+        return projected_TK[:, : self.query_rows], store_latent_rows(LatentRowInputs(latent_TK, *norms, *where))
 
     def slots(self, prefix: str) -> NamedSlots:
-        yield prefix + ("wq" if self.wq_b is None else "wq_a") + ".weight", self.wq_wkv_a.rows(0, self.first)
+        yield prefix + ("wq" if self.wq_b is None else "wq_a") + ".weight", self.wq_wkv_a.rows(0, self.query_rows)
         if self.q_norm is not None and self.wq_b is not None:
             yield prefix + "q_norm.weight", TensorSlot(self.q_norm)
             yield prefix + "wq_b.weight", self.wq_b.whole()
-        yield prefix + "wkv_a.weight", self.wq_wkv_a.rows(self.first, self.first + self.config.row_width)
+        yield prefix + "wkv_a.weight", self.wq_wkv_a.rows(self.query_rows, self.query_rows + self.config.row_width)
         yield prefix + "kv_norm.weight", TensorSlot(self.kv_norm)
         yield prefix + "wkv_b.weight", self.wkv_b.whole()
         yield prefix + "wo.weight", self.wo.whole()
@@ -146,7 +146,7 @@ class Attention(nn.Module):
 
 
 class Dense(nn.Module):
-    """The SwiGLU of a layer without experts."""
+    """The SwiGLU of a dense layer, one without experts."""
 
     def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard) -> None:
         super().__init__()
@@ -154,18 +154,19 @@ class Dense(nn.Module):
         self.mlp = SharedExpert(config, numerics, shard.part(config.dense_width))
 
     def forward(self, tokens: Tokens) -> Tensor:
-        """Return [T, D]; its tokens went to no experts."""
+        """Return [T, D]; the recorded experts of its tokens are -1."""
         if tokens.routed_TK is not None:
             tokens.routed_TK.fill_(-1)
         dtype = tokens.x_TD.dtype
-        return total(self.shard.mesh.tp, self.mlp(linear(tokens.x_TD, self.mlp.w13), self.shard.partial_dtype(dtype)), dtype)
+        output = self.mlp(linear(tokens.x_TD, self.mlp.w13), self.shard.partial_dtype(dtype))
+        return all_reduce_parts(self.shard.mesh.tp, output, dtype)
 
     def slots(self, prefix: str) -> NamedSlots:
         yield from self.mlp.slots(prefix)
 
 
 class Block(nn.Module):
-    """Attention and experts, each added to the residual (MLA specification 3.1); MTP blocks follow the hidden layers."""
+    """Attention, then experts or a dense SwiGLU; each is added to the residual (MLA specification 3.1)."""
 
     def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ class Block(nn.Module):
 
 
 class Mtp(nn.Module):
-    """Multi-token prediction: one more block that sees the normalised final hidden state and the next token (3.9)."""
+    """Multi-token prediction: a block that reads the normalised final hidden state and the next token (3.9)."""
 
     def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
@@ -214,7 +215,7 @@ class Mtp(nn.Module):
         self.block = Block(config, numerics, shard, layer)
 
     def mix(self, hidden_TD: Tensor, embedded_TD: Tensor) -> Tensor:
-        """Return the block's input [T, D] from the normalised hidden state and the embedding of the token that follows."""
+        """Return the block's input [T, D] from the normalised hidden state and the embedding of the next token."""
         parts = [rms_norm(embedded_TD, self.enorm, self.eps), rms_norm(hidden_TD, self.hnorm, self.eps)]
         return linear(torch.cat(parts, 1), self.eh_proj)
 
@@ -226,12 +227,12 @@ class Mtp(nn.Module):
 
 
 class DeepseekMla(nn.Module):
-    """The whole model, or one rank's part of it; see ``models.family.Model``, and ``ModelSource.build`` for the arguments.
+    """The whole model, or one rank's shard of it; see ``models.family.Model``, and ``ModelSource.build`` for the arguments.
 
     Parameters are allocated, not initialised: fill them through ``slots()``.
 
     Raises:
-        ConfigError: The model cannot be shared so.
+        ConfigError: The mesh's layout does not divide the model.
     """
 
     passes_taps = False
@@ -273,7 +274,7 @@ class DeepseekMla(nn.Module):
 
     @property
     def capturable(self) -> bool:
-        """Whether a step can be captured in a CUDA graph."""
+        """Whether a step that has ``most_tokens`` can be captured in a CUDA graph."""
         dispatchers = [block.ffn.dispatch for block in self.blocks if isinstance(block.ffn, MoE)]
         return all(dispatch is None or dispatch.capturable for dispatch in dispatchers)
 
@@ -288,7 +289,7 @@ class DeepseekMla(nn.Module):
 
     @property
     def short_lengths(self) -> tuple[int, ...]:
-        """The length up to which the indexer has nothing to choose."""
+        """The longest sequence for which the indexer does not run: all its tokens are attended."""
         return (self.config.most_unselected,) if self.config.selects else ()
 
     def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
@@ -303,8 +304,8 @@ class DeepseekMla(nn.Module):
 
         Args:
             batch: The tokens.
-            caches: State of these layers; those of the drafter may follow.
-            hidden_TD: What the previous stage returned; the first stage has none.
+            caches: State of these layers; the drafter's state may follow.
+            hidden_TD: Output of the previous pipeline stage; ``None`` on the first one.
         """
         x_TD = self.embedded(batch.token_ids_T) if hidden_TD is None else hidden_TD
         for i, (layer, block) in enumerate(zip(self.shard.layers, self.blocks, strict=True)):
@@ -312,12 +313,12 @@ class DeepseekMla(nn.Module):
         return rms_norm(x_TD, self.norm, self.config.norm_eps) if self.shard.last else x_TD
 
     @contextmanager
-    def brief(self) -> Iterator[None]:
-        """Skip nothing."""
+    def skip_repeated_layers(self) -> Iterator[None]:
+        """Skip nothing: all layers run."""
         yield
 
     def take_part(self, most_tokens: int | None = None) -> None:
-        """Run this rank's experts on other ranks' tokens, with none of its own; ``most_tokens`` is that of the others' batches."""
+        """Run this rank's experts on other ranks' tokens, with none of its own; ``most_tokens`` is the one of their batches."""
         for block in self.blocks:
             block.take_part(most_tokens)
 
@@ -327,38 +328,36 @@ class DeepseekMla(nn.Module):
 
     def logits(self, hidden_TD: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [T, V] of the next token, in ``out`` if given."""
-        return side_by_side(self.shard.mesh.tp, lambda place: linear(hidden_TD, self.head, torch.float32, out=place), out)
-
-    @property
-    def _mtp(self) -> Mtp:
-        return self.mtps[0]
+        return gather_columns(self.shard.mesh.tp, lambda place: linear(hidden_TD, self.head, torch.float32, out=place), out)
 
     def mtp_forward(self, hidden_TD: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Run the MTP block; return its hidden state [T, D], normalised for the head.
 
         Args:
-            hidden_TD: What ``forward`` returned, or this block when it drafts further tokens.
+            hidden_TD: Output of ``forward``, or of this block when it drafts further tokens.
             batch: The same positions, with the *next* token at each.
             cache: The block's own rows.
         """
-        mixed_TD = self._mtp.mix(hidden_TD, self.embedded(batch.token_ids_T))
-        return rms_norm(self._mtp.block(mixed_TD, batch, cache), self._mtp.norm, self.config.norm_eps)
+        mtp = self.mtps[0]
+        mixed_TD = mtp.mix(hidden_TD, self.embedded(batch.token_ids_T))
+        return rms_norm(mtp.block(mixed_TD, batch, cache), mtp.norm, self.config.norm_eps)
 
     def mtp_take_part(self, most_tokens: int) -> None:
-        """Do of ``mtp_forward`` what ``take_part`` does of ``forward``."""
-        self._mtp.block.take_part(most_tokens)
+        """As ``take_part``, for the MTP block."""
+        self.mtps[0].block.take_part(most_tokens)
 
-    def mtp_feed(self, hidden_TD: Tensor, batch: Batch, cache: LayerCache) -> None:
-        """Store the MTP block's rows of a step's tokens; arguments are those of ``mtp_forward``."""
-        block, mixed_TD = self._mtp.block, self._mtp.mix(hidden_TD, self.embedded(batch.token_ids_T))
-        block.attn.feed(rms_norm(mixed_TD, block.attn_norm, block.eps), batch, cache)
+    def mtp_store_kv(self, hidden_TD: Tensor, batch: Batch, cache: LayerCache) -> None:
+        """Store the MTP block's kv rows of a step's tokens; arguments are those of ``mtp_forward``."""
+        mtp = self.mtps[0]
+        mixed_TD, block = mtp.mix(hidden_TD, self.embedded(batch.token_ids_T)), mtp.block
+        block.attn.store_kv(rms_norm(mixed_TD, block.attn_norm, block.eps), batch, cache)
 
     def mtp_logits(self, hidden_TD: Tensor) -> Tensor:
-        """Return float32 logits [T, V] of the token after the next, from what ``mtp_forward`` returned."""
+        """Return float32 logits [T, V] of the token after the next, from the output of ``mtp_forward``."""
         return self.logits(hidden_TD)
 
     def prepare(self, *sequences: Sequence[int], drafter: bool = False) -> tuple[Batch, list[LayerCache]]:
-        """Return whole sequences as a step, and state for them alone: that of unquantized models lets gradients through."""
+        """Return a step of whole sequences, and fresh state for it; gradients flow through the state of unquantized models."""
         whole, sizes = whole_sequences(sequences)
         spec = state_spec(self.config, self.numerics, self.shard, drafter=drafter)
         cache = StateCache.allocate(spec, sizes, self.numerics.device, rows=store_for_pass)
@@ -369,8 +368,8 @@ class DeepseekMla(nn.Module):
         """Run whole sequences without a lasting cache, differentiably; return their normalised final hidden states [T, D].
 
         Args:
-            sequences: T tokens in all.
-            given: What the model has to choose; see ``models.family.Batch``.
+            sequences: Token ids, T in all.
+            given: Choices that the model must make; see ``models.family.Batch``.
         """
         batch, caches = self.prepare(*sequences)
         batch.given = given
@@ -378,13 +377,13 @@ class DeepseekMla(nn.Module):
         return hidden_TD
 
     def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
-        """Choose the ranks of experts anew; see ``models.moe.rebalance_experts``."""
+        """Choose anew which ranks hold which experts; see ``models.moe.rebalance_experts``."""
         named = {f"layers.{i}.ffn.": block.ffn for i, block in enumerate(self.blocks, self.shard.layers.start)}
         named |= {f"mtp.{i}.ffn.": mtp.block.ffn for i, mtp in enumerate(self.mtps)}
         return rebalance_experts(self.shard.mesh.ep, {name: ffn for name, ffn in named.items() if isinstance(ffn, MoE)})
 
     def slots(self) -> dict[str, Slot]:
-        """Return the place of every tensor of the checkpoint, by its official name (matrices without their scales)."""
+        """Return the slot of every tensor of the checkpoint, by its official name; a scale shares the slot of its matrix."""
         named: dict[str, Slot] = {}
         if self.shard.first or self.mtps:
             named["embed.weight"] = TensorSlot(self.embed)

@@ -1,4 +1,4 @@
-"""How releases and transformers name the tensors of an MLA model, and the official code's name of each, which this library uses."""
+"""The names of an MLA model's tensors in releases and in transformers, each with the official code's name, used here."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _BLOCK = {
     },
 }
 
-# All experts of a layer in one tensor [E, rows, in], as transformers' modules have them.
+# transformers' modules stack all experts of a layer in one tensor [E, rows, in].
 _STACKED = {"mlp.experts.gate_up_proj": (("w1", "w3"), "weight"), "mlp.experts.down_proj": (("w2",), "weight")}
 
 _NAMES = NameTables(top=_TOP, block=_BLOCK, stacked=_STACKED, max_experts=MOST_EXPERTS)
 
 
 def mla_names(raw: Mapping[str, Any]) -> NameTables:
-    """Return the names of a config's model: its MTP blocks are numbered after its hidden layers."""
+    """Return the tables for a config; its number of hidden layers tells MTP blocks, which are numbered after them, apart."""
     layers = raw.get("num_hidden_layers")
     return replace(_NAMES, hidden_layers=layers if type(layers) is int else None)

@@ -1,4 +1,4 @@
-"""What an MLA model keeps of its sequences: rows in grow pages, one for each token and layer, and nothing else.
+"""The state of an MLA model's sequences: one row per token, layer and store, in pages that stay until the sequence ends.
 
     latent   every layer                    latent and rotated key of a token: 1152 bytes in bfloat16 at the sizes of V3, 656 in FP8
     keys     layers that select tokens      index keys: 256 bytes in bfloat16, 132 in FP8
@@ -33,5 +33,5 @@ def state_spec(config: MlaConfig, numerics: Numerics, shard: ModelShard, *, draf
 
 
 def row_reads(config: MlaConfig, numerics: Numerics) -> int:
-    """Return the bytes of one layer's rows that a token of a short sequence reads: those of one page."""
+    """Return the bytes of rows that a token of a short sequence reads in one layer: one page."""
     return PAGE_TOKENS * page_bytes(latent_format(config, numerics), 1)

@@ -8,7 +8,7 @@ from dsv4lite.models.deepseek_mla.config import MlaConfig
 from dsv4lite.parallel.shard import Experts, Replicate, Rule, Split
 from dsv4lite.weights.tensors import Tensors, TensorSpec, swiglu_specs
 
-# Scales follow their weights. Latent rows are for all heads, so whatever makes them and chooses among them is on every rank.
+# Scales follow their weights. All heads share the latent rows, so the matrices that make rows and select tokens are replicated.
 _BLOCK_SHARDING: Mapping[str, Rule] = {
     **dict.fromkeys(["attn_norm", "ffn_norm"], Replicate()),
     **dict.fromkeys([f"attn.{name}" for name in ("wq_a", "q_norm", "wkv_a", "kv_norm")], Replicate()),

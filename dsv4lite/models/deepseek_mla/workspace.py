@@ -1,6 +1,6 @@
-"""What a pass of an MLA model allocates beside weights and state, counted where it is widest.
+"""Bytes that a pass of an MLA model allocates beside weights and state, at its peak.
 
-On a CPU attention runs as its reference (``kernels/latent_attention``), which makes float32 copies. Bytes per token unless said
+On a CPU the reference of attention runs (``kernels/latent_attention``), which makes float32 copies. Bytes per token unless stated
 otherwise; D model, H heads, I expert width, K experts per token.
 """
 
@@ -14,8 +14,8 @@ from dsv4lite.models.shard import ModelShard
 from dsv4lite.weights.quant import Numerics
 
 _FLOAT, _ID = 4, 8
-_TOKENS = 64  # that attend together
-_EXPERT_ROWS = 64  # of one expert's block, which may be almost empty
+_TOKENS = 64  # tokens that attend together
+_EXPERT_ROWS = 64  # largest row block of an expert, whose last one may be almost all padding
 
 
 def workspace(config: MlaConfig, numerics: Numerics, shard: ModelShard, *, tokens: int, longest: int) -> PassBytes:
@@ -23,7 +23,7 @@ def workspace(config: MlaConfig, numerics: Numerics, shard: ModelShard, *, token
     c, item = config, numerics.dtype.itemsize
     heads, width = shard.part(c.num_attention_heads), max(shard.expert_part(c.expert_width), shard.part(c.expert_width))
     hidden = item * c.hidden_size
-    # The residual before and after a sub-layer, its input and the same in FP8, angles, and the token's place.
+    # The residual before and after a sub-layer, its input, also in FP8, angles, and the indices of the token's place.
     held = 3 * hidden + numerics.fp8_bytes(c.hidden_size) + _FLOAT * (c.rope_dim + 8)
     query = item * heads * (c.nope_dim + c.rope_dim)
     latents = 2 * item * (c.q_lora_rank + c.row_width) + _FLOAT * c.index_heads * (c.index_dim + 1)
@@ -32,7 +32,7 @@ def workspace(config: MlaConfig, numerics: Numerics, shard: ModelShard, *, token
     k, experts = c.experts_per_token, max(width, shard.part(c.num_shared_experts * c.expert_width))
     routing = _FLOAT * (3 * c.num_experts + 2 * k) + _ID * 2 * k
     pairs = routing + k * (_FLOAT * c.hidden_size + item * 3 * width) + 3 * item * experts + 2 * _FLOAT * c.hidden_size
-    # Once: what some tokens read together, in either form, and the scores of one round of index keys.
+    # Per pass, not per token: rows that some tokens read together, in either form, and one round of index scores.
     attention = _references if numerics.device.type == "cpu" else _kernels
     reading = attention(config, numerics, heads, tokens, longest)
     scores = min(2 * SCORE_BYTES, 2 * tokens * _FLOAT * longest) if c.selects and longest > c.index_topk else 0
@@ -42,7 +42,7 @@ def workspace(config: MlaConfig, numerics: Numerics, shard: ModelShard, *, token
 
 
 def _references(config: MlaConfig, numerics: Numerics, heads: int, tokens: int, longest: int) -> int:
-    """Return the bytes of what attention's reference reads and sums up, in either form."""
+    """Return the bytes that the reference of attention allocates, in its larger form."""
     c, rows = config, min(CHUNK_ROWS, longest)
     projected = rows * _FLOAT * heads * (2 * c.nope_dim + c.rope_dim + c.value_dim) + 2 * _TOKENS * _FLOAT * heads * rows
     absorbed = longest * _FLOAT * (2 * c.row_width + 3 * heads) + 3 * _TOKENS * _FLOAT * heads * c.row_width
@@ -50,7 +50,7 @@ def _references(config: MlaConfig, numerics: Numerics, heads: int, tokens: int, 
 
 
 def _kernels(config: MlaConfig, numerics: Numerics, heads: int, tokens: int, longest: int) -> int:
-    """Return the same of its kernels: queries and results among latents; or rows, keys and values of one round, and what waits."""
+    """Return the same for the kernels: absorbed queries and results; or rows, keys and values of one round, and partial results."""
     c, item = config, numerics.dtype.itemsize
     absorbed = 2 * item * min(tokens, ROUND_TOKENS) * heads * c.kv_lora_rank
     if numerics.deterministic:

@@ -1,6 +1,6 @@
-"""What one forward pass works on, as tensors: tokens, their sequences and positions, and the pages of their state.
+"""The inputs of one forward pass, as tensors: tokens, their sequences and positions, and the pages of their state.
 
-Everything here is the same for all layers of a kind and is computed once per step.
+All layers of a kind share them, so they are computed once per step.
 Shapes: T tokens, S sequences, P pages.
 """
 
@@ -15,19 +15,19 @@ from dsv4lite.kernels.dispatch import by_most
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.models.choices import Choices
 
-# Programs that share a token's rows, by the most tokens of a step: few tokens alone do not fill a chip.
+# KV splits per token, by the most tokens of a step: without splits, few tokens do not fill a GPU.
 SPLITS: tuple[tuple[int | None, int], ...] = ((4, 16), (12, 8), (32, 4), (100, 2), (None, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Frequencies of the two kinds of layers.
+    """Rotary frequencies of the two kinds of layers.
 
     Attributes:
-        main: Of sliding-window layers, float32 [rope_dim / 2].
+        main: Frequencies of sliding-window layers, float32 [rope_dim / 2].
         ratios: Compression ratios, ascending.
-        strides: int32 [2 + ratios, 1], 1, 1, then the ratios: what ``angles`` rounds positions down to.
-        frequencies: float32 [2 + ratios, 1, rope_dim / 2]: ``main``, then that of compressed layers.
+        strides: int32 [2 + ratios, 1]: 1, 1, then the ratios; ``angles`` rounds positions down to their multiples.
+        frequencies: float32 [2 + ratios, 1, rope_dim / 2]: ``main``, then those of compressed layers in all other rows.
     """
 
     main: Tensor
@@ -44,7 +44,7 @@ class Rotary:
         return cls(main.to(device), wanted, strides.to(device), frequencies.to(device))
 
     def angles(self, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return cos and sin, float32 [T, rope_dim / 2]: of both kinds of layers, and of the groups' starts by ratio."""
+        """Return cos and sin, float32 [T, rope_dim / 2]: of both kinds of layers, then of each ratio's group starts."""
         starts = (positions_T // self.strides * self.strides).float()
         angles = starts[..., None] * self.frequencies
         return list(zip(angles.cos().unbind(), angles.sin().unbind(), strict=True))
@@ -57,10 +57,10 @@ class Batch:
     Attributes:
         rope_T: cos and sin of sliding-window layers.
         compress_rope_T: cos and sin of compressed layers.
-        group_rope_T: By compression ratio, cos and sin of the first position of the group that each token is in.
-        most_unselected: Longest sequence whose every token attends to all compressed entries that it sees.
-        seen: Positions from which rows look back, and pages of what they see: ``paging``, unless rows see others after them.
-        ahead: How many more positions a row sees than the model's window has: later rows of its block.
+        group_rope_T: By compression ratio, cos and sin of the first position of each token's group.
+        most_unselected: Length up to which each token of a sequence attends to all compressed entries that it sees.
+        seen: Positions and pages for attention; ``paging``, except that rows of a draft block also see the later rows of the block.
+        ahead: Positions by which the window of such rows is longer: the rows of the block.
     """
 
     token_ids_T: Tensor
@@ -79,7 +79,7 @@ class Batch:
 
     @property
     def selects(self) -> bool:
-        """Whether a token may see more compressed entries than it attends to."""
+        """Whether the indexer must run: a token may see more compressed entries than it attends to."""
         return self.max_tokens > self.most_unselected
 
     @classmethod

@@ -65,11 +65,11 @@ class DSparkConfig:
     """The block drafter of refreshed releases.
 
     Attributes:
-        block: Rows of a draft: the newest token and noise; as many tokens are drafted.
-        noise_token_id: What stands for a token that is not known.
-        targets: Layers whose streams it sees, ascending.
-        markov_rank: Of the bias that a token gives to the next one.
-        stages: Layers that it has.
+        block: Rows of a draft, the newest token and noise tokens; one pass drafts as many tokens.
+        noise_token_id: Input in place of tokens that are not known yet.
+        targets: Hidden layers whose streams it reads, ascending.
+        markov_rank: Rank of the bias that each token adds to the logits of the next one.
+        stages: Number of its layers.
     """
 
     block: int
@@ -143,7 +143,7 @@ class V4Config(ModelConfig):
             raise UnsupportedError(f"n_shared_experts={self.num_shared_experts}: V4 has exactly one shared expert")
         if self.index_dim & (self.index_dim - 1):
             raise UnsupportedError(f"index_head_dim={self.index_dim} must be a power of two for the Hadamard transform")
-        # A page of the cache holds whole groups; otherwise a group's entry would lie in a page that its tokens do not have yet.
+        # A page must hold whole groups: a group's entry lies in the page of its tokens.
         uneven = [ratio for ratio in self.ratios if ratio and PAGE_TOKENS % ratio]
         if uneven:
             raise UnsupportedError(
@@ -157,7 +157,7 @@ class V4Config(ModelConfig):
 
     @property
     def most_unselected(self) -> int:
-        """Return the most tokens of a sequence whose every token attends to all entries that it sees."""
+        """Length up to which a sequence needs no selection: each of its tokens attends to all entries that it sees."""
         return 4 * (self.index_topk + 1) - 1 if 4 in self.ratios else self.max_positions
 
     @property
@@ -192,11 +192,11 @@ class V4Config(ModelConfig):
 def parse_config(raw: Mapping[str, Any]) -> V4Config:
     """Read a V4 ``config.json``, in the release form or in transformers' form (spec 1.2).
 
-    Keys that this library does not know are passed over, except those that look like a misspelling of one that it needs.
+    Unknown keys are ignored, except those that look like a misspelling of a key that is read.
 
     Raises:
         ConfigError: A key is missing, misspelled, of the wrong type or contradictory.
-        UnsupportedError: The config describes another model, or something that V4 is not.
+        UnsupportedError: The config describes another model, or a variant that V4 does not have.
     """
     _check_architecture(raw)
     quantized = _KEYS.check(raw)
@@ -211,7 +211,7 @@ def parse_config(raw: Mapping[str, Any]) -> V4Config:
 
     layers = settings["num_hidden_layers"]
     ratios = _ratios(raw, layers)
-    # transformers has no MTP, whatever its config says; a refreshed release counts its drafter, which is not an MTP block.
+    # transformers never writes MTP blocks, even if its config counts them; in refreshed releases that key counts DSpark instead.
     dspark = _dspark(raw, layers)
     no_mtp = dspark is not None or raw.get("compress_ratios") is None
     settings["num_mtp_layers"] = mtp = 0 if no_mtp else settings.get("num_mtp_layers", max(0, len(ratios) - layers))
@@ -261,7 +261,7 @@ def _ratios(raw: Mapping[str, Any], layers: int) -> list[int]:
 
 
 def _dspark(raw: Mapping[str, Any], layers: int) -> DSparkConfig | None:
-    """Return the drafter of a refreshed release; ``num_nextn_predict_layers`` is 1 there and says nothing of it."""
+    """Return the drafter of a refreshed release, in which ``num_nextn_predict_layers`` is 1 and does not describe it."""
     missing = [key for key in _DSPARK if raw.get(key) is None]
     if len(missing) == len(_DSPARK):
         return None
@@ -298,7 +298,7 @@ def _hash_layers(raw: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the nested rotary settings say; the keys of the release form take precedence."""
+    """Return the rotary settings of ``rope_parameters``; keys of the release form take precedence."""
     nested = mapping(raw, "rope_parameters")
     main, compress = mapping(nested, "main"), mapping(nested, "compress")
     out: dict[str, Any] = {}

@@ -1,14 +1,14 @@
 """DSpark, the block drafter of refreshed V4 releases (specification of DSpark 3 to 7).
 
-For every token of the main model the streams after three late layers become one feature vector; each stage stores a kv row of it. A
-draft is one pass over a block: the newest token, and noise in place of later ones. Every row of the block attends to the window
-before it and to all of the block; row k predicts the token after it. A bias that each token gives to the next one is then added
-from left to right, and another head estimates whether the drafts will be accepted.
+For every token of the main model, the streams after a few target layers become one feature vector, of which each stage stores a kv
+row. A draft is one pass over a block of rows: the newest token, then noise tokens. Every row attends to the window before the block
+and to the whole block, and row k predicts the token after it. Then, from left to right, the Markov head adds to each row's logits a
+bias that depends on the previous token, and the confidence head estimates whether the draft will be accepted.
 
-Kv rows are addressed by position: the rows of rejected drafts are overwritten before they are read. The block's own rows are not
-stored.
+Kv rows are addressed by position, so rows of rejected draft tokens are overwritten before they are read. The block's own rows are
+not stored.
 
-Shape suffixes: S sequences, G rows of a block, T = S G tokens, otherwise those of ``deepseek_v4.py``.
+Shape suffixes: S sequences, G rows of a block, T = S G tokens, otherwise those of ``model.py``.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from dsv4lite.state.store import LayerCache
 from dsv4lite.weights.quant import Matrix, NamedSlots, Numerics, TensorSlot, linear, parameter
 
 Pick = Callable[[Tensor, int], Tensor]
-"""Chooses drafts, int64 [S], from the logits float32 [S, V] of place k = 0, 1, … of the block."""
+"""Chooses draft token k = 0, 1, … of each sequence, int64 [S], from its logits float32 [S, V]."""
 
 
 class Drafts(NamedTuple):
-    """The drafts of a block.
+    """The draft tokens of a block.
 
     Attributes:
         token_ids_SG: int64.
-        logits_SGV: float32, of which they were chosen.
-        confidence_SG: float32 in (0, 1), the probability that a draft is accepted if those before it are.
+        logits_SGV: float32 logits from which they were chosen.
+        confidence_SG: float32 in (0, 1), the estimated probability that a token is accepted, given that all earlier ones are.
     """
 
     token_ids_SG: Tensor
@@ -52,11 +52,12 @@ class Drafts(NamedTuple):
 
 
 class DraftBlock(NamedTuple):
-    """Where the blocks of some sequences stand; all of it is computed on the device.
+    """Positions and pages of the blocks of some sequences, computed on the device.
 
     Attributes:
-        own: The rows at their positions, without pages: they are stored nowhere.
-        whole: The rows all at the last one's position: attention from there, over as many more rows, is that of a block.
+        own: Each row at its own position, without pages, so that no row is stored.
+        whole: Each row at the position of its block's last row, from which a window that is longer by a block sees what all rows
+            of the block attend to.
         angles: cos and sin of the rows, float32 [T, rope / 2].
     """
 
@@ -66,14 +67,14 @@ class DraftBlock(NamedTuple):
 
     @classmethod
     def of(cls, next_S: Tensor, window_SP: Tensor, window_first_S: Tensor, rows: int, frequencies: Tensor) -> DraftBlock:
-        """Place a block of ``rows`` after each sequence.
+        """Place a block of ``rows`` rows at the end of each sequence.
 
         Args:
-            next_S: int64, position of the newest token, which did not run yet; negative for padding.
-            window_SP: int32, pages of 64 positions each.
-            window_first_S: int32, which 64 positions the first one holds; the row ``window`` places back must be in a page.
-            rows: Of a block.
-            frequencies: float32 [rope / 2], of layers without compression.
+            next_S: int64, position of the newest token, whose rows are not stored yet; negative for padding.
+            window_SP: int32, sliding-window pages of 64 positions each.
+            window_first_S: int32, index of the first page's 64 positions; the pages must reach ``window`` positions back.
+            rows: Rows of a block.
+            frequencies: float32 [rope / 2], rotary frequencies of layers without compression.
         """
         count, device = len(next_S), next_S.device
         first_S = next_S.int()
@@ -101,9 +102,9 @@ class DraftBlock(NamedTuple):
 
 
 class DSparkDrafter(nn.Module):
-    """Three sliding-window blocks and two small heads; embedding and output head are the main model's.
+    """Sliding-window blocks (stages) and two small heads; embedding and output head are the main model's.
 
-    Ranks of tp share the blocks as they share layers, and each has all of the small heads.
+    tp shards the blocks like hidden layers; the small heads are replicated.
     """
 
     def __init__(self, config: V4Config, dspark: DSparkConfig, numerics: Numerics, shard: ModelShard) -> None:
@@ -120,11 +121,11 @@ class DSparkDrafter(nn.Module):
         self.markov_w2 = Matrix(config.vocab_size, rank, numerics=numerics)
         self.confidence = parameter(1, d + rank, numerics=numerics)
 
-    def feed(self, taps_TK: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> None:
-        """Store the kv rows of a step's tokens, from the averaged streams after the target layers, side by side."""
+    def store_kv(self, taps_TK: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> None:
+        """Store the kv rows of a step's tokens, given the mean streams after each target layer, side by side."""
         x_TD = rms_norm(linear(taps_TK, self.main_proj), self.main_norm, self.config.norm_eps)
         for stage, cache in zip(self.blocks, caches, strict=True):
-            stage.attn.feed(x_TD, None, batch, cache)
+            stage.attn.store_kv(x_TD, None, batch, cache)
 
     def forward(
         self,
@@ -136,28 +137,28 @@ class DSparkDrafter(nn.Module):
         pick: Pick = lambda logits_SV, place: logits_SV.argmax(-1),
         most_sequences: int | None = None,
     ) -> Drafts:
-        """Draft after each sequence's newest token.
+        """Draft the tokens after each sequence's newest token.
 
         Args:
-            anchors_S: int64, that token.
-            where: Its place; the rows before it are in ``caches``.
+            anchors_S: int64, the newest tokens.
+            where: Their positions; the rows before them are in ``caches``.
             caches: One for each stage.
             embed, project: The main model's ``embedded`` and ``project``.
-            pick: Chooses a draft from its logits; by default the best one.
-            most_sequences: Where several replicas share experts, those of the one with the most; ``None`` if it is not known.
+            pick: Chooses each draft token; the default takes the most probable one.
+            most_sequences: Largest number of sequences on any replica that shares the experts; ``None`` if it is not known.
         """
         most_tokens = None if most_sequences is None else most_sequences * self.block
         h_SGD = self._backbone(anchors_S, where, caches, embed, most_tokens)
         sequences, rows = h_SGD.shape[:2]
         normed_TD = rms_norm(h_SGD.flatten(0, 1), self.norm, self.config.norm_eps)
         logits_SGV = project(normed_TD).view(sequences, rows, -1)
-        drafts, before, previous_S = [], [], anchors_S
+        drafts, embeddings, previous_S = [], [], anchors_S
         for place in range(rows):
-            before.append(self.markov_w1[previous_S])
-            logits_SGV[:, place] += linear(before[-1], self.markov_w2, torch.float32)
+            embeddings.append(self.markov_w1[previous_S])
+            logits_SGV[:, place] += linear(embeddings[-1], self.markov_w2, torch.float32)
             previous_S = pick(logits_SGV[:, place], place)
             drafts.append(previous_S)
-        features = torch.cat([h_SGD, torch.stack(before, 1)], -1).float()
+        features = torch.cat([h_SGD, torch.stack(embeddings, 1)], -1).float()
         confidence_SG = torch.sigmoid((features * self.confidence[0]).sum(-1))
         return Drafts(torch.stack(drafts, 1), logits_SGV, confidence_SG)
 
@@ -169,7 +170,7 @@ class DSparkDrafter(nn.Module):
         embed: Callable[[Tensor], Tensor],
         most_tokens: int | None,
     ) -> Tensor:
-        """Return the last stage's output of the blocks, before the norm, [S, G, D]."""
+        """Return the collapsed streams after the last stage, before the final norm, [S, G, D]."""
         c = self.config
         ids_SG = anchors_S[:, None].repeat(1, self.block)
         ids_SG[:, 1:] = self.noise_token_id
@@ -192,7 +193,7 @@ class DSparkDrafter(nn.Module):
         return h_TD.view(len(anchors_S), self.block, -1)
 
     def slots(self, prefix: str) -> NamedSlots:
-        """Name the tensors, stage by stage; the heads are with the last one."""
+        """Name the tensors, stage by stage; the official names count the heads to the last stage."""
         yield prefix + "0.main_proj.weight", self.main_proj.whole()
         yield prefix + "0.main_norm.weight", TensorSlot(self.main_norm)
         for i, stage in enumerate(self.blocks):

@@ -31,7 +31,7 @@ from dsv4lite.models.deepseek_v4.state import state_spec
 from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.moe import MoE, Tokens, rebalance_experts
-from dsv4lite.models.partial_sums import embedding, side_by_side, total
+from dsv4lite.models.partial_sums import all_reduce_parts, embedding, gather_columns
 from dsv4lite.models.shard import ModelShard, stages
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
@@ -47,7 +47,7 @@ from dsv4lite.weights.quant import (
     TensorSlot,
     grouped_then_linear,
     linear,
-    pair,
+    linear_pair,
     parameter,
     rounded_linear,
 )
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class Compressor(nn.Module):
-    """Pools groups of tokens into one cache row each (2.3.1 of the report; specification 3.5)."""
+    """Pools each group of ``ratio`` tokens into one KV row (2.3.1 of the report; specification 3.5)."""
 
     def __init__(self, config: V4Config, numerics: Numerics, ratio: int, width: int, *, hadamard: bool = False) -> None:
         super().__init__()
@@ -67,15 +67,15 @@ class Compressor(nn.Module):
         self.norm = parameter(width, numerics=numerics)
 
     def forward(self, projected: Tensor, state: Tensor, store: RowStore, batch: Batch) -> None:
-        """Advance the compressor state; normalise, rotate and store the entries whose groups close.
+        """Advance the compressor state; normalise, rotate and store the entries of the groups that this step completes.
 
-        On a GPU this runs at the same time as the launch before it, which must be of an op that shares nothing with it.
+        On a GPU the kernel runs at the same time as the previous launch, which must share nothing with it.
         """
         tokens = (batch.paging, self.ratio, *batch.group_rope_T[self.ratio])
         compress_step(CompressInputs(projected, self.ape, self.norm, state, store, *tokens, self.eps, self.hadamard, overlaps=True))
 
     def slots(self, prefix: str, inputs: Matrix, begin: int) -> NamedSlots:
-        """Name the tensors; the projections are rows of the layer's fused input matrix from ``begin`` on."""
+        """Name the tensors; the two projections are consecutive rows of the layer's fused input matrix, from row ``begin``."""
         yield prefix + "ape", TensorSlot(self.ape)
         yield prefix + "norm.weight", TensorSlot(self.norm)
         yield prefix + "wkv.weight", inputs.rows(begin, begin + self.columns)
@@ -83,14 +83,14 @@ class Compressor(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-query attention over the window and, by kind, selected (csa) or all (hca) compressed entries (spec 3.3-3.7)."""
+    """Multi-query attention to the sliding window and to compressed entries: the selected ones (csa) or all (hca); spec 3.3-3.7."""
 
     def __init__(self, config: V4Config, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
         c = self.config = config
         self.numerics, self.shard = numerics, shard
         self.kind, self.ratio = c.kind(layer), c.ratios[layer]
-        self.selecting = sum(c.kind(before) == "csa" for before in range(layer))  # its place among the layers that select
+        self.selector = sum(c.kind(before) == "csa" for before in range(layer))  # index among the csa layers
         heads, channels = shard.part(c.num_attention_heads), c.head_dim
         self.heads, self.groups = heads, shard.part(c.o_groups)
         self.attn_sink = parameter(heads, numerics=numerics)
@@ -110,28 +110,28 @@ class Attention(nn.Module):
             if self.kind == "csa":
                 self.key_compressor = Compressor(c, numerics, self.ratio, c.index_dim, hadamard=numerics.quantized)
                 rows += 2 * self.key_compressor.columns + c.index_heads
-            # Unquantized, float32 results: compressor kv and gate, those of the index keys, head weights of the indexer.
+            # Row blocks: kv and gate of the compressor, kv and gate of the index keys, head weights. Unquantized, float32 results.
             self.compress_in = Matrix(rows, c.hidden_size, numerics=numerics)
 
     def forward(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch, cache: LayerCache) -> Tensor:
-        """Return the sub-layer's output [T, D] of its input, which is ``rounded`` in FP8 if products read that."""
+        """Return the sub-layer's output [T, D]; ``rounded`` is its input in FP8, if the weights are FP8."""
         return self.project_out(self._attend(x_TD, rounded, batch, cache))
 
     def _attend(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch, cache: LayerCache) -> Tensor:
         """Return the heads' results [T, H, C], rotated back.
 
-        Queries take more memory than anything else in a step (``planning/memory.py``): each tensor is freed after its last use.
+        Queries are the largest tensors of a step (``planning/memory.py``), so each tensor is freed after its last use.
         """
         c, paging, any_order = self.config, batch.paging, not self.numerics.deterministic
         angles = batch.compress_rope_T if self.ratio else batch.rope_T
         projected: Tensor | None = None
         if self.ratio:
-            latent, projected = pair(x_TD, self.wq_a_wkv, self.compress_in, rounded=rounded)
+            latent, projected = linear_pair(x_TD, self.wq_a_wkv, self.compress_in, rounded=rounded)
         else:
             latent = linear(x_TD, self.wq_a_wkv, rounded=rounded)
         norms = (self.q_norm, self.kv_norm, *angles, c.norm_eps)
-        qr_TR, qr_scales, fresh = latent_norms(LatentInputs(latent, *norms, cache.stores["window"], paging, c.window))
-        # Sequences that see at most top-k entries attend to all of them, without scores.
+        qr_TR, qr_scales, new_kv = latent_norms(LatentInputs(latent, *norms, cache.stores["window"], paging, c.window))
+        # If no sequence has more than top-k entries, every token attends to all of them: no index queries, no scores.
         index_heads = self.index_heads if batch.selects else 0
         weights_TH = self._compress(projected, batch, cache, index_heads)
         del latent, projected
@@ -146,20 +146,20 @@ class Attention(nn.Module):
             assert weights_TH is not None
             keys = (cache.stores["keys"], paging, c.index_topk, batch.max_tokens // self.ratio, self._index_scale, any_order)
             selected_TK = choose_paged(IndexInputs(iq_THC, weights_TH, *keys))
-            selected_TK = selection_of(selected_TK, self.selecting, batch.given, batch.chosen)
-        rows = (fresh, cache.stores["window"], cache.stores.get("entries"), batch.seen)
+            selected_TK = selection_of(selected_TK, self.selector, batch.given, batch.chosen)
+        rows = (new_kv, cache.stores["window"], cache.stores.get("entries"), batch.seen)
         scale, window = c.head_dim**-0.5, c.window + batch.ahead
-        given = AttentionInputs(q_THC, *rows, self.attn_sink, scale, *angles, self.ratio, selected_TK, window, norm_eps, any_order)
-        return paged_attention(given)
+        seen = (*rows, self.attn_sink, scale, *angles, self.ratio, selected_TK, window, norm_eps, any_order)
+        return paged_attention(AttentionInputs(q_THC, *seen))
 
-    def feed(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch, cache: LayerCache) -> None:
-        """Store the kv rows that later tokens read, and nothing else; only for layers without compressed entries."""
+    def store_kv(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch, cache: LayerCache) -> None:
+        """Store the kv rows of a step's tokens without attending; only for layers without compressed entries."""
         norms = (self.q_norm, self.kv_norm, *batch.rope_T, self.config.norm_eps)
         latent = linear(x_TD, self.wq_a_wkv, rounded=rounded)
         latent_norms(LatentInputs(latent, *norms, cache.stores["window"], batch.paging, self.config.window))
 
     def _compress(self, projected: Tensor | None, batch: Batch, cache: LayerCache, index_heads: int) -> Tensor | None:
-        """Store the compressed entries and index keys whose groups close; return the weights [T, H] of ``index_heads``, if any."""
+        """Store the entries and index keys of completed groups; return the indexer's head weights [T, H] if it runs."""
         if projected is None:
             return None
         width = self.compressor.columns
@@ -167,14 +167,14 @@ class Attention(nn.Module):
         if self.kind == "csa":
             part = projected[:, 2 * width : 2 * (width + self.key_compressor.columns)]
             self.key_compressor(part, cache.slots["key_compressor_state"], cache.stores["keys"], batch)
-        # A copy, so that the other columns are freed.
+        # A copy lets the other columns be freed.
         return projected[:, -index_heads:].contiguous() if index_heads else None
 
     def project_out(self, o_THC: Tensor) -> Tensor:
-        """Return the sub-layer's output [T, D] from the heads' results, rotated back."""
+        """Return the sub-layer's output [T, D] from the heads' results [T, H, C]."""
         o_TGK = o_THC.reshape(o_THC.shape[0], self.groups, -1)
         partial_dtype = self.shard.partial_dtype(o_THC.dtype)
-        return total(self.shard.mesh.tp, grouped_then_linear(o_TGK, self.wo_a, self.wo_b, partial_dtype), o_THC.dtype)
+        return all_reduce_parts(self.shard.mesh.tp, grouped_then_linear(o_TGK, self.wo_a, self.wo_b, partial_dtype), o_THC.dtype)
 
     def slots(self, prefix: str) -> NamedSlots:
         c = self.config
@@ -219,7 +219,7 @@ class Hc(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and experts, each between reading from and writing to the streams (specification 3.1)."""
+    """Attention, then experts; each reads its input from the streams and adds its output to them (specification 3.1)."""
 
     def __init__(self, config: V4Config, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class Block(nn.Module):
 
 
 class Mtp(nn.Module):
-    """Multi-token prediction: one more block that sees the final streams and the next token (specification 3.9)."""
+    """Multi-token prediction: a block that reads the final streams and the next token (specification 3.9)."""
 
     def __init__(self, config: V4Config, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Mtp(nn.Module):
         self.block = Block(config, numerics, shard, layer)
 
     def mix(self, streams_TND: Tensor, embedded_TD: Tensor) -> Tensor:
-        """Return the block's streams [T, N, D] from the previous ones and the embedding of the token that follows."""
+        """Return the block's streams [T, N, D] from the previous ones and the embedding of the next token."""
         e_TD = linear(rms_norm(embedded_TD, self.enorm, self.eps), self.e_proj)
         h = linear(rms_norm(streams_TND, self.hnorm, self.eps).flatten(0, 1), self.h_proj)
         return e_TD[:, None] + h.view_as(streams_TND)
@@ -281,15 +281,15 @@ class Mtp(nn.Module):
 
 
 class DeepseekV4(nn.Module):
-    """The whole model, or one rank's part of it; see ``models.family.Model``, and ``ModelSource.build`` for the arguments.
+    """The whole model, or one rank's shard of it; see ``models.family.Model``, and ``ModelSource.build`` for the arguments.
 
     Parameters are allocated, not initialised: fill them through ``slots()``.
 
     Attributes:
-        targets: Hidden layers that the drafter reads.
+        targets: Hidden layers whose streams DSpark reads; empty without it.
 
     Raises:
-        ConfigError: The model cannot be shared so.
+        ConfigError: The mesh's layout does not divide the model.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class DeepseekV4(nn.Module):
         self.mtp = nn.ModuleList(self.mtps)
         self.dspark: DSparkDrafter | None = None
         if drafts and c.dspark is not None:
-            from dsv4lite.models.deepseek_v4.dspark import DSparkDrafter  # which is made of the blocks above
+            from dsv4lite.models.deepseek_v4.dspark import DSparkDrafter  # it imports Block from this file
 
             self.dspark = DSparkDrafter(c, c.dspark, numerics, shard)
         self.rotary = Rotary.of(
@@ -340,6 +340,12 @@ class DeepseekV4(nn.Module):
         )
 
     @property
+    def capturable(self) -> bool:
+        """Whether a step that has ``most_tokens`` can be captured in a CUDA graph."""
+        dispatchers = [block.ffn.dispatch for block in self.blocks]
+        return all(dispatch is None or dispatch.capturable for dispatch in dispatchers)
+
+    @property
     def state_spec(self) -> StateSpec:
         return state_spec(self.config, self.numerics, self.shard, drafter=len(self.mtp) > 0 or self.dspark is not None)
 
@@ -350,7 +356,7 @@ class DeepseekV4(nn.Module):
 
     @property
     def short_lengths(self) -> tuple[int, ...]:
-        """The length up to which the indexer does not run: it has nothing to choose."""
+        """The longest sequence for which the indexer does not run: all its entries are attended."""
         return (self.config.most_unselected,)
 
     def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
@@ -360,14 +366,14 @@ class DeepseekV4(nn.Module):
     def forward(self, batch: Batch, caches: Sequence[LayerCache], streams_TND: Tensor | None = None) -> Tensor:
         """Run a step's tokens through the layers; return the streams [T, N, D] after the last one.
 
-        A drafter that reads layers on the way stores its rows of these tokens, too, if ``caches`` go on with its state.
+        If ``caches`` include the state of a DSpark drafter, the drafter stores its kv rows of these tokens, too.
 
         Args:
-            batch: The tokens; with ``passes_taps`` they bring the taps of the previous stages.
+            batch: The tokens; with ``passes_taps``, ``taps_TK`` holds what previous stages have written.
             caches: State of these layers, then of the drafter's.
-            streams_TND: What the previous stage returned; the first stage has none.
+            streams_TND: Output of the previous pipeline stage; ``None`` on the first one.
         """
-        streams = self._streams(self._enter(batch.token_ids_T) if streams_TND is None else streams_TND)
+        streams = self._streams(self._initial_streams(batch.token_ids_T) if streams_TND is None else streams_TND)
         drafter, taps_TK = self.dspark if len(caches) > len(self.layers) else None, batch.taps_TK
         if taps_TK is None and drafter is not None:
             taps_TK = self.empty_taps(len(batch.token_ids_T))
@@ -379,38 +385,32 @@ class DeepseekV4(nn.Module):
                 taps_TK.unflatten(1, (len(self.targets), -1))[:, self.targets.index(layer)] = streams.mean()
         if drafter is not None:
             assert taps_TK is not None
-            drafter.feed(taps_TK, batch, caches[len(self.layers) :])
+            drafter.store_kv(taps_TK, batch, caches[len(self.layers) :])
         return streams.final()
 
     @contextmanager
-    def brief(self) -> Iterator[None]:
-        """Let passes skip layers that launch the kernels of two earlier ones: their results are of no use."""
+    def skip_repeated_layers(self) -> Iterator[None]:
+        """Skip layers after the second of a kind: they launch no other kernels than the first two. Results are meaningless."""
         kinds = [(self.config.ratios[layer], self.config.hashed(layer), layer in self.targets) for layer in self.shard.layers]
-        alike = (kinds[:i].count(kind) >= 2 for i, kind in enumerate(kinds))
-        self._skipped = frozenset(layer for layer, skipped in zip(self.shard.layers, alike, strict=True) if skipped)
+        repeated = (kinds[:i].count(kind) >= 2 for i, kind in enumerate(kinds))
+        self._skipped = frozenset(layer for layer, skip in zip(self.shard.layers, repeated, strict=True) if skip)
         try:
             yield
         finally:
             self._skipped = frozenset()
 
     def empty_taps(self, tokens: int) -> Tensor:
-        """Return room for the drafter's taps of so many tokens: averaged streams after its targets, side by side."""
+        """Allocate the taps of ``tokens`` tokens: for each target layer, the mean of the streams after it, side by side."""
         width = len(self.targets) * self.config.hidden_size
         return torch.empty(tokens, width, dtype=self.numerics.dtype, device=self.numerics.device)
 
     def take_part(self, most_tokens: int | None = None) -> None:
-        """Run this rank's experts on other ranks' tokens, with none of its own; ``most_tokens`` is that of the others' batches."""
+        """Run this rank's experts on other ranks' tokens, with none of its own; ``most_tokens`` is the one of their batches."""
         for block in self.blocks:
             block.ffn.take_part(most_tokens)
 
-    @property
-    def capturable(self) -> bool:
-        """Whether a step can be captured in a CUDA graph, if it has ``most_tokens``."""
-        dispatchers = (block.ffn.dispatch for block in self.blocks)
-        return all(dispatch is None or dispatch.capturable for dispatch in dispatchers)
-
-    def _enter(self, token_ids_T: Tensor) -> Tensor:
-        """Return the streams [T, N, D] that tokens begin with."""
+    def _initial_streams(self, token_ids_T: Tensor) -> Tensor:
+        """Return the initial streams [T, N, D]: N copies of the embedding."""
         return self.embedded(token_ids_T)[:, None].repeat(1, self.config.streams, 1)
 
     def embedded(self, token_ids_T: Tensor) -> Tensor:
@@ -438,14 +438,14 @@ class DeepseekV4(nn.Module):
         return streams.final()
 
     def mtp_take_part(self, most_tokens: int) -> None:
-        """Do of ``mtp_forward`` what ``take_part`` does of ``forward``."""
+        """As ``take_part``, for the MTP block."""
         self.mtps[0].block.ffn.take_part(most_tokens)
 
-    def mtp_feed(self, streams_TND: Tensor, batch: Batch, cache: LayerCache) -> None:
-        """Store the MTP block's rows of a step's tokens; arguments are those of ``mtp_forward``."""
+    def mtp_store_kv(self, streams_TND: Tensor, batch: Batch, cache: LayerCache) -> None:
+        """Store the MTP block's kv rows of a step's tokens; arguments are those of ``mtp_forward``."""
         mtp = self.mtps[0]
         streams, block = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T))), mtp.block
-        block.attn.feed(*streams.enter(block.hc_attn.weights, block.attn_norm), batch, cache)
+        block.attn.store_kv(*streams.enter(block.hc_attn.weights, block.attn_norm), batch, cache)
 
     def mtp_logits(self, streams_TND: Tensor) -> Tensor:
         """Return float32 logits [T, V] of the token after the next, from the MTP block's streams."""
@@ -470,7 +470,7 @@ class DeepseekV4(nn.Module):
         return out.token_ids_SG, out.confidence_SG
 
     def draft_take_part(self, most_sequences: int) -> None:
-        """Do of ``draft_block`` what ``take_part`` does of ``forward``."""
+        """As ``take_part``, for the blocks of DSpark."""
         assert self.dspark is not None
         for stage in self.dspark.blocks:
             stage.ffn.take_part(most_sequences * self.dspark.block)
@@ -482,10 +482,10 @@ class DeepseekV4(nn.Module):
 
     def project(self, normed_TD: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [T, V], in ``out`` if given."""
-        return side_by_side(self.shard.mesh.tp, lambda place: linear(normed_TD, self.head, torch.float32, out=place), out)
+        return gather_columns(self.shard.mesh.tp, lambda place: linear(normed_TD, self.head, torch.float32, out=place), out)
 
     def prepare(self, *sequences: Sequence[int], drafter: bool = False) -> tuple[Batch, list[LayerCache]]:
-        """Return whole sequences as a step, and state for them alone: that of unquantized models lets gradients through."""
+        """Return a step of whole sequences, and fresh state for it; gradients flow through the state of unquantized models."""
         whole, sizes = whole_sequences(sequences)
         spec = state_spec(self.config, self.numerics, self.shard, drafter=drafter)
         cache = StateCache.allocate(spec, sizes, self.numerics.device, rows=store_for_pass)
@@ -493,11 +493,11 @@ class DeepseekV4(nn.Module):
         return self.batch(ids_T, paging, max_tokens=longest), cache.layers
 
     def one_pass(self, *sequences: Sequence[int], given: Choices | None = None) -> Tensor:
-        """Run whole sequences without a lasting cache, differentiably; return the final streams [T, N, D] of all, in order.
+        """Run whole sequences without a lasting cache, differentiably; return the final streams [T, N, D] in order.
 
         Args:
-            sequences: T tokens in all.
-            given: What the model has to choose; see ``models.family.Batch``.
+            sequences: Token ids, T in all.
+            given: Choices that the model must make; see ``models.family.Batch``.
         """
         batch, caches = self.prepare(*sequences)
         batch.given = given
@@ -505,13 +505,13 @@ class DeepseekV4(nn.Module):
         return streams
 
     def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
-        """Choose the ranks of experts anew; see ``models.moe.rebalance_experts``."""
+        """Choose anew which ranks hold which experts; see ``models.moe.rebalance_experts``."""
         drafting = tuple(mtp.block for mtp in self.mtps) if self.dspark is None else self.dspark.blocks
         named = {f"layers.{i}.ffn.": block.ffn for i, block in enumerate(self.blocks, self.shard.layers.start)}
         return rebalance_experts(self.shard.mesh.ep, named | {f"mtp.{i}.ffn.": block.ffn for i, block in enumerate(drafting)})
 
     def slots(self) -> dict[str, Slot]:
-        """Return the place of every tensor of the checkpoint, by its official name (matrices without their scales)."""
+        """Return the slot of every tensor of the checkpoint, by its official name; a scale shares the slot of its matrix."""
         named: dict[str, Slot] = {}
         if self.shard.first or self.mtp or self.dspark is not None:
             named["embed.weight"] = TensorSlot(self.embed)

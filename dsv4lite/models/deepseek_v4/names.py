@@ -1,7 +1,7 @@
 """How transformers and ``save_pretrained`` name the tensors of a V4 model (spec 2.4), and the official names of each.
 
 transformers' module names stack the experts of a layer in one tensor; ``save_pretrained`` writes official names under ``model.``
-with a few of transformers' own. The namings never contradict each other, so one table serves all.
+with a few names of transformers'. The namings never contradict each other, so one table serves both.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _BLOCK = {
     "mlp.shared_experts.up_proj": "ffn.shared_experts.w3",
 }
 
-# All experts of a layer in one tensor [E, rows, in]: which matrices lie one below the other in it, and what it holds of them.
+# All experts of a layer in one tensor [E, rows, in]: the matrices that it stacks along its rows, and their leaf name.
 _STACKED = {
     "mlp.experts.gate_up_proj": (("w1", "w3"), "weight"),
     "mlp.experts.gate_up_proj_scale_inv": (("w1", "w3"), "scale"),

@@ -3,11 +3,11 @@
     window                every layer    raw kv rows of the last tokens
     entries               csa and hca    compressed kv rows, one per ``ratio`` tokens
     keys                  csa            index keys, at the addresses of the entries
-    compressor_state      csa and hca    float32 [A, 3, C]: running maximum, sum and weighted sum of each channel, of the previous
-                                         group and the present one (csa, A = 2) or of the present one (hca, A = 1)
-    key_compressor_state  csa            the same of the index keys
+    compressor_state      csa and hca    float32 [A, 3, C]: running maximum, sum and weighted sum of each channel, for the previous
+                                         and the current group (csa, A = 2) or for the current group (hca, A = 1)
+    key_compressor_state  csa            the same for the index keys
 
-At a 256-token boundary all groups are complete: only the previous group of csa layers counts, so a snapshot keeps nothing else.
+At a 256-token boundary all groups are complete, so a snapshot keeps the previous group of csa layers only.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ def _layer(config: V4Config, numerics: Numerics, ratio: int) -> LayerSpec:
 
 
 def row_reads(config: V4Config, numerics: Numerics) -> int:
-    """Return the bytes of one layer's rows that a token of a short sequence reads: its window, and one selection."""
+    """Return the bytes of rows that one token reads in one layer: a full window and a full selection."""
     return (config.window + config.index_topk) * page_bytes(row_formats(config, numerics)[0], 1)

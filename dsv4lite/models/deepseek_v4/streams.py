@@ -13,7 +13,7 @@ from dsv4lite.weights.quant import Numerics, Rounded
 
 
 class Streams:
-    """The residual streams between sub-layers; a sub-layer's output is written when the next one enters (one pass over them)."""
+    """The residual streams between sub-layers. A sub-layer's output is written when the next one enters: one pass over them."""
 
     def __init__(self, streams_TND: Tensor, config: V4Config, numerics: Numerics) -> None:
         self.value_TND = streams_TND
@@ -21,10 +21,10 @@ class Streams:
         self._mix: HcMix | None = None
         self._settings = HcSettings(config.sinkhorn_iters, config.hc_eps, config.norm_eps)
         self._row_tile = numerics.row_tile
-        self._rounded = numerics.resident_fp8  # products whose weights are FP8 read their inputs in FP8
+        self._rounded = numerics.resident_fp8  # FP8 weights multiply FP8 inputs
 
     def enter(self, weights: HcWeights, norm_weight: Tensor) -> tuple[Tensor, Rounded | None]:
-        """Return the sub-layer's normed input [T, D], and the same in FP8 if the products that follow read that."""
+        """Return the sub-layer's normed input [T, D], and the same in FP8 if its weights are FP8."""
         pending, self._pending = self._pending, None
         self.value_TND, x_TD, rounded, self._mix = hc_enter(
             HcInputs(self.value_TND, pending, weights, norm_weight, self._settings, self._rounded, self._row_tile)
@@ -32,7 +32,7 @@ class Streams:
         return x_TD, rounded
 
     def leave(self, output: Output) -> None:
-        """Take the sub-layer's output."""
+        """Accept the sub-layer's output, to be written later."""
         assert self._mix is not None and self._pending is None
         self._pending = (output, self._mix)
 
@@ -41,7 +41,7 @@ class Streams:
         return self.final().float().mean(1).to(self.value_TND.dtype)
 
     def final(self) -> Tensor:
-        """Return the streams [T, N, D] with everything written."""
+        """Return the streams [T, N, D], with the last sub-layer's output written."""
         if self._pending is not None:
             self.value_TND, self._pending = hc_expand(self._pending[0], self.value_TND, self._pending[1]), None
         return self.value_TND

@@ -9,8 +9,8 @@ from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config
 from dsv4lite.parallel.shard import Experts, Replicate, Rule, Split
 from dsv4lite.weights.tensors import Tensors, TensorSpec, swiglu_specs
 
-# Scales follow their weights. Heads of an output group stay together: tp is at most o_groups. The latent rows have one head, so
-# whatever makes them and chooses among them is on every rank.
+# Scales follow their weights. The heads of an output group stay on one rank: tp is at most o_groups. All heads share the kv rows,
+# so the matrices that make rows and select entries are replicated.
 _COMPRESSOR = ("ape", "wkv", "wgate", "norm")
 _HC = [f"hc_{part}_{name}" for part in ("attn", "ffn", "head") for name in ("fn", "base", "scale")]
 _BLOCK_SHARDING: Mapping[str, Rule] = {
@@ -58,7 +58,7 @@ def official_shapes(config: V4Config) -> dict[str, TensorSpec]:
 
 
 def _drafter(config: V4Config, dspark: DSparkConfig | None, head: Mapping[str, TensorSpec], i: int) -> dict[str, TensorSpec]:
-    """Return what a layer of the drafter has besides a block."""
+    """Return the tensors of a drafter layer besides those of its block."""
     dim, vocab = config.hidden_size, config.vocab_size
     norm = TensorSpec((dim,), "bf16")
     if dspark is None:
@@ -114,7 +114,7 @@ def _block(config: V4Config, layer: int) -> dict[str, TensorSpec]:
 
 
 def _compressor(config: V4Config, name: str, ratio: int, width: int) -> dict[str, TensorSpec]:
-    rows = width * 2 if ratio == OVERLAP_RATIO else width  # overlapping windows have one half of the rows each
+    rows = width * 2 if ratio == OVERLAP_RATIO else width  # two overlapping windows, each with half of the rows
     return {
         f"{name}.ape": TensorSpec((ratio, rows), "f32"),
         f"{name}.wkv.weight": TensorSpec((rows, config.hidden_size), "bf16"),

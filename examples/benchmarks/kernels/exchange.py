@@ -16,7 +16,7 @@ from torch import Tensor
 from dsv4lite.kernels.experts.decode_small import ExpertSum
 from dsv4lite.kernels.peer_memory import TokenRows, all_gather, reduce_scatter
 from dsv4lite.layout import Layout
-from dsv4lite.models.partial_sums import gather_rows, total_of_own
+from dsv4lite.models.partial_sums import all_gather_rows, reduce_scatter_experts
 from dsv4lite.parallel.mesh import Axis, Mesh
 from examples.benchmarks.kernels.ranks import run
 from examples.benchmarks.kernels.timing import microseconds
@@ -49,14 +49,14 @@ def main(rank: int, size: int, store: dist.Store) -> None:
         chosen = torch.randint(0, 256, (size * tokens, TOP_K), device=device)
         outputs = torch.randn(size * tokens, TOP_K, HIDDEN, device=device).bfloat16()
         parts = ExpertSum(chosen, outputs, torch.randn(size * tokens, HIDDEN, device=device).bfloat16(), 256 // size)
-        for theirs, ours in zip(gather_rows(nccl, rows, tokens), all_gather(rows, inbox, tokens), strict=True):
+        for theirs, ours in zip(all_gather_rows(nccl, rows, tokens), all_gather(rows, inbox, tokens), strict=True):
             assert torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8))
-        sums = [total_of_own(nccl, parts, tokens, x.dtype), reduce_scatter(parts, inbox, tokens, x.dtype)]
+        sums = [reduce_scatter_experts(nccl, parts, tokens, x.dtype), reduce_scatter(parts, inbox, tokens, x.dtype)]
         torch.testing.assert_close(*sums, rtol=0 if size == 2 else 1e-2, atol=0 if size == 2 else 1e-2)
         times = [
-            timed(lambda _, rows=rows, tokens=tokens: gather_rows(nccl, rows, tokens)),
+            timed(lambda _, rows=rows, tokens=tokens: all_gather_rows(nccl, rows, tokens)),
             timed(lambda _, rows=rows, tokens=tokens: all_gather(rows, inbox, tokens)),
-            timed(lambda _, parts=parts, tokens=tokens: total_of_own(nccl, parts, tokens, torch.bfloat16)),
+            timed(lambda _, parts=parts, tokens=tokens: reduce_scatter_experts(nccl, parts, tokens, torch.bfloat16)),
             timed(lambda _, parts=parts, tokens=tokens: reduce_scatter(parts, inbox, tokens, torch.bfloat16)),
         ]
         if rank == 0:
