@@ -108,7 +108,7 @@ class Compiled:
         shared: Bytes of shared memory of one program.
         stores: Instructions in PTX that write to global memory.
         waits: How often it waits for the kernel before.
-        late: Whether something else touches global memory before that.
+        late: Whether something else touches global memory before that; after that, if it runs at the same time as that kernel.
         mixed: Layouts in which codes of several rows would be given one row's scales.
     """
 
@@ -128,8 +128,9 @@ def compile_one(specialization: Specialization) -> Compiled:
     used = {layouts[name] for name in re.findall(assembly, kernel.asm["ttgir"])}
     mixed = tuple(layout for layout in used if not FOUR_OF_A_ROW.search(layout))
     ptx = kernel.asm["ptx"]
-    waits, first = ptx.count("griddepcontrol.wait"), TOUCHES.search(ptx)
-    late = waits > 0 and first is not None and first.group() != "griddepcontrol.wait"
+    waits, touches = ptx.count("griddepcontrol.wait"), [found.group() for found in TOUCHES.finditer(ptx)]
+    at_its_end = constants_of(specialization).get("SECOND", False)  # it runs at the same time as the kernel before
+    late = waits > 0 and touches[-1 if at_its_end else 0] != "griddepcontrol.wait"
     return Compiled(kernel.metadata.shared, len(WRITES.findall(ptx)), waits, late, mixed)
 
 
