@@ -194,12 +194,13 @@ def _problem_in_dsml(schema: Mapping[str, Any]) -> str | None:
     if rules := sorted(_OBJECT_KEYWORDS.intersection(schema)):
         return f"{rules[0]!r}, which calls in DSML cannot enforce; leave it out"
     properties, required, definitions = schema.get("properties") or {}, schema.get("required"), _definitions(schema)
+    inner = measure(definitions)[1]
     for name, rule in properties.items():
         if any(end in name for end in OPENING_ENDS):
             return f"the property {shown(name)}, and the markup of calls cannot hold this name; rename the property"
         document = {**rule, **definitions} if isinstance(rule, dict) else {}
         references = measure(rule)[1]
-        for reference in sorted(references and references | measure(definitions)[1]):
+        for reference in sorted(references and references | inner):
             if not reference.startswith(("#/$defs/", "#/definitions/")) or target_of(document, reference) is document:
                 problem = f"the property {shown(name)}, whose schema needs the reference {shown(reference)}"
                 return f"{problem}; calls in DSML can only enforce references to the tool's '$defs' or 'definitions'"

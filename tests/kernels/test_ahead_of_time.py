@@ -129,7 +129,7 @@ def compile_one(specialization: Specialization) -> Compiled:
     mixed = tuple(layout for layout in used if not FOUR_OF_A_ROW.search(layout))
     ptx = kernel.asm["ptx"]
     waits, touches = ptx.count("griddepcontrol.wait"), [found.group() for found in TOUCHES.finditer(ptx)]
-    at_its_end = constants_of(specialization).get("SECOND", False)  # it runs at the same time as the kernel before
+    at_its_end = constants_of(specialization).get("OVERLAPS_PREVIOUS", False)  # it runs at the same time as the kernel before
     late = waits > 0 and touches[-1 if at_its_end else 0] != "griddepcontrol.wait"
     return Compiled(kernel.metadata.shared, len(WRITES.findall(ptx)), waits, late, mixed)
 

@@ -259,6 +259,8 @@ def test_counters_suffice_for_every_product_in_parts() -> None:
         assert all(-(-rows // tile.rows) * most <= COUNTERS for rows, tile in tiles.few)
         for _, fold, tile in tiles.between:
             assert fold or -(-LIBRARY_ROWS // tile.rows) * most <= COUNTERS
+            # Of two products that run at the same time, each with one group, each has half of the counters.
+            assert fold or -(-LIBRARY_ROWS // tile.rows) * -(-most // tile.outs) <= COUNTERS // 2
 
 
 @pytest.mark.skipif(not ON_GPU, reason="streams")

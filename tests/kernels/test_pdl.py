@@ -42,10 +42,12 @@ def launched_early(module: str) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_kernel_that_comes_early_waits_first_or_as_second_of_a_pair_last(module: str) -> None:
+def test_every_kernel_that_comes_early_waits_first_or_last_if_it_overlaps_the_previous_one(module: str) -> None:
     for name, (first, *_, last) in launched_early(module):
         wait = "wait_for_predecessor()"
-        assert first == wait or (first, last) == (f"if not SECOND:\n    {wait}", f"if SECOND:\n    {wait}"), name
+        assert first == wait or (first, last) == (f"if not OVERLAPS_PREVIOUS:\n    {wait}", f"if OVERLAPS_PREVIOUS:\n    {wait}"), (
+            name
+        )
 
 
 def test_steps_of_few_tokens_are_launched_early() -> None:

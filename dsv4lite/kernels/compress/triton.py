@@ -180,10 +180,10 @@ def _sequence_kernel(
     projected, ape, norm_weight, state, memory, cos, sin, slots, copies, first, rows, lens, drafts, grow,
     num_copies, row_stride, page_stride, pages, eps,
     A: tl.constexpr, RATIO: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, LOG: tl.constexpr,
-    KIND: tl.constexpr, ROPE: tl.constexpr, GPU: tl.constexpr, SECOND: tl.constexpr,
+    KIND: tl.constexpr, ROPE: tl.constexpr, GPU: tl.constexpr, OVERLAPS_PREVIOUS: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence adds its tokens one by one, and stores completed entries and the compressor state."""
-    if not SECOND:
+    if not OVERLAPS_PREVIOUS:
         wait_for_predecessor()
     let_successor_in()
     sequence = tl.program_id(0)
@@ -225,7 +225,7 @@ def _sequence_kernel(
             draft = i + 1 + num_drafts - length
             if draft >= 0:
                 _store_state(state + draft * SET, here, sums, lower, A, WIDTH)
-    if SECOND:
+    if OVERLAPS_PREVIOUS:
         wait_for_predecessor()
 
 
@@ -374,7 +374,7 @@ def compress_step_triton(given: CompressInputs) -> None:
     inputs = (projected, ape, norm_weight, state, memory, cos_T, sin_T)
     spans = (slots, copies, paging.first_S, paging.rows_S, paging.lens_S, paging.drafts_S)
     if 0 < paging.width <= SEQUENCE_WIDTH or tokens <= SEQUENCE_TOKENS:
-        entry |= {"SECOND": overlaps, "enable_fp_fusion": False, "launch_pdl": dependent_launch(projected.device)}
+        entry |= {"OVERLAPS_PREVIOUS": overlaps, "enable_fp_fusion": False, "launch_pdl": dependent_launch(projected.device)}
         _sequence_kernel[(len(slots),)](*inputs, *spans, grow, *strides, **entry)
         return
     of_tokens = (paging.positions_T, paging.sequence_T, slots, copies, paging.first_S, grow, tokens)

@@ -43,6 +43,12 @@ MIN_BLOCKS = 4  # of 128 inputs in one part
 FILLED = 80  # programs that keep the largest chips busy, each with all parts of a tile: sums of parts would go through the L2 cache
 SHORT_BLOCKS, SHORT_STAGES = 8, 3  # where a program has few blocks to read, many programs read more than many stages
 GROUPED_ROWS = 1024  # of inputs, whose tiles share the weights in cache
+_OTHER_COUNTERS = tl.constexpr(COUNTERS // 2)  # the first counter of a product that overlaps the previous one
+
+Operands = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The inputs [M, G, K], their scales, the weights [G, N, K] and their scales."""
+Overlap = Literal["next", "previous"]
+"""Which launch shares nothing with a product and runs at the same time; see ``pdl``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +69,6 @@ class Tile:
     turn: int = 1
 
 
-_OTHER_COUNTERS = tl.constexpr(COUNTERS // 2)  # of a product that runs at the same time as another
-Operands = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The inputs [M, G, K], their scales, the weights [G, N, K] and their scales."""
-Overlap = Literal["next", "previous"]
 # The first one that makes a fitting number of programs is taken; whether one program folds all parts of its tile; the tile.
 Choices = tuple[tuple[range, bool, Tile], ...]
 
@@ -413,19 +415,19 @@ def _product_kernel(
     x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
     SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr, FP8_X: tl.constexpr,
-    GPU: tl.constexpr, TURN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    GPU: tl.constexpr, TURN: tl.constexpr, OVERLAPS_NEXT: tl.constexpr, OVERLAPS_PREVIOUS: tl.constexpr,
 ):  # fmt: skip
-    if not SECOND:
+    if not OVERLAPS_PREVIOUS:
         wait_for_predecessor()
-    if FIRST:
+    if OVERLAPS_NEXT:
         let_successor_in()
-    if SECOND and SPLITS > 1:
+    if OVERLAPS_PREVIOUS and SPLITS > 1:
         arrivals += _OTHER_COUNTERS
     product_tile(
         tl.program_id(0), tl.program_id(1), x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
         BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, CODES, GROUPED, FP8_X, x_row, x_group, groups, GPU, TURN,
     )  # fmt: skip
-    if SECOND:
+    if OVERLAPS_PREVIOUS:
         wait_for_predecessor()
 
 
@@ -514,7 +516,7 @@ def pair_linear_triton(
     x_MK, fp8 = x_MK.contiguous(), _fp8_operands(x_codes, x_scales, w_codes, w_scales)
     scratch = _launch(_UNQUANTIZED_TILES, (x_MK[:, None], x_MK, w_NK[None], w_NK), out, overlaps="next")
     quantized = _fp8_linear(fp8, x_MK.dtype, overlaps="previous")
-    del scratch  # not before: the second product runs at the same time, and would be given the same memory
+    del scratch  # not earlier: the second product runs at the same time, and must not be given the same memory
     return quantized, out[:, 0]
 
 
@@ -563,6 +565,7 @@ def _fp8_operands(x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: 
 
 
 def _fp8_linear(operands: Operands, dtype: torch.dtype, in_parts: bool = True, overlaps: Overlap | None = None) -> Tensor:
+    """Multiply what ``_fp8_operands`` returns; the other arguments are those of ``_launch``."""
     x, _, w, w_scales = operands
     out, codes = torch.empty(len(x), 1, w.shape[1], dtype=dtype, device=x.device), w.dtype == torch.uint8
     scale_of = scale_rows(w[0], w_scales)
@@ -597,7 +600,7 @@ def _launch(
 
     Args:
         in_parts: Many rows are summed in the parts in which few rows are, for the same bits.
-        overlaps: Which product, launched next or before, shares nothing with this one and runs at the same time.
+        overlaps: Which launch runs at the same time, if any.
     """
     (x, _, w, w_scales), (rows, groups, outs) = operands, out.shape
     inputs, blocks = x.shape[2], _blocks_of(x.shape[2])
@@ -643,8 +646,8 @@ def _launch(
         FP8_X=FP8_X,
         GPU=on_gpu(x.device),
         TURN=tile.turn,
-        FIRST=overlaps == "next",
-        SECOND=overlaps == "previous",
+        OVERLAPS_NEXT=overlaps == "next",
+        OVERLAPS_PREVIOUS=overlaps == "previous",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
