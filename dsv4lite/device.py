@@ -318,7 +318,7 @@ def own_stream(device: torch.device) -> Iterator[None]:
     try:
         stream = idle.get_nowait()
     except Empty:
-        stream = torch.cuda.Stream(device)
+        stream = _new_stream(device)
     inside = torch.cuda.stream(stream)
     inside.__enter__()
     try:
@@ -332,11 +332,28 @@ def own_stream(device: torch.device) -> Iterator[None]:
             log.warning("memory could not be returned to %s: %s", device, _first_line(error))
 
 
+def _new_stream(device: torch.device) -> torch.cuda.ExternalStream:
+    """Let the driver create a stream. ``torch.cuda.Stream`` would create all streams of PyTorch's pools, which take 70 MiB.
+
+    Raises:
+        OSError: There is no driver.
+        RuntimeError: The driver refuses.
+    """
+    handle, non_blocking = ctypes.c_void_p(), 1  # one that does not wait for the legacy default stream
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # the context exists and is this thread's
+        status = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), non_blocking)
+    if status != 0 or handle.value is None:
+        raise RuntimeError(f"CUDA error: cuStreamCreate returned {status}")
+    return torch.cuda.ExternalStream(handle.value, device)
+
+
 @cache
 def _idle_streams(device: torch.device) -> SimpleQueue[torch.cuda.Stream]:
     """Return the streams of engines that have closed, for the next ones.
 
-    PyTorch keeps a cuBLAS workspace of 32 MiB for every stream that ever ran a matrix product, and never frees it.
+    They are not destroyed, because PyTorch keeps memory for a stream: blocks that results still use, and a workspace of 32 MiB if a
+    product of cuBLAS ever ran on it.
     """
     return SimpleQueue()
 

@@ -106,8 +106,8 @@ class Numerics:
 
     @property
     def uses_library(self) -> bool:
-        """Whether a GPU runs unquantized products of many rows by the matrix library; if deterministic, only float32 ones."""
-        return not self.deterministic or self.dtype == torch.float32
+        """Whether a GPU computes products by the matrix library, which it does in float32."""
+        return self.dtype == torch.float32
 
     @property
     def of_drafter(self) -> Numerics:

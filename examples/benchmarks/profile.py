@@ -13,7 +13,7 @@ A kernel's time is the time by which it ends later than all kernels before it, s
 before them, are not counted twice; all times and ``idle``, in which no kernel runs, add up to the step. ``late`` is the part of
 ``idle`` in gaps of more than 10 us, as when the host is late. ``host`` is the host's part of a step, for which an idle device
 would wait. ``collectives`` move data between ranks and wait for them; their roofline is not known. Kernels of other packages have
-their own names and no roofline, except matrix products of cuBLAS, which belong to ops (``library products``).
+their own names and no roofline.
 
 While the engine runs, the program notes the calls of ops and the kernels that each launches, those of captured steps when they are
 captured. The n-th time that the device runs a kernel belongs to the n-th launch of that name. On a CPU the time of an op is that
@@ -26,7 +26,6 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -54,8 +53,7 @@ from examples.benchmarks.engine import BYTES_PER_SECOND, add_engine_options, con
 from examples.benchmarks.speculation import accepting
 from examples.benchmarks.table import FLOPS_PER_SECOND
 
-COLLECTIVES, LIBRARY, LIBRARY_PRODUCTS = "collectives", "library: ", "library products"
-PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|splitk", re.IGNORECASE)
+COLLECTIVES, LIBRARY = "collectives", "library: "
 LONG_GAP_S = 10e-6
 TABLE_NUMBERS = 1 << 16  # integers of a table of which a call reads a few rows
 STEPS_BEFORE = 8  # of all sequences, before the ones that are watched
@@ -209,10 +207,7 @@ class Watch:
         if torch.cuda.is_available():
             from triton.runtime.jit import JITFunction
 
-            from dsv4lite.kernels.gemm import triton as gemm_triton
-
             yield JITFunction, "run", self._noting_kernels
-            yield gemm_triton, "_library_linear", self._noting_library
             yield StepGraphs, "_record", self._noting_graphs
             yield torch.cuda.CUDAGraph, "replay", self._noting_replays
 
@@ -243,14 +238,6 @@ class Watch:
             return before(kernel, *args, grid=grid, warmup=warmup, **options)
 
         return run
-
-    def _noting_library(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def linear(*args: Any) -> Any:
-            if self._call is not None:
-                self._call.op = LIBRARY_PRODUCTS
-            return before(*args)
-
-        return linear
 
     def _noting_graphs(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def record(graphs: StepGraphs, work: Callable[[], Any]) -> Any:
@@ -333,8 +320,7 @@ def op_times(tape: Tape, kernels: Sequence[Kernel] | None) -> tuple[dict[str, Op
         elif kernel.name.startswith("nccl"):
             name = COLLECTIVES
         else:
-            known = LIBRARY_PRODUCTS in found and PRODUCT.search(kernel.name)
-            name = LIBRARY_PRODUCTS if known else LIBRARY + kernel.name
+            name = LIBRARY + kernel.name
         one = found[name]
         if one.roofline_s is None:  # kernels of an op are counted by its calls
             one.calls += 1

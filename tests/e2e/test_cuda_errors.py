@@ -35,7 +35,7 @@ from dsv4lite.planning.memory import MemoryPlan, plan_memory, require_fit
 from dsv4lite.request import SamplingParams
 from dsv4lite.state.store import StateCache
 from dsv4lite.weights.source import ModelSource
-from tests.e2e.engines import SMALL, engine_of, overlapping, prompts_of, raising, unopened
+from tests.e2e.engines import SMALL, engine_of, overlapping, prompts_of, raising, unopened, write_model
 
 GIB = 1 << 30
 SHORT, LONG = prompts_of((20, 300), SMALL["vocab_size"] - 1, seed=9)
@@ -345,17 +345,18 @@ def broken(boom: Exception) -> Any:
     raise boom
 
 
-@pytest.mark.parametrize(("settings", "opens"), [({}, True), ({"deterministic": True}, False)], ids=str)
-def test_matrix_library_is_opened_only_for_models_that_use_it(
-    gpu: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], opens: bool
+@pytest.mark.parametrize("opens", [True, False])
+def test_matrix_library_is_opened_only_for_models_in_float32(
+    gpu: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: bool
 ) -> None:
     gpu()
     opened: list[torch.device] = []
     monkeypatch.setattr(rank_module, "open_matrix_library", opened.append)
-    Probe.of(replace(cached_in(tmp_path / "kernels"), **settings), torch.device("cuda"))
+    config = cached_in(tmp_path / "kernels")
+    Probe.of(replace(config, model=str(write_model(tmp_path / "model"))) if opens else config, torch.device("cuda"))
     assert opened == [torch.device("cuda")] * opens
     monkeypatch.setattr(devices, "_idle_streams", lambda device: SimpleQueue[str]())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a stream")
+    monkeypatch.setattr(devices, "_new_stream", lambda device: "a stream")
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch, "mm", raising(AssertionError()))

@@ -26,6 +26,7 @@ pytest.importorskip("triton")
 from dsv4lite.kernels.attention import triton as attention_triton
 from dsv4lite.kernels.experts import decode_small_triton
 from dsv4lite.kernels.experts import triton as experts_triton
+from dsv4lite.kernels.gemm import prefill_triton as gemm_prefill_triton
 from dsv4lite.kernels.gemm import triton as gemm_triton
 from dsv4lite.kernels.hc import LEAST_RESIDENT
 from dsv4lite.kernels.indexer import triton as indexer_triton
@@ -49,8 +50,9 @@ KINDS = {
     **dict.fromkeys(("_absorbed_kernel", "_latent_rows_kernel", "_key_kernel", "_scores_kernel"), "FP8"),
 }
 # Of modules whose kernels need e4m3, or run on Hopper alone.
-ONLY = {"gemm.decode_1_triton": CHIPS[1:], "attention.prefill_triton": (90,)}
-WRITES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:st|red|atom)\.(?:\w+\.)*global\b", re.MULTILINE)  # PTX, with or without a predicate
+ONLY = {"gemm.decode_1_triton": CHIPS[1:], "attention.prefill_triton": (90,), "gemm.prefill_triton": (90, 100)}
+# PTX, with or without a predicate; a descriptor's copy names the memory that it writes first.
+WRITES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:(?:st|red|atom)\.(?:\w+\.)*|cp\.async\.bulk\.tensor\.\dd\.)global\b", re.MULTILINE)
 # The wait for the kernel before, and whatever touches global memory.
 TOUCHES = re.compile(
     r"griddepcontrol\.wait|^\s*(?:@!?%p\d+\s+)?(?:ld|st|red|atom|cp|prefetch)\.(?:[\w:]+\.)*global\b", re.MULTILINE
@@ -211,6 +213,9 @@ def test_launches_take_every_tile(chip: int, work: Work) -> None:
         every = (*(tile for *_, tile in (*kinds.few, *kinds.between)), kinds.many)
         wanted = {(tile.rows, tile.outs, tile.num_warps, *operands) for tile in every if gemm_triton.fitted(kinds, tile, chip)}
         assert wanted <= products, wanted - products
+    if chip in ONLY["gemm.prefill_triton"]:
+        wanted = {(tile.rows, tile.outs, tile.num_warps) for tile in gemm_prefill_triton._TILES}
+        assert wanted == tiles("gemm.prefill_triton", "_many_rows_kernel", *names)
     blocks = {(block.rows, block.tiles, block.num_warps) for _, block in (*experts_triton.DECODE_BLOCKS, *experts_triton.BLOCKS)}
     for kernel in ("_gate_up_kernel", "_down_kernel"):
         assert blocks <= tiles("experts.triton", kernel, "ROWS", "TILES", "num_warps")

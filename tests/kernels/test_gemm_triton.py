@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.gemm import (
-    LIBRARY_ROWS,
+    MANY_ROWS,
     ROW_TILE,
     dequantize_fp8_rows,
     float_linear,
@@ -24,6 +24,7 @@ from tests.kernels.tensors import DEVICE, ON_GPU, fp8_weights, random
 triton = pytest.importorskip("triton")
 
 from dsv4lite.kernels.counters import COUNTERS, counters_of  # noqa: E402
+from dsv4lite.kernels.gemm import prefill_triton as gemm_prefill_triton  # noqa: E402
 from dsv4lite.kernels.gemm import triton as gemm_triton  # noqa: E402
 from dsv4lite.kernels.gemm.decode_1_triton import (  # noqa: E402
     fp8_row,
@@ -33,6 +34,7 @@ from dsv4lite.kernels.gemm.decode_1_triton import (  # noqa: E402
     takes_groups,
     takes_pair,
 )
+from dsv4lite.kernels.gemm.prefill_triton import many_rows, takes_many  # noqa: E402
 from dsv4lite.kernels.gemm.triton import (  # noqa: E402
     float_linear_triton,
     fp8_linear_triton,
@@ -51,7 +53,7 @@ REAL_WEIGHTS = ((1536, 4096), (40960, 1024), (4096, 8192))
 REAL = [(rows, outs, inputs) for outs, inputs in REAL_WEIGHTS for rows in (1, 16, 33, 128, 500, 2048)]
 SMALL = [(0, 8, 128), (1, 3, 128), (5, 70, 131), (16, 64, 256), (17, 130, 60), (33, 65, 260), (65, 129, 128), (130, 40, 130)]
 TURNS = [(70, 1024, 200), (70, 1024, 1024)]  # two blocks in a turn of the loop, if they are whole
-FP8_SHAPES = [*SMALL, *TURNS, (3, 64, 2048), (129, 40, 1300), (LIBRARY_ROWS + 3, 40, 1300)] + (REAL if ON_GPU else [])
+FP8_SHAPES = [*SMALL, *TURNS, (3, 64, 2048), (129, 40, 1300), (MANY_ROWS + 3, 40, 1300)] + (REAL if ON_GPU else [])
 KINDS = (gemm_triton._FP8_TILES, gemm_triton._UNQUANTIZED_TILES, gemm_triton._ONE_PART_TILES, gemm_triton._WEIGHT_ONLY_TILES)
 GROUPED = [(1, 2, 40, 128), (5, 3, 70, 130), (17, 2, 64, 1024), (65, 2, 40, 130), (130, 2, 70, 1100)]
 GROUPED_SHAPES = GROUPED + ([(rows, 8, 1024, 4096) for rows in (1, 16, 64, 300, 2048)] if ON_GPU else [])
@@ -124,16 +126,38 @@ def test_widened_weights_are_exact(groups: int, outs: int, inputs: int, per_row:
     assert torch.equal(widen_triton(codes, scales).float(), dequantize_fp8_rows(codes, scales))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16] + ([torch.float32] if ON_GPU else []))
-def test_library_takes_many_rows_of_groups_as_they_lie(dtype: torch.dtype) -> None:
-    rows, groups, outs, inputs = LIBRARY_ROWS + 3, 2, 24, 128
-    x = random(rows, groups, 2 * inputs).bfloat16()[..., :inputs]
-    codes, scales = fp8_weights(groups, outs, inputs, per_row=True)
-    wide = widen_triton(codes, scales)
-    exact, absolute = float_linear.reference(x, wide, torch.float32), float_linear.reference(x.abs(), wide.abs(), torch.float32)
-    close(float_linear_triton(x, wide, dtype), exact.to(dtype), exact, absolute, 2**-16)
-    if dtype == x.dtype:
-        close(fp8_weight_linear_triton(x, codes, scales), exact.to(dtype), exact, absolute, 2**-16)
+# Tiles that results and inputs fill and do not fill, of either size; rows of 130 inputs are not aligned.
+MANY = [(2, 24, 128), (3, 130, 130), (1, 40, 200), (8, 1024, 64)]
+MANY += [(8, 1024, 4096), (1, 2624, 4096), (1, 12800, 576), (16, 512, 128)] if ON_GPU else []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("groups", "outs", "inputs"), MANY)
+def test_many_rows_of_groups_are_multiplied_as_they_lie(groups: int, outs: int, inputs: int, dtype: torch.dtype) -> None:
+    for rows in (MANY_ROWS + 3, 2500) if ON_GPU else (MANY_ROWS + 3,):
+        x = random(rows, groups, 2 * inputs).bfloat16()[..., :inputs]
+        codes, scales = fp8_weights(groups, outs, inputs, per_row=True)
+        wide = widen_triton(codes, scales)
+        exact = float_linear.reference(x, wide, torch.float32)
+        absolute = float_linear.reference(x.abs(), wide.abs(), torch.float32)
+        got = float_linear_triton(x, wide, dtype)
+        close(got, exact.to(dtype), exact, absolute, 2**-16)
+        if dtype == x.dtype:
+            assert torch.equal(fp8_weight_linear_triton(x, codes, scales), got)
+        if splits_of(groups * outs, -(-inputs // 128)) == 1 and ON_GPU:  # few rows sum in one part too
+            assert torch.equal(float_linear_triton(x[:9], wide, dtype, ROW_TILE), got[:9])
+
+
+def test_only_rows_at_aligned_addresses_are_copied_by_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, out = random(40, 1, 80).bfloat16(), random(1, 24, 72, seed=1).bfloat16(), torch.empty(40, 1, 24, device=DEVICE)
+    assert takes_many(x[..., :72], w, out)
+    many_rows(x[..., :72], w, out)
+    torch.testing.assert_close(out, float_linear.reference(x[..., :72], w, torch.float32))
+    assert not takes_many(x[..., 1:73], w, out) and not takes_many(x[..., :72], w, out[..., :23].contiguous())
+    monkeypatch.setattr(gemm_prefill_triton, "on_gpu", lambda device: True)
+    for capability, takes in ((80, False), (89, False), (90, True), (100, True), (120, False)):
+        monkeypatch.setattr(gemm_prefill_triton, "capability_of", lambda device, capability=capability: capability)
+        assert takes_many(x[..., :72], w, out) == takes
 
 
 def test_every_code_counts() -> None:
@@ -162,7 +186,7 @@ def test_row_does_not_depend_on_the_others() -> None:
     """Whatever number of rows, and so whatever tile."""
     outs, inputs = 72, 1100
     assert splits_of(outs, 9) > 1
-    x = random(LIBRARY_ROWS + 2 if ON_GPU else 130, inputs)
+    x = random(MANY_ROWS + 2 if ON_GPU else 130, inputs)
     w_codes, w_scales = fp8_weights(outs, inputs, per_row=True)
     plain = random(1, outs, inputs, seed=2).bfloat16()
     codes, scales = quantize_fp8(x, 128)
@@ -175,7 +199,7 @@ def test_row_does_not_depend_on_the_others() -> None:
 
     # The interpreter leaves the order inside a block to numpy, which asks for the number of rows.
     everything = products(len(x))
-    for rows in (1, 17, 33, 65, 130, LIBRARY_ROWS) if ON_GPU else (1,):
+    for rows in (1, 17, 33, 65, 130, MANY_ROWS) if ON_GPU else (1,):
         for got, wanted in zip(products(rows), everything, strict=True):
             if ON_GPU:
                 assert torch.equal(got, wanted[:rows]), rows
@@ -258,9 +282,9 @@ def test_counters_suffice_for_every_product_in_parts() -> None:
     for tiles in KINDS:
         assert all(-(-rows // tile.rows) * most <= COUNTERS for rows, tile in tiles.few)
         for _, fold, tile in tiles.between:
-            assert fold or -(-LIBRARY_ROWS // tile.rows) * most <= COUNTERS
+            assert fold or -(-MANY_ROWS // tile.rows) * most <= COUNTERS
             # Of two products that run at the same time, each with one group, each has half of the counters.
-            assert fold or -(-LIBRARY_ROWS // tile.rows) * -(-most // tile.outs) <= COUNTERS // 2
+            assert fold or -(-MANY_ROWS // tile.rows) * -(-most // tile.outs) <= COUNTERS // 2
 
 
 @pytest.mark.skipif(not ON_GPU, reason="streams")

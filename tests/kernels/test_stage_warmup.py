@@ -19,7 +19,6 @@ from dsv4lite.engine import step_graphs  # noqa: E402
 from dsv4lite.engine.runner import Runner  # noqa: E402
 from dsv4lite.engine.step_graphs import StepGraphs  # noqa: E402
 from dsv4lite.kernels import dispatch  # noqa: E402
-from dsv4lite.kernels.gemm import triton as gemm_triton  # noqa: E402
 from dsv4lite.kernels.spans import place_spans  # noqa: E402
 from dsv4lite.kernels.warmup import recording  # noqa: E402
 from dsv4lite.layout import Layout  # noqa: E402
@@ -63,7 +62,6 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let ops on the CPU take the way of a GPU; no kernel runs, so that a step finds its rows by the reference."""
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
     monkeypatch.setattr(dispatch, "use_triton", lambda *given: True)
-    monkeypatch.setattr(gemm_triton, "_library_linear", lambda x, w, dtype: torch.empty(*x.shape[:2], w.shape[1], dtype=dtype))
     without_device(monkeypatch)
 
     def placed(*read: Any) -> Any:

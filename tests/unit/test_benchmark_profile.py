@@ -50,14 +50,6 @@ def test_kernels_that_do_not_fit_their_launches_keep_their_names() -> None:
     assert ops["product (launched 1 times, ran 2 times)"].seconds == 2 and ops["linear"].seconds == 0
 
 
-def test_products_of_the_library_belong_to_the_ops_that_ask_for_them() -> None:
-    call = Call(profile.LIBRARY_PRODUCTS, product_s=2.0)
-    ran = kernels(("widen", 0, 1), ("nvjet_tst_256", 1, 4), ("elementwise", 4, 5))
-    ops, *_ = op_times(Tape(calls=[call], kernels=[("widen", call)]), ran)
-    assert ops[profile.LIBRARY_PRODUCTS].seconds == 4 and ops[profile.LIBRARY_PRODUCTS].loss_s == 2
-    assert ops["library: elementwise"].seconds == 1
-
-
 def test_launches_are_noted_with_their_ops_in_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     jit = pytest.importorskip("triton.runtime.jit").JITFunction
     launched: list[str] = []

@@ -2,14 +2,14 @@
 
 Library GEMMs pick their kernel, and so their order of summation, from the number of rows. With ``row_tile`` every product runs
 in tiles of exactly that many rows (the last one padded), so that a row's result is a function of the row alone. The kernels keep
-one order of summation per weight shape, whatever the number of rows, and need no tiles; without ``row_tile`` the last two
-products of many rows are the library's on every device, and single rows have kernels of their own.
+one order of summation per weight shape, whatever the number of rows, and need no tiles; without ``row_tile`` they sum single rows,
+and more than MANY_ROWS rows, in orders of their own.
 
     fp8_linear          y = (codes_x * 2^s_x) @ (codes_w * 2^s_w).T      both in FP8, scales per 128 inputs
     fp8_weight_linear   y_g = x_g @ (codes_w_g * 2^s_w).T                only the weights in FP8, one product per group
     float_linear        y = x @ w.T                                      both unquantized
     fp8_weight_linear_quantize    the second, its results quantized as a row
-    pair_linear         the first and the last, of the same rows         at the same time, up to LIBRARY_ROWS rows
+    pair_linear         the first and the last, of the same rows         at the same time, up to MANY_ROWS rows
 
 Source: DeepSeek-V4 specification 4.1 and 4.4.  Numerics: products of 128 inputs are summed first, then scaled, then added, all in
 float32; one rounding at the end. Kernels agree with the references to that rounding and a share of the sum of absolute products,
@@ -28,7 +28,7 @@ from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.quantize import FP8_GROUP, dequantize_fp8, e8m0_to_float, quantize_fp8
 
 ROW_TILE = 16
-LIBRARY_ROWS = 512  # above, kernels leave unquantized products to the library if any order of summation will do
+MANY_ROWS = 512  # above, kernels sum in one part if any order of summation will do
 
 
 def matmul_rows(x_MK: Tensor, w_NK: Tensor, row_tile: int | None = None) -> Tensor:

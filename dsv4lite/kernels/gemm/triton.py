@@ -9,8 +9,8 @@ From 33 to 512 rows the tile follows from rows and weights: the largest of a few
 multiprocessor for itself waits for each block in turn, for its copy, its product and its scales: two blocks in one turn of the loop
 share that.
 
-A product that may sum in any order does so above ``LIBRARY_ROWS`` rows: the library multiplies bfloat16 faster than these kernels,
-and FP8 is faster in one part.
+A product that may sum in any order has one part above ``MANY_ROWS`` rows, which is faster. Those of bfloat16 in one part have a
+kernel of their own, ``prefill_triton``.
 
 Up to 32 rows, and of bfloat16 where few programs have more, the weights are the left operand: they fill the tensor cores' 64 rows,
 and the inputs are 16 or 32 columns.
@@ -32,8 +32,9 @@ from torch import Tensor
 from dsv4lite.kernels.counters import COUNTERS, counters_of
 from dsv4lite.kernels.dispatch import capability_of, ceil_div, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_values, e8m0
-from dsv4lite.kernels.gemm import LIBRARY_ROWS, scale_rows
+from dsv4lite.kernels.gemm import MANY_ROWS, scale_rows
 from dsv4lite.kernels.gemm.decode_1_triton import fp8_row, groups_row, pair_row, takes_fp8, takes_groups, takes_pair
+from dsv4lite.kernels.gemm.prefill_triton import many_rows, takes_many
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.quantize.triton import quantize_fp8_triton
@@ -79,7 +80,7 @@ class Tiles:
 
     Attributes:
         few: Tiles by the most rows each is for: one has all rows, and parts are programs.
-        between: Choices up to LIBRARY_ROWS. The last takes any number of programs and fits every chip.
+        between: Choices up to MANY_ROWS. The last takes any number of programs and fits every chip.
         many: Tile of more rows, which folds.
         x_bytes, w_bytes: Of an input and of a weight.
     """
@@ -170,7 +171,7 @@ def tile_for(tiles: Tiles, rows: int, outs: int, groups: int, splits: int, capab
     """
     rows = 1 << (rows - 1).bit_length()
     choices = (*((_ANY, False, tile) for most, tile in tiles.few if rows <= most), *tiles.between)
-    if rows > LIBRARY_ROWS:
+    if rows > MANY_ROWS:
         choices = ((_ANY, True, tiles.many), *choices)
     for fitting, fold, wanted in choices:
         tile = fitted(tiles, wanted, capability)
@@ -464,14 +465,13 @@ def fp8_linear_triton(
     """See ``gemm.fp8_linear``."""
     if row_tile is None and takes_fp8(x_codes, w_codes, w_scales):
         return fp8_row(x_codes, x_scales, w_codes, w_scales, dtype)
-    in_parts = row_tile is not None or len(x_codes) <= LIBRARY_ROWS
-    return _fp8_linear(_fp8_operands(x_codes, x_scales, w_codes, w_scales), dtype, in_parts)
+    return _fp8_linear(_fp8_operands(x_codes, x_scales, w_codes, w_scales), dtype, _in_parts(x_codes, row_tile))
 
 
 def fp8_weight_linear_triton(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor, row_tile: int | None = None) -> Tensor:
     """See ``gemm.fp8_weight_linear``."""
-    if row_tile is None and len(x_MGK) > LIBRARY_ROWS:
-        return _library_linear(x_MGK, widen_triton(w_codes, w_scales), x_MGK.dtype)
+    if row_tile is None and len(x_MGK) > MANY_ROWS:
+        return float_linear_triton(x_MGK, widen_triton(w_codes, w_scales), x_MGK.dtype)
     return _float_linear(x_MGK, w_codes, w_scales, torch.empty(_results_of(x_MGK, w_codes), dtype=x_MGK.dtype, device=x_MGK.device))
 
 
@@ -494,13 +494,10 @@ def float_linear_triton(
 
 
 def _grouped_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int | None, out: Tensor | None) -> Tensor:
-    if row_tile is None and len(x_MGK) > LIBRARY_ROWS:
-        result = _library_linear(x_MGK, w_GNK, dtype)
-        return result if out is None else out.copy_(result)
     if out is None:
         out = torch.empty(_results_of(x_MGK, w_GNK), dtype=dtype, device=x_MGK.device)
     assert out.shape == _results_of(x_MGK, w_GNK) and out.dtype == dtype and out.is_contiguous()
-    return _float_linear(x_MGK, w_GNK, None, out)
+    return _float_linear(x_MGK, w_GNK, None, out, _in_parts(x_MGK, row_tile))
 
 
 def pair_linear_triton(
@@ -509,7 +506,7 @@ def pair_linear_triton(
     """See ``gemm.pair_linear``."""
     if row_tile is None and takes_pair(x_MK, w_codes, w_scales, w_NK):
         return pair_row(x_MK, x_codes, x_scales, w_codes, w_scales, w_NK)
-    if len(x_MK) > LIBRARY_ROWS:
+    if len(x_MK) > MANY_ROWS:
         quantized = fp8_linear_triton(x_codes, x_scales, w_codes, w_scales, x_MK.dtype, row_tile)
         return quantized, float_linear_triton(x_MK, w_NK, torch.float32, row_tile)
     out = torch.empty(len(x_MK), 1, len(w_NK), dtype=torch.float32, device=x_MK.device)
@@ -573,12 +570,21 @@ def _fp8_linear(operands: Operands, dtype: torch.dtype, in_parts: bool = True, o
     return out[:, 0]
 
 
-def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor | None, out: Tensor) -> Tensor:
+def _in_parts(x: Tensor, row_tile: int | None) -> bool:
+    """Return whether rows are summed in the parts in which few rows are, for the same bits."""
+    return row_tile is not None or len(x) <= MANY_ROWS
+
+
+def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor | None, out: Tensor, in_parts: bool = True) -> Tensor:
     """Multiply by weights in bfloat16, or in FP8 with their scales."""
+    one_part = not in_parts or splits_of(w_GNK[..., 0].numel(), _blocks_of(w_GNK.shape[2])) == 1
+    if w_scales is None and len(out) > MANY_ROWS and one_part and takes_many(x_MGK, w_GNK, out):
+        many_rows(x_MGK, w_GNK, out)
+        return out
     even = w_GNK.shape[2] % FP8_GROUP == 0
     x = x_MGK if x_MGK.stride(2) == 1 and not (even and any(s % 16 for s in x_MGK.stride()[:2])) else x_MGK.contiguous()
     if w_scales is None:
-        _launch(_UNQUANTIZED_TILES, (x, x, w_GNK, w_GNK), out)
+        _launch(_UNQUANTIZED_TILES, (x, x, w_GNK, w_GNK), out, in_parts)
     else:
         codes = w_GNK.view(torch.int16 if even else torch.uint8)
         _launch(_WEIGHT_ONLY_TILES, (x, x, codes, w_scales), out, SCALE_ROWS=scale_rows(w_GNK, w_scales))
@@ -654,14 +660,3 @@ def _launch(
         launch_pdl=dependent_launch(x.device),
     )
     return parts
-
-
-def _library_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each group's ``x @ w.T`` as the library orders it."""
-    out = torch.empty(*x_MGK.shape[:2], w_GNK.shape[1], dtype=dtype, device=x_MGK.device)
-    if dtype == x_MGK.dtype:
-        torch.bmm(x_MGK.transpose(0, 1), w_GNK.transpose(1, 2), out=out.transpose(0, 1))
-    else:
-        for g, w_NK in enumerate(w_GNK):
-            torch.mm(x_MGK[:, g], w_NK.t(), out_dtype=dtype, out=out[:, g])
-    return out

@@ -12,7 +12,7 @@ import torch
 from dsv4lite.kernels.attention import WIDENED_ROWS
 from dsv4lite.kernels.compress import OVERLAP_RATIO
 from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS
-from dsv4lite.kernels.gemm import LIBRARY_ROWS
+from dsv4lite.kernels.gemm import MANY_ROWS
 from dsv4lite.kernels.hc import has_kernel
 from dsv4lite.kernels.indexer import SCORE_BYTES
 from dsv4lite.models.config import PassBytes
@@ -96,8 +96,8 @@ def _model_pass(model: V4Config, numerics: Numerics, tokens: int, longest: int) 
     # In small decode steps, the experts' outputs are summed only between sub-layers.
     unsummed = min(tokens, DECODE_SMALL_TOKENS) * (between + c.experts_per_token * (_BF16 * c.hidden_size + 8))
     whole = tokens * (_held(c, numerics) + _input(c, numerics))
-    # Per pass, not per token: weights dequantized for the library; scores of index keys, computed in rounds.
-    widens = numerics.quantized and not numerics.deterministic and tokens > LIBRARY_ROWS
+    # Per pass, not per token: weights widened for products of many rows; scores of index keys, computed in rounds.
+    widens = numerics.quantized and not numerics.deterministic and tokens > MANY_ROWS
     widened = _BF16 * c.o_lora_rank * c.num_attention_heads * c.head_dim if widens else 0
     projecting = tokens * (heads + outputs) + widened
     padding = _EXPERT_ROWS * min(c.num_experts, tokens * c.experts_per_token) * _expert_words(c, numerics)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.gemm import LIBRARY_ROWS, ROW_TILE, float_linear, fp8_linear, fp8_weight_linear
+from dsv4lite.kernels.gemm import MANY_ROWS, ROW_TILE, float_linear, fp8_linear, fp8_weight_linear
 from dsv4lite.kernels.gemm import triton as gemm_triton
 from dsv4lite.kernels.gemm.triton import float_linear_triton, fp8_linear_triton, fp8_weight_linear_triton
 from dsv4lite.kernels.quantize import quantize_fp8
@@ -106,14 +106,14 @@ def main() -> None:
             shape = of_rank(name, whole, options.tp)
             if (only and name not in only) or (name == "head" and rows > 128):
                 continue
-            for row_tile in (ROW_TILE, None) if rows > LIBRARY_ROWS and kind not in ("fp8", "v3") else (ROW_TILE,):
+            for row_tile in (ROW_TILE, None) if rows > MANY_ROWS else (ROW_TILE,):
                 product, copies, moved, error = case(kind, shape, rows, row_tile)
                 assert error < 5e-3, (name, rows, error)
                 us = microseconds(product, copies)
                 operations = 2 * rows * torch.Size(shape).numel()
                 rate = moved / us * 1e6
                 speed = f"{us:>9.1f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>10.0%}{operations / us / 1e6:>9.0f}"
-                print(f"{name:<18}{rows:>6}{speed}{error:>10.1e}{'' if row_tile else '  library'}", flush=True)
+                print(f"{name:<18}{rows:>6}{speed}{error:>10.1e}{'' if row_tile else '  one part'}", flush=True)
                 if options.sweep and row_tile:
                     sweep(product, copies, rows, outs=torch.Size(shape[:-1]).numel(), blocks=shape[-1] // 128)
     if not only or "argmax" in only:

@@ -1,0 +1,135 @@
+"""Products of bfloat16 rows by bfloat16 weights in one part, for more rows than decode steps have.
+
+The operands come through tensor descriptors: the hardware copies whole tiles to shared memory. There are at most as many programs
+as multiprocessors, and each computes one tile of the result after the other. The loop over tiles and the loop over inputs are
+compiled to one loop, so that the first inputs of the next tile are copied while the last ones of this tile are multiplied.
+
+The tensor cores add 16 inputs at a time to a sum, in order. So do the kernels of few rows: where these sum in one part too, both
+have the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dsv4lite.kernels.dispatch import capability_of, ceil_div, multiprocessors_of, on_gpu, power_of_2
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
+
+_CHIPS = (90, 100, 103)  # that copy tiles by descriptors and have the shared memory for the tiles below
+_ALIGNED = 16  # bytes: what descriptors ask of addresses and strides
+_GROUPED = 8  # tiles of rows that read the same weights one after the other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tile:
+    """How one program multiplies.
+
+    Attributes:
+        rows, outs: Shape of its piece of the result.
+        inputs: Of one turn of its loop.
+        rate: Of products of many tiles, relative to that of the library.
+    """
+
+    rows: int
+    outs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+    rate: float
+
+
+_TILES = (
+    _Tile(rows=128, outs=256, inputs=64, num_warps=8, num_stages=3, rate=0.97),
+    _Tile(rows=64, outs=128, inputs=128, num_warps=4, num_stages=4, rate=0.8),
+)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _many_rows_kernel(
+    x, w, out, M, N, K, groups,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUPED: tl.constexpr, STAGES: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor()
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    tiles = tiles_m * tiles_n
+    for tile in tl.range(tl.program_id(0), tiles * groups, tl.num_programs(0), flatten=True):
+        group, within = tile // tiles, tile % tiles
+        first = within // (GROUPED * tiles_n) * GROUPED
+        size = tl.minimum(tiles_m - first, GROUPED)
+        within = within % (GROUPED * tiles_n)
+        m, n = (first + within % size) * BM, within // size * BN
+        total = tl.zeros((BM, BN), tl.float32)
+        for k in tl.range(0, K, BK, num_stages=STAGES):
+            # matmul_rows(x[:, group].float(), w[group].float())
+            a = x.load([group, m, k]).reshape(BM, BK)
+            b = w.load([group, n, k]).reshape(BN, BK)
+            if not GPU:  # the interpreter does not know products of bfloat16
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            total = tl.dot(a, b.T, total)
+        # In halves: shared memory has no room for a whole tile of results beside the stages.
+        left, right = tl.split(tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1)))
+        out.store([group, m, n], left.to(out.dtype).reshape(1, BM, BN // 2))
+        out.store([group, m, n + BN // 2], right.to(out.dtype).reshape(1, BM, BN // 2))
+    let_successor_in()
+
+
+def takes_many(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> bool:
+    """Return whether descriptors can describe the operands and the result, and the chip has them; the interpreter has."""
+    tensors = (x_MGK, w_GNK, out)
+    return (not on_gpu(out.device) or capability_of(out.device) in _CHIPS) and all(
+        x.stride(2) == 1 and all(bytes % _ALIGNED == 0 for bytes in (x.data_ptr(), *(x.itemsize * each for each in x.stride()[:2])))
+        for x in tensors
+    )
+
+
+def many_rows(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> None:
+    """Write ``float_linear(x, w)`` to ``out`` [M, G, N], for operands that ``takes_many``."""
+    (rows, groups, outs), inputs, device = out.shape, x_MGK.shape[2], out.device
+    tile = _tile_for(rows, groups, outs, multiprocessors_of(device))
+    programs = min(_tiles(tile, rows, groups, outs), multiprocessors_of(device))
+    _many_rows_kernel[(programs,)](
+        _described(x_MGK.transpose(0, 1), tile.rows, tile.inputs),
+        _described(w_GNK, tile.outs, tile.inputs),
+        _described(out.transpose(0, 1), tile.rows, tile.outs // 2),
+        rows,
+        outs,
+        inputs,
+        groups,
+        BM=tile.rows,
+        BN=tile.outs,
+        BK=tile.inputs,
+        GROUPED=_GROUPED,
+        STAGES=tile.num_stages,
+        GPU=on_gpu(device),
+        num_warps=tile.num_warps,
+        enable_fp_fusion=True,
+        launch_pdl=dependent_launch(device),
+    )
+
+
+def _tile_for(rows: int, groups: int, outs: int, multiprocessors: int) -> _Tile:
+    """Return the tile with which the multiprocessors are done first.
+
+    Args:
+        rows: Numbers with the same next power of two have the same tile, or warming up would need a step for each.
+    """
+    rows = power_of_2(rows)
+
+    def time(tile: _Tile) -> float:
+        return ceil_div(_tiles(tile, rows, groups, outs), multiprocessors) * tile.rows * tile.outs / tile.rate
+
+    return min(_TILES, key=time)
+
+
+def _tiles(tile: _Tile, rows: int, groups: int, outs: int) -> int:
+    return ceil_div(rows, tile.rows) * ceil_div(outs, tile.outs) * groups
+
+
+def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Return a descriptor of pieces [1, rows, columns]; only a first dimension of one is no detour through registers."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
