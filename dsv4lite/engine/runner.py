@@ -436,14 +436,14 @@ class Runner:
             accepted: tuple[Tensor, Tensor] | None = None
             if sequences:
                 none = torch.empty(2, len(sequences), dtype=torch.int64, device=device)
-                counts_S, tokens_S = axis.broadcast(none if samples is None else torch.stack(samples.accepted()), 0)
+                counts_S, tokens_S = axis.broadcast_tokens(none if samples is None else torch.stack(samples.accepted()))
                 accepted = counts_S, tokens_S
             slots_S = send(torch.tensor([s.slot for s in sequences], dtype=torch.int32, device="cpu"), device)
 
             def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
                 if sampler is None:
-                    return axis.broadcast(torch.empty_like(slots_S, dtype=torch.int64), 0)
-                return axis.broadcast(sampler.draft(logits_SV, slots_S, positions_S), 0)
+                    return axis.broadcast_tokens(torch.empty_like(slots_S, dtype=torch.int64))
+                return axis.broadcast_tokens(sampler.draft(logits_SV, slots_S, positions_S))
 
             where = forward.batch, forward.streams_TND, forward.first_rows
             drafts_SK = draft(self._drafter, plan, shape, *where, accepted, choose)

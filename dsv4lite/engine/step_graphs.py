@@ -384,7 +384,7 @@ class StepGraphs:
         """Store the drafter's KV of a step whose sampled tokens are in ``_tokens``, and write the draft state."""
         assert self.drafter is not None and output.batch is not None and output.streams is not None
         streams, size = output.streams, len(output.placed.rows_S)
-        tokens_T = self._peers.broadcast(self._tokens[: len(streams)], 0)
+        tokens_T = self._peers.broadcast_tokens(self._tokens[: len(streams)])
         self.drafter.feed(output.batch, streams, tokens_T)
         state = self._draft_state.first(size)
         state.start(output.batch, streams, tokens_T.view(size, -1))
@@ -399,7 +399,7 @@ class StepGraphs:
 
         def choose(logits_SV: Tensor, positions_S: Tensor) -> Tensor:
             tokens_S = argmax_finite(logits_SV)[1] if sampling is None else sampling.draft(logits_SV, state.slots_S, positions_S)
-            chosen_S = self._peers.broadcast(tokens_S, 0)
+            chosen_S = self._peers.broadcast_tokens(tokens_S)
             return torch.zeros_like(chosen_S) if dry else chosen_S
 
         drafts_SG = self.drafter.draft(state, choose)

@@ -12,6 +12,7 @@ from dsv4lite.kernels.peer_memory import (
     BLOCK,
     TokenRows,
     all_gather,
+    all_gather_columns,
     all_reduce,
     all_reduce_shards,
     lengthened,
@@ -52,7 +53,8 @@ def embedding(axis: Axis, table_VD: Tensor, vocab: range, token_ids_T: Tensor) -
         return table_VD[token_ids_T]
     row_T = token_ids_T - vocab.start
     found_T1 = ((row_T >= 0) & (row_T < len(vocab)))[:, None]
-    return axis.all_reduce(torch.where(found_T1, table_VD[row_T.clamp(0, len(vocab) - 1)], 0))
+    part_TD = torch.where(found_T1, table_VD[row_T.clamp(0, len(vocab) - 1)], 0)
+    return all_reduce_parts(axis, part_TD.float(), table_VD.dtype)
 
 
 def gather_columns(axis: Axis, product: Callable[[Tensor | None], Tensor], out: Tensor | None) -> Tensor:
@@ -64,6 +66,8 @@ def gather_columns(axis: Axis, product: Callable[[Tensor | None], Tensor], out: 
     """
     if axis.size == 1:
         return product(out)
+    if axis.memory is not None:
+        return all_gather_columns(product(None), axis.memory.shards, out)
     columns = axis.all_gather(product(None), dim=1)
     return columns if out is None else out.copy_(columns)
 

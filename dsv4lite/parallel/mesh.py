@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsv4lite.errors import ConfigError
+from dsv4lite.kernels.peer_memory import all_gather_columns
 from dsv4lite.layout import AXES, Layout, Place
 from dsv4lite.parallel.peer_memory import SIZES, PeerMemory
 
@@ -148,6 +149,16 @@ class Axis:
         options.rootRank, options.rootTensor = source, 0
         return _Transfer(x, [self._group.broadcast([_plain(x)], options)])
 
+    def broadcast_tokens(self, tokens: Tensor, source: int = 0) -> Tensor:
+        """Return the int64 tokens of the rank ``source``, of the same shape on all ranks, through peer memory if there is one.
+
+        Each is above -2^31 and below 2^31. ``tokens`` may be overwritten.
+        """
+        if self.size == 1 or self.memory is None:
+            return self.broadcast(tokens, source)
+        words = all_gather_columns(tokens.to(torch.int32).reshape(1, -1), self.memory.shards)
+        return words.view(self.size, *tokens.shape)[source].long()
+
     def begin_send(self, x: Tensor, to: int) -> Transfer:
         """Begin to send ``x`` to a rank along the axis, which must ``receive`` it; ``x`` must not be written to before ``wait``."""
         x = x.contiguous()
@@ -224,7 +235,8 @@ class Mesh:
         axes = {}
         for name in (*AXES, "replica"):
             ranks = layout.group(name, rank)
-            axes[name] = Axis(name, ranks.index(rank), len(ranks), made.get(ranks), memory if name == layout.exchanging else None)
+            opened = memory if name == layout.exchanging or (name == "replica" and ranks == near) else None
+            axes[name] = Axis(name, ranks.index(rank), len(ranks), made.get(ranks), opened)
         return cls(layout=layout, rank=rank, **axes)
 
     def abort(self) -> None:

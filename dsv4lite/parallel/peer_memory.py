@@ -64,7 +64,7 @@ class PeerMemory:
 
     Attributes:
         inbox: Their addresses, for small all-reduces.
-        shards: The same for ``all_reduce_shards``, in the same allocation.
+        shards: The same for ``all_reduce_shards`` and ``all_gather_columns``, in the same allocation.
         abandoned: int32 [1] in pinned memory, read by the device: not 0 once kernels must stop waiting for peers.
     """
 

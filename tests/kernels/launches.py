@@ -27,7 +27,15 @@ from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_for
 from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, moe_decode_small
 from dsv4lite.kernels.gemm import float_linear, fp8_linear, fp8_weight_linear, pair_linear
 from dsv4lite.kernels.indexer import select_paged
-from dsv4lite.kernels.peer_memory import Inbox, TokenRows, all_gather, all_reduce, all_reduce_shards, reduce_scatter
+from dsv4lite.kernels.peer_memory import (
+    Inbox,
+    TokenRows,
+    all_gather,
+    all_gather_columns,
+    all_reduce,
+    all_reduce_shards,
+    reduce_scatter,
+)
 from dsv4lite.kernels.quantize import quantize_fp8, quantize_packed_fp4
 from dsv4lite.kernels.routing import Copies, Router
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
@@ -200,6 +208,7 @@ def _ranks() -> None:
         all_reduce(part, inbox, torch.float32)
         all_reduce_shards(part, inbox)
         all_reduce_shards(part, inbox, part)
+        all_gather_columns(part, inbox)
         ids = _empty(tokens, dtype=torch.int64)
         all_gather(TokenRows(bf16, *quantize_fp8(bf16, 128), ids, ids.int()), inbox, tokens)
         slots_TK = _empty(ranks * tokens, chosen, dtype=torch.int64)

@@ -18,6 +18,7 @@ from dsv4lite.kernels.peer_memory import (
     Inbox,
     TokenRows,
     all_gather,
+    all_gather_columns,
     all_gather_ref,
     all_reduce,
     all_reduce_ref,
@@ -29,6 +30,8 @@ from dsv4lite.kernels.peer_memory import (
     reduce_scatter_ref,
     shard_numbers,
 )
+from dsv4lite.parallel.mesh import Axis
+from dsv4lite.parallel.peer_memory import PeerMemory
 
 pytest.importorskip("triton")
 
@@ -147,6 +150,63 @@ def test_shards_of_a_sum_come_to_all_ranks_call_after_call(ranks: int, monkeypat
             last = int(inbox.calls[0])
             assert last == number + 1
             assert (buffer[(last - 2) % TURNS, :, :BLOCK] == EMPTY).all() and (buffer[last % TURNS, :, :BLOCK] == EMPTY).all()
+
+
+def deliver_columns(world: World, sender: int, part: Tensor) -> None:
+    """Write what a rank will send in its next ``all_gather_columns``."""
+    bits = torch.where(part.view(torch.int32) == EMPTY, 0, part.view(torch.int32)).flatten()
+    for block, call in enumerate(world.inboxes[sender].calls[: -(-len(bits) // BLOCK)].tolist()):
+        places = slice(block * BLOCK, min(len(bits), (block + 1) * BLOCK))
+        for peer, buffer in enumerate(world.buffers):
+            if peer != sender:
+                buffer[call % TURNS, sender, places] = bits[places]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_columns_come_to_all_ranks_between_shards_of_sums(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ops use one inbox: each clears what the other has left, in blocks of which they have used different numbers."""
+    world = World.of(ranks)
+    monkeypatch.setattr(kernels, "_RESIDENT", 0 if ranks == 2 else 8)
+    for number, (count, columns) in enumerate(((7, 700), (0, 0), (3, 11), (2, 2 * BLOCK), (0, 0), (1, 3), (5, 1000))):
+        late = number % ranks
+        order = [late, *(rank for rank in range(ranks) if rank != late)]
+        parts = parts_of(ranks, count * columns or 3 * 512 * ranks, number)
+        for rank in order[1:]:
+            if count:
+                deliver_columns(world, rank, parts[rank].view(count, columns))
+            else:
+                deliver_shards(world, rank, parts)
+        if count:
+            wanted = torch.cat([part.view(count, columns) for part in parts], 1)
+            out = torch.empty_like(wanted)
+            found = [all_gather_columns(parts[rank].view(count, columns), world.inboxes[rank], out) for rank in order[:1]]
+            found += [all_gather_columns(parts[rank].view(count, columns), world.inboxes[rank]) for rank in order[1:]]
+            assert found[0] is out
+        else:
+            wanted = all_reduce_ref(parts, torch.bfloat16).view(-1, 512)
+            found = [all_reduce_shards(parts[rank].view(-1, 512), world.inboxes[rank]) for rank in order]
+        close = 2**-7 if not count and ranks > 2 else 0
+        for x in found:
+            torch.testing.assert_close(x, wanted, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_tokens_of_one_rank_come_to_the_other(source: int) -> None:
+    world, tokens = World.of(2), torch.tensor([[5, 0, 129279], [7, 1, 2**31 - 9]])
+    axes = [Axis("tp", rank, 2, object(), PeerMemory(inbox, inbox, world.abandoned)) for rank, inbox in enumerate(world.inboxes)]
+    sent = [tokens if rank == source else torch.full_like(tokens, -(2**63)) for rank in range(2)]  # the others' are anything
+    for turn in range(4):
+        deliver_columns(world, 1, (sent[1] + turn).int().view(1, -1))
+        for axis in axes:
+            assert torch.equal(axis.broadcast_tokens(sent[axis.rank] + turn, source), (tokens + turn).int().long())
+
+
+def test_columns_of_more_than_an_inbox_take_several_launches() -> None:
+    world = World.of(2)
+    world.abandoned.fill_(1)
+    tokens = torch.arange(2 * 3000, dtype=torch.int32).view(2, 3000)  # two rows of three blocks, one in a launch
+    out = all_gather_columns(tokens, world.inboxes[1])
+    assert torch.equal(out[:, 3000:], tokens) and world.inboxes[1].calls.tolist()[:4] == [2, 2, 2, 0]
 
 
 def test_shards_of_more_than_an_inbox_take_several_launches() -> None:

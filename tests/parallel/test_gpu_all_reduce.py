@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from dsv4lite.kernels.peer_memory import Inbox, all_reduce, all_reduce_ref, all_reduce_shards
+from dsv4lite.kernels.peer_memory import Inbox, all_gather_columns, all_reduce, all_reduce_ref, all_reduce_shards
 from dsv4lite.parallel.peer_memory import SHARDED_NUMBERS, PeerMemory
 
 pytestmark = pytest.mark.gpu
@@ -49,6 +49,10 @@ def sums(rank: int, size: int, port: int, answers: Any) -> None:
         sums_N = all_reduce_shards(parts[rank].cuda().view(-1, 2), memory.shards)
         if not right(sums_N.flatten(), parts, torch.bfloat16):
             wrong.append(("shards", count, ""))
+        rows = [part[: count // 7 * 7].view(7, -1) if count > 7 else part.view(1, -1) for part in parts]
+        columns = all_gather_columns(rows[rank].cuda(), memory.shards)  # calls of both follow each other
+        if not torch.equal(columns.cpu(), torch.cat(rows, 1)):
+            wrong.append(("columns", count, ""))
     parts = [parts_of(size, count, 99) for count in COUNTS]
     inputs = [each[rank].cuda() for each in parts]
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -60,6 +64,7 @@ def sums(rank: int, size: int, port: int, answers: Any) -> None:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             outputs = [all_reduce(x, inbox, torch.float32, x) for x in inputs]
             sharded = all_reduce_shards(inputs[1].view(2, -1), memory.shards, inputs[1].view(2, -1))
+            gathered = all_gather_columns(inputs[2].view(8, -1), memory.shards)
         for replay in range(200):
             factor = 1.0 + replay % 7
             for x, each in zip(inputs, parts, strict=True):
@@ -68,7 +73,8 @@ def sums(rank: int, size: int, port: int, answers: Any) -> None:
             if replay % 20 == 0:
                 found = [right(y, [2 * factor * p for p in each], torch.float32) for y, each in zip(outputs, parts, strict=True)]
                 found.append(right(sharded.flatten(), [2 * factor * p for p in parts[1]], torch.bfloat16))
-                wrong += [("replay", replay, count) for count, fine in zip((*COUNTS, 0), found, strict=True) if not fine]
+                found.append(torch.equal(gathered.cpu(), torch.cat([(factor * p).view(8, -1) for p in parts[2]], 1)))
+                wrong += [("replay", replay, count) for count, fine in zip((*COUNTS, 0, -1), found, strict=True) if not fine]
         stream.synchronize()
     answers.put((rank, wrong, [y.cpu() for y in outputs[:3]]))
     if rank == 0:  # one more sum, for which the others never come

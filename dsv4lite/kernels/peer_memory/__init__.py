@@ -3,13 +3,14 @@
     all_reduce          out = part of rank 0 + part of rank 1 + …: every rank adds all parts, for few numbers
     all_reduce_shards   the same in bfloat16: every rank adds one shard of all parts, for many numbers
     all_gather          rows of rank 0, rows of rank 1, …: every rank gets the tokens of all ranks
+    all_gather_columns  columns of rank 0, columns of rank 1, …: every rank gets whole rows of 32-bit numbers
     reduce_scatter      out = part of rank 0 + part of rank 1 + … + shared expert, for this rank's tokens
 
 All ranks must call the same collectives in the same order, each on one stream. A reference (``x_ref``) takes the arguments of all
 ranks, an op those of its own rank.
 
-Numerics: gathered rows are exact copies. Sums are float32, rounded once to the result's dtype. With two ranks they have the bits of
-``a + b``; ``all_reduce`` returns the same bits on all ranks.
+Numerics: gathered rows and columns are exact copies, but ``all_gather_columns`` returns +0.0 for -0.0. Sums are float32, rounded
+once to the result's dtype. With two ranks they have the bits of ``a + b``; ``all_reduce`` returns the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def all_reduce_shards(part: Tensor | ExpertSum, inbox: Inbox, also: Tensor | Non
 
     Args:
         part: float32 [T, D], D even, contiguous, any number of rows; or the terms of a sum over experts, as for ``all_reduce``.
-        inbox: This rank's, used by this op only.
+        inbox: This rank's, used by this op and ``all_gather_columns`` only.
         also: Added to ``part``, same shape; only if ``part`` is a tensor.
     """
     from dsv4lite.kernels.peer_memory.triton import all_reduce_shards_triton
@@ -130,6 +131,19 @@ def all_gather(rows: TokenRows, inbox: Inbox, count: int) -> TokenRows:
     from dsv4lite.kernels.peer_memory.triton import all_gather_triton
 
     return all_gather_triton(rows, inbox, count)
+
+
+def all_gather_columns(part_TC: Tensor, inbox: Inbox, out: Tensor | None = None) -> Tensor:
+    """Return the columns of all ranks in the order of the ranks, [T, ranks * C].
+
+    Args:
+        part_TC: This rank's columns: float32, or int32 above -2^31; contiguous, of the same shape on all ranks.
+        inbox: This rank's, used by this op and ``all_reduce_shards`` only; a row fits into ``shard_numbers``.
+        out: Contiguous tensor that receives the result.
+    """
+    from dsv4lite.kernels.peer_memory.triton import all_gather_columns_triton
+
+    return all_gather_columns_triton(part_TC, inbox, out)
 
 
 def all_gather_ref(ranks: Sequence[TokenRows], count: int) -> TokenRows:

@@ -5,7 +5,8 @@ write is visible. A program clears its buffer of the previous call. Peers fill t
 have received this rank's part of the call in between; by then this kernel has ended.
 
 ``all_reduce_shards``: a rank adds one shard of the numbers and sends the sums to its peers, which poll them in the same way. With R
-ranks, each sends 6 (R - 1) / R bytes per number instead of 4 (R - 1).
+ranks, each sends 6 (R - 1) / R bytes per number instead of 4 (R - 1). ``all_gather_columns`` sends to the same places and clears
+the same ones, so that calls of both may follow each other.
 
 ``all_gather`` and ``reduce_scatter``: a number and the count of its call are sent in one 64-bit word, which is written and read
 atomically: the number has arrived when the count has. So any bits can be sent, and nothing has to be cleared. Peers fill a buffer
@@ -123,6 +124,13 @@ def all_reduce_kernel(
     tl.store(calls + block, call + 1)
 
 
+@triton.jit
+def _clear(buffers, number, word, RANKS: tl.constexpr, BLOCK: tl.constexpr, EMPTY: tl.constexpr):
+    """Clear what peers have sent of a block: numbers, and the half as many words of ``all_reduce_shards`` for its sums."""
+    tl.store(buffers + number[None, :], tl.full((RANKS, BLOCK), EMPTY, tl.int32))
+    tl.store(buffers + word[None, :], tl.full((RANKS, BLOCK // 2), EMPTY, tl.int32))
+
+
 @triton.jit(do_not_specialize=["rank"])
 def all_reduce_shards_kernel(
     part, chosen, also, out, addresses, calls, tickets, size, rank, numbers, sums, RANKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -145,9 +153,7 @@ def all_reduce_shards_kernel(
         tl.store(theirs + (turn * RANKS + rank) * numbers + number, bits, mask=first + tl.arange(0, BLOCK) < size)
     own = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
     sender = tl.arange(0, RANKS)[:, None]
-    cleared = own + (before * RANKS + sender) * numbers
-    tl.store(cleared + number[None, :], tl.full((RANKS, BLOCK), EMPTY, tl.int32))
-    tl.store(cleared + word[None, :], tl.full((RANKS, HALF), EMPTY, tl.int32))
+    _clear(own + (before * RANKS + sender) * numbers, number, word, RANKS, BLOCK, EMPTY)
     source = own + (turn * RANKS + sender) * numbers
     # Sums of this rank's shard.
     first = (rank * blocks + block) * BLOCK
@@ -170,6 +176,32 @@ def all_reduce_shards_kernel(
     wanted = (sender != rank) & (at < size // 2)
     arrived = _poll(source + word[None, :], wanted, addresses, RANKS, EMPTY, PATIENCE)
     tl.store(out + at, arrived, mask=wanted)
+    tl.store(calls + block, call + 1)
+
+
+@triton.jit(do_not_specialize=["size", "columns", "rank"])
+def all_gather_columns_kernel(
+    part, out, addresses, calls, tickets, size, columns, rank, numbers, sums, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    EMPTY: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    block = _block_of(tickets, ORDERED)
+    call = tl.load(calls + block)
+    turn, before = (call % TURNS).to(tl.int32), ((call + TURNS - 1) % TURNS).to(tl.int32)
+    number, word = block * BLOCK + tl.arange(0, BLOCK), sums + block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+    inside = number < size
+    bits = tl.load(part + number, mask=inside, other=0)
+    bits = tl.where(bits == EMPTY, 0, bits)
+    for i in tl.static_range(1, RANKS):
+        theirs = tl.multiple_of(tl.load(addresses + (rank + i) % RANKS).to(tl.pointer_type(tl.int32)), 16)
+        tl.store(theirs + (turn * RANKS + rank) * numbers + number, bits, mask=inside)
+    own = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
+    sender = tl.arange(0, RANKS)[:, None]
+    _clear(own + (before * RANKS + sender) * numbers, number, word, RANKS, BLOCK, EMPTY)
+    to = out + (number // columns * (RANKS * columns) + number % columns)
+    tl.store(to + rank * columns, bits, mask=inside)
+    wanted = (sender != rank) & inside[None, :]
+    arrived = _poll(own + (turn * RANKS + sender) * numbers + number[None, :], wanted, addresses, RANKS, EMPTY, PATIENCE)
+    tl.store(to[None, :] + sender * columns, arrived, mask=wanted)
     tl.store(calls + block, call + 1)
 
 
@@ -239,6 +271,26 @@ def all_reduce_shards_triton(part: Tensor | ExpertSum, inbox: Inbox, also: Tenso
         all_reduce_shards_kernel[(blocks,)](
             *(tensor[rows] for tensor in read), out[rows], inbox.addresses, inbox.calls, inbox.tickets, size, inbox.rank,
             inbox.numbers, shard, **sizes, **_constants(inbox), ORDERED=_ordered(blocks, out),
+        )  # fmt: skip
+    return out
+
+
+def all_gather_columns_triton(part_TC: Tensor, inbox: Inbox, out: Tensor | None = None) -> Tensor:
+    """Launch ``all_gather_columns``, in several launches if the rows do not fit into the inbox."""
+    rows, columns = part_TC.shape
+    ranks, shard = len(inbox.addresses) - 1, shard_numbers(inbox)
+    if out is None:
+        out = torch.empty(rows, ranks * columns, dtype=part_TC.dtype, device=part_TC.device)
+    assert part_TC.is_contiguous() and out.is_contiguous() and out.shape == (rows, ranks * columns), (part_TC.shape, out.shape)
+    assert out.dtype == part_TC.dtype and part_TC.dtype.itemsize == 4, (part_TC.dtype, out.dtype)
+    rows_per_launch = shard // BLOCK * BLOCK // columns
+    assert rows_per_launch > 0, (columns, shard)
+    for begin in range(0, rows, rows_per_launch):
+        part = part_TC[begin : begin + rows_per_launch].view(torch.int32)
+        blocks = ceil_div(part.numel(), BLOCK)
+        all_gather_columns_kernel[(blocks,)](
+            part, out[begin:].view(torch.int32), inbox.addresses, inbox.calls, inbox.tickets, part.numel(), columns, inbox.rank,
+            inbox.numbers, shard, **_constants(inbox), EMPTY=EMPTY, ORDERED=_ordered(blocks, out),
         )  # fmt: skip
     return out
 
