@@ -151,7 +151,7 @@ def _experts_kernel(
     elif program < gate_up_programs + shared_programs:
         product_tile(
             program - gate_up_programs, 0, s_codes, s_scales, shared_codes, shared_scales, shared, shared, arrivals,
-            M, N, K, k_blocks, k_part, BM, BN, SCALE_ROWS, EVEN_K, True, True, 1, CODES, GROUPED,
+            M, N, K, k_blocks, k_part, BM, BN, SCALE_ROWS, EVEN_K, True, True, 1, CODES, GROUPED, GPU=NATIVE,
         )  # fmt: skip
     else:
         down_tile(

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4lite.kernels.dispatch import capability_of, ceil_div, multiprocessors_of, on_gpu, power_of_2
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
+from dsv4lite.kernels.rows.packed import narrowed
 
 _CHIPS = (90, 100, 103)  # that copy tiles by descriptors and have the shared memory for the tiles below
 _ALIGNED = 16  # bytes: what descriptors ask of addresses and strides
@@ -73,8 +74,9 @@ def _many_rows_kernel(
             total = tl.dot(a, b.T, total)
         # In halves: shared memory has no room for a whole tile of results beside the stages.
         left, right = tl.split(tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1)))
-        out.store([group, m, n], left.to(out.dtype).reshape(1, BM, BN // 2))
-        out.store([group, m, n + BN // 2], right.to(out.dtype).reshape(1, BM, BN // 2))
+        FLOAT32: tl.constexpr = out.dtype == tl.float32
+        out.store([group, m, n], narrowed(left, FLOAT32, GPU).to(out.dtype).reshape(1, BM, BN // 2))
+        out.store([group, m, n + BN // 2], narrowed(right, FLOAT32, GPU).to(out.dtype).reshape(1, BM, BN // 2))
     let_successor_in()
 
 

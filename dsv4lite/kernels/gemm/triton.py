@@ -38,6 +38,7 @@ from dsv4lite.kernels.gemm.prefill_triton import many_rows, takes_many
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.quantize.triton import quantize_fp8_triton
+from dsv4lite.kernels.rows.packed import narrowed
 
 PROGRAMS = 264  # that splitting aims at: two for each multiprocessor of the largest chips, on every chip, for the same bits
 MIN_BLOCKS = 4  # of 128 inputs in one part
@@ -255,25 +256,26 @@ def _place(pid, M, tiles_n, BM: tl.constexpr, GROUPED: tl.constexpr):
 
 
 @triton.jit
-def _store(out, total, rm, rn, M, N, row_stride, SWAP: tl.constexpr):
+def _store(out, total, rm, rn, M, N, row_stride, SWAP: tl.constexpr, GPU: tl.constexpr):
     if SWAP:
         p = out + rm[None, :] * row_stride + rn[:, None]
         mask = (rm < M)[None, :] & (rn < N)[:, None]
     else:
         p = out + rm[:, None] * row_stride + rn[None, :]
         mask = (rm < M)[:, None] & (rn < N)[None, :]
-    tl.store(p, total.to(out.dtype.element_ty), mask=mask)
+    tl.store(p, narrowed(total, out.dtype.element_ty == tl.float32, GPU).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _finish(
-    acc, parts, out, arrivals, split, first_row, rm, rn, M, N, row_stride, SWAP: tl.constexpr, SPLITS: tl.constexpr
+    acc, parts, out, arrivals, split, first_row, rm, rn, M, N, row_stride, SWAP: tl.constexpr, SPLITS: tl.constexpr,
+    GPU: tl.constexpr,
 ):  # fmt: skip
     """Store a tile; if it is one part of several, the program that stores the last of them adds all."""
     if SPLITS == 1:
-        _store(out, acc, rm, rn, M, N, row_stride, SWAP)
+        _store(out, acc, rm, rn, M, N, row_stride, SWAP, GPU)
     else:
-        _store(parts + split * M.to(tl.int64) * row_stride, acc, rm, rn, M, N, row_stride, SWAP)
+        _store(parts + split * M.to(tl.int64) * row_stride, acc, rm, rn, M, N, row_stride, SWAP, GPU)
         tl.debug_barrier()  # all threads have written when one of them says so
         arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
@@ -286,6 +288,7 @@ def _finish(
                 for each in tl.static_range(SPLITS):
                     part = parts + each * M.to(tl.int64) * row_stride
                     total += tl.load(part + at, mask=inside, other=0.0, cache_modifier=".cg")
+                total = narrowed(total, out.dtype.element_ty == tl.float32, GPU)
                 tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
             tl.store(arrivals, 0)  # as the next product finds it
 
@@ -408,7 +411,7 @@ def product_tile(
     let_successor_in()
     parts += g * N
     out += g * N
-    _finish(acc, parts, out, arrivals + pid, split, pm * BM, rm, rn, M, N, N * groups, SWAP, SPLITS)
+    _finish(acc, parts, out, arrivals + pid, split, pm * BM, rm, rn, M, N, N * groups, SWAP, SPLITS, GPU)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.attention.triton import LARGE_SHARED_MEMORY
 from dsv4lite.kernels.dispatch import capability_of, on_gpu, power_of_2, send
+from dsv4lite.kernels.gemm import float_linear
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, projected_rows
 from dsv4lite.kernels.rows.packed import LOG2_E, narrowed
 from dsv4lite.kernels.rows.triton import only_if, rotate
@@ -157,7 +158,7 @@ def attend_projected(given: LatentAttentionInputs, sequences: Sequence[int], out
     stats = torch.empty((tokens, heads, 2) if waits else (1,), dtype=torch.float32, device=device)
     for addresses_R, blocks in rounds:
         rows = given.rows.read(addresses_R, q.dtype)
-        projected = torch.nn.functional.linear(rows[:, :latent], up_HCL.flatten(0, 1))
+        projected = float_linear(rows[:, :latent], up_HCL.flatten(0, 1), q.dtype)
         _projected_kernel[(len(blocks), heads)](
             q, *given.angles(), projected, rows, blocks, out_THV, parts, stats, q.stride(0), given.scale * LOG2_E,
             H=heads, NOPE=nope, ROPE=given.rope, VALUE=channels - nope, LATENT=latent, KEY=key,
