@@ -311,7 +311,8 @@ class EngineConfig:
         max_num_seqs: Most sequences running at once, on each replica.
         max_num_batched_tokens: Most tokens in one step of a replica; prompts are prefilled in chunks of at most this.
         gpu_memory_utilization: Fraction of the device's memory that weights and state may take together.
-        kv_cache_memory_bytes: Bytes for sequence state; overrides ``gpu_memory_utilization``. On CPU the default is 1 GiB.
+        kv_cache_memory_bytes: Bytes for sequence state; overrides ``gpu_memory_utilization``. On a CPU the default is 1 GiB,
+            or what is left if that is less.
         max_queued_requests: Requests that may wait in the engine; more wait in ``generate`` itself or get ``QueueFullError``.
         max_completions: Most completions of one request (``n``).
         max_logprobs: Most best tokens that a request may list at each position (``logprobs``, ``prompt_logprobs``).

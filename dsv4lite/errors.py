@@ -138,10 +138,12 @@ class WeightUpdateError(DSV4LiteError):
 
 
 class CapacityError(DSV4LiteError):
-    """The model, or one sequence of the wanted length, does not fit in memory. Raised before anything is loaded.
+    """The model, or one sequence of the wanted length, does not fit in memory; raised before anything is loaded.
+
+    Also raised by ``sleep``, ``wake_up`` and staged updates if the host or the device has too little memory left.
 
     Attributes:
-        plan: The ``MemoryPlan`` that did not fit.
+        plan: The ``MemoryPlan`` that did not fit; ``None`` after the start.
         advice: What would make it fit.
     """
 

@@ -76,6 +76,8 @@ class Resident:
 
     def begin(self, serial: int, staged: bool) -> None:
         """Open a weight update with this serial number; it replaces an open one."""
+        if self._open is not None:
+            self._host.clear()
         if self._balancer is not None:
             self._balancer.on = False  # experts do not move during an update
         formats, names = self._source.formats(), self._source.names

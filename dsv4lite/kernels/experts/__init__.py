@@ -275,9 +275,9 @@ def experts_forward(given: ExpertInputs, shared_TD: Tensor | None = None) -> Ten
 
 
 def _suits(given: ExpertInputs) -> bool:
-    if isinstance(given.w2, FourBit):
-        return isinstance(given.w13, FourBit) and kernels_take(given.w13.group) and kernels_take(given.w2.group)
-    return not given.round_inputs
+    if given.round_inputs or not isinstance(given.w2, FourBit):
+        return not given.round_inputs
+    return isinstance(given.w13, FourBit) and kernels_take(given.w13.group) and kernels_take(given.w2.group)
 
 
 @op("experts.triton:experts_outputs_triton", suits=_suits)
