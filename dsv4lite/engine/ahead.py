@@ -23,7 +23,7 @@ from dsv4lite.errors import UnsupportedError
 from dsv4lite.kernels.dispatch import AbsentGpu
 from dsv4lite.layout import AXES, Layout
 from dsv4lite.models.family import Model
-from dsv4lite.parallel.mesh import Axis, Mesh
+from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.peer_memory import MOST_NUMBERS, SIZES, PeerMemory
 from dsv4lite.planning.memory import choose_drafting, choose_numerics, make_plan, merge_plans, require_fit
 from dsv4lite.weights.source import ModelSource
@@ -111,9 +111,5 @@ def _silent_mesh(layout: Layout, rank: int, device: torch.device) -> Mesh:
     if len(near) in SIZES:
         waits = torch.zeros(1, dtype=torch.int32, device="cpu")
         memory = PeerMemory.of([0] * len(near), near.index(rank), MOST_NUMBERS, waits, device)
-    axes = {}
-    for name in (*AXES, "replica"):
-        ranks = layout.group(name, rank)
-        group = _NoGroup() if len(ranks) > 1 else None
-        axes[name] = Axis(name, ranks.index(rank), len(ranks), group, memory if name == layout.exchanging else None)
-    return Mesh(layout=layout, rank=rank, **axes)
+    groups = {ranks: _NoGroup() for name in (*AXES, "replica") if len(ranks := layout.group(name, rank)) > 1}
+    return Mesh.of(layout, rank, groups, memory)

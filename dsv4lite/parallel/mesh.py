@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -232,11 +232,21 @@ class Mesh:
         near, memory = layout.group(layout.exchanging, rank), None
         if device.type == "cuda" and len(near) in SIZES:
             memory = PeerMemory.open(_part_of(store, "memory", near), near.index(rank), len(near), device)
-        axes = {}
+        return cls.of(layout, rank, made, memory)
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int, groups: Mapping[tuple[int, ...], Group], memory: PeerMemory | None) -> Mesh:
+        """Return the mesh of one rank.
+
+        Args:
+            groups: The process groups that it is in, by their ranks.
+            memory: Of the ranks along ``layout.exchanging``. A replica that consists of the same ranks uses it, too.
+        """
+        axes, near = {}, layout.group(layout.exchanging, rank)
         for name in (*AXES, "replica"):
             ranks = layout.group(name, rank)
-            opened = memory if name == layout.exchanging or (name == "replica" and ranks == near) else None
-            axes[name] = Axis(name, ranks.index(rank), len(ranks), made.get(ranks), opened)
+            shared = memory if name == layout.exchanging or (name == "replica" and ranks == near) else None
+            axes[name] = Axis(name, ranks.index(rank), len(ranks), groups.get(ranks), shared)
         return cls(layout=layout, rank=rank, **axes)
 
     def abort(self) -> None:
