@@ -38,7 +38,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 def opened_bytes(ranks: int) -> int:
     """Return the bytes that each rank opens to the others, if they are GPUs of one machine."""
-    return 4 * _words(ranks, MOST_NUMBERS, shard_words(ranks)) if ranks in SIZES else 0
+    return 4 * sum(_words(ranks, MOST_NUMBERS)) if ranks in SIZES else 0
 
 
 def shard_words(ranks: int) -> int:
@@ -46,8 +46,9 @@ def shard_words(ranks: int) -> int:
     return SHARDED_NUMBERS // ranks // 2 * 3
 
 
-def _words(ranks: int, *numbers: int) -> int:
-    return TURNS * ranks * sum(numbers)
+def _words(ranks: int, numbers: int) -> tuple[int, int]:
+    """Return the words of a rank's two buffers: for small all-reduces, and for shards."""
+    return TURNS * ranks * numbers, TURNS * (ranks - 1) * shard_words(ranks)
 
 
 class Refused(Exception):
@@ -84,12 +85,12 @@ class PeerMemory:
             device: Device of the kernels.
         """
         ranks, inboxes, begin = len(places), list[Inbox](), 0
-        for count in (numbers, shard_words(ranks)):
+        for count, words in zip((numbers, shard_words(ranks)), _words(ranks, numbers), strict=True):
             addresses = [*(place + 4 * begin for place in places), abandoned.data_ptr()]
             calls = torch.zeros(-(-count // BLOCK), dtype=torch.int64, device=device)
             tickets = torch.zeros(1, dtype=torch.int32, device=device)
             inboxes.append(Inbox(torch.tensor(addresses, dtype=torch.int64, device=device), calls, tickets, rank, count))
-            begin += _words(ranks, count)
+            begin += words
         inbox, shards = inboxes
         return cls(inbox, shards, abandoned)
 
@@ -105,7 +106,7 @@ class PeerMemory:
         """
         with torch.cuda.device(device):
             torch.zeros(1, dtype=torch.int32, device=device)  # a context for the driver
-            found = open_buffers(store, rank, size, _words(size, numbers, shard_words(size)))
+            found = open_buffers(store, rank, size, sum(_words(size, numbers)))
         if isinstance(found, str):
             log.info("ranks use NCCL for all collectives: they cannot open their memory to each other (%s)", found)
             return None

@@ -33,7 +33,8 @@ TURNS = 3  # buffers per rank, in rotation: while a call fills one of a peer, th
 class Inbox(NamedTuple):
     """A rank's receive buffers and the addresses of those of its peers.
 
-    Every rank has int32 [TURNS, ranks, numbers], filled with ``EMPTY`` before the first call.
+    Every rank has int32 [TURNS, ranks, numbers], filled with ``EMPTY`` before the first call. ``all_reduce_shards`` and
+    ``all_gather_columns`` send nothing to the rank itself: they have [TURNS, ranks - 1, numbers], from the next rank on.
 
     Attributes:
         addresses: int64 [ranks + 1]: of all ranks' buffers; then of an int32 that the host sets to end all waiting.

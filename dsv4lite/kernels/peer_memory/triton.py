@@ -125,10 +125,24 @@ def all_reduce_kernel(
 
 
 @triton.jit
-def _clear(buffers, number, word, RANKS: tl.constexpr, BLOCK: tl.constexpr, EMPTY: tl.constexpr):
+def _buffers(addresses, turn, rank, numbers, RANKS: tl.constexpr):
+    """Return, by sender, where a peer's numbers arrive at this rank, [RANKS, 1]; this rank sends nothing to itself."""
+    own = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
+    return own + (turn * (RANKS - 1) + (tl.arange(0, RANKS) + RANKS - 1 - rank) % RANKS)[:, None] * numbers
+
+
+@triton.jit
+def _buffer_at(addresses, i, turn, rank, numbers, RANKS: tl.constexpr):
+    """Return where this rank's numbers arrive at its ``i``-th peer, counted from itself on."""
+    theirs = tl.multiple_of(tl.load(addresses + (rank + i) % RANKS).to(tl.pointer_type(tl.int32)), 16)
+    return theirs + (turn * (RANKS - 1) + RANKS - 1 - i) * numbers
+
+
+@triton.jit
+def _clear(buffers, peers, number, word, RANKS: tl.constexpr, BLOCK: tl.constexpr, EMPTY: tl.constexpr):
     """Clear what peers have sent of a block: numbers, and the half as many words of ``all_reduce_shards`` for its sums."""
-    tl.store(buffers + number[None, :], tl.full((RANKS, BLOCK), EMPTY, tl.int32))
-    tl.store(buffers + word[None, :], tl.full((RANKS, BLOCK // 2), EMPTY, tl.int32))
+    tl.store(buffers + number[None, :], tl.full((RANKS, BLOCK), EMPTY, tl.int32), mask=peers)
+    tl.store(buffers + word[None, :], tl.full((RANKS, BLOCK // 2), EMPTY, tl.int32), mask=peers)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -149,12 +163,11 @@ def all_reduce_shards_kernel(
         peer = (rank + i) % RANKS
         first = (peer * blocks + block) * BLOCK
         bits = _part_of_block(part, chosen, also, first, size, BLOCK, TOP_K, EXPERTS, HIDDEN, ADDED, EMPTY)
-        theirs = tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(tl.int32)), 16)
-        tl.store(theirs + (turn * RANKS + rank) * numbers + number, bits, mask=first + tl.arange(0, BLOCK) < size)
-    own = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
+        to = _buffer_at(addresses, i, turn, rank, numbers, RANKS)
+        tl.store(to + number, bits, mask=first + tl.arange(0, BLOCK) < size)
     sender = tl.arange(0, RANKS)[:, None]
-    _clear(own + (before * RANKS + sender) * numbers, number, word, RANKS, BLOCK, EMPTY)
-    source = own + (turn * RANKS + sender) * numbers
+    _clear(_buffers(addresses, before, rank, numbers, RANKS), sender != rank, number, word, RANKS, BLOCK, EMPTY)
+    source = _buffers(addresses, turn, rank, numbers, RANKS)
     # Sums of this rank's shard.
     first = (rank * blocks + block) * BLOCK
     mine = _part_of_block(part, chosen, also, first, size, BLOCK, TOP_K, EXPERTS, HIDDEN, ADDED, EMPTY)
@@ -167,8 +180,7 @@ def all_reduce_shards_kernel(
     at = first // 2 + tl.arange(0, HALF)
     inside = at < size // 2
     for i in tl.static_range(1, RANKS):
-        theirs = tl.multiple_of(tl.load(addresses + (rank + i) % RANKS).to(tl.pointer_type(tl.int32)), 16)
-        tl.store(theirs + (turn * RANKS + rank) * numbers + word, words, mask=inside)
+        tl.store(_buffer_at(addresses, i, turn, rank, numbers, RANKS) + word, words, mask=inside)
     out = out.to(tl.pointer_type(tl.int32))
     tl.store(out + at, words, mask=inside)
     # Sums of the peers' shards.
@@ -192,15 +204,14 @@ def all_gather_columns_kernel(
     bits = tl.load(part + number, mask=inside, other=0)
     bits = tl.where(bits == EMPTY, 0, bits)
     for i in tl.static_range(1, RANKS):
-        theirs = tl.multiple_of(tl.load(addresses + (rank + i) % RANKS).to(tl.pointer_type(tl.int32)), 16)
-        tl.store(theirs + (turn * RANKS + rank) * numbers + number, bits, mask=inside)
-    own = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
+        tl.store(_buffer_at(addresses, i, turn, rank, numbers, RANKS) + number, bits, mask=inside)
     sender = tl.arange(0, RANKS)[:, None]
-    _clear(own + (before * RANKS + sender) * numbers, number, word, RANKS, BLOCK, EMPTY)
+    _clear(_buffers(addresses, before, rank, numbers, RANKS), sender != rank, number, word, RANKS, BLOCK, EMPTY)
     to = out + (number // columns * (RANKS * columns) + number % columns)
     tl.store(to + rank * columns, bits, mask=inside)
     wanted = (sender != rank) & inside[None, :]
-    arrived = _poll(own + (turn * RANKS + sender) * numbers + number[None, :], wanted, addresses, RANKS, EMPTY, PATIENCE)
+    source = _buffers(addresses, turn, rank, numbers, RANKS) + number[None, :]
+    arrived = _poll(source, wanted, addresses, RANKS, EMPTY, PATIENCE)
     tl.store(to[None, :] + sender * columns, arrived, mask=wanted)
     tl.store(calls + block, call + 1)
 
