@@ -82,11 +82,8 @@ def _many_rows_kernel(
 
 def takes_many(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> bool:
     """Return whether descriptors can describe the operands and the result, and the chip has them; the interpreter has."""
-    tensors = (x_MGK, w_GNK, out)
-    return (not on_gpu(out.device) or capability_of(out.device) in _CHIPS) and all(
-        x.stride(2) == 1 and all(bytes % _ALIGNED == 0 for bytes in (x.data_ptr(), *(x.itemsize * each for each in x.stride()[:2])))
-        for x in tensors
-    )
+    known = not on_gpu(out.device) or capability_of(out.device) in _CHIPS
+    return known and all(_is_aligned(x) for x in (x_MGK, w_GNK, out))
 
 
 def many_rows(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> None:
@@ -126,6 +123,11 @@ def _tile_for(rows: int, groups: int, outs: int, multiprocessors: int) -> _Tile:
         return ceil_div(_tiles(tile, rows, groups, outs), multiprocessors) * tile.rows * tile.outs / tile.rate
 
     return min(_TILES, key=time)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    first, second, third = x.stride()
+    return third == 1 and all(count % _ALIGNED == 0 for count in (x.data_ptr(), x.itemsize * first, x.itemsize * second))
 
 
 def _tiles(tile: _Tile, rows: int, groups: int, outs: int) -> int:

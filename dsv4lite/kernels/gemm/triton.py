@@ -580,8 +580,9 @@ def _in_parts(x: Tensor, row_tile: int | None) -> bool:
 
 def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor | None, out: Tensor, in_parts: bool = True) -> Tensor:
     """Multiply by weights in bfloat16, or in FP8 with their scales."""
-    one_part = not in_parts or splits_of(w_GNK[..., 0].numel(), _blocks_of(w_GNK.shape[2])) == 1
-    if w_scales is None and len(out) > MANY_ROWS and one_part and takes_many(x_MGK, w_GNK, out):
+    (rows, groups, outs), blocks = out.shape, _blocks_of(w_GNK.shape[2])
+    many = w_scales is None and rows > MANY_ROWS and (not in_parts or splits_of(groups * outs, blocks) == 1)
+    if many and takes_many(x_MGK, w_GNK, out):
         many_rows(x_MGK, w_GNK, out)
         return out
     even = w_GNK.shape[2] % FP8_GROUP == 0
