@@ -54,7 +54,8 @@ def be_a_rank(rank: int, port: int, folder: Path, settings: dict[str, Any], answ
         raise AssertionError("a collective went through the process group")
 
     try:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Mesh, "from_store", staticmethod(from_store))
             for name in ("all_gather", "broadcast", "begin_broadcast", "begin_all_gather"):
@@ -78,12 +79,10 @@ def test_ranks_give_the_same_bits_through_peer_memory(
     settings: dict[str, Any] = {f"{axis}_parallel_size": 2, "deterministic": True, "max_num_seqs": 4, "max_model_len": 64}
     settings["speculative"] = MTP(drafts, adaptive=False) if drafts else None
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    port = store.port
-    del store
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # for processes that start now: it counts when Triton is imported
-    ranks = [context.Process(target=be_a_rank, args=(r, port, tmp_path, settings, answers), daemon=True) for r in range(2)]
+    ranks = [context.Process(target=be_a_rank, args=(r, store.port, tmp_path, settings, answers), daemon=True) for r in range(2)]
     for rank in ranks:
         rank.start()
     monkeypatch.delenv("TRITON_INTERPRET")
