@@ -24,22 +24,21 @@ from dsv4lite.kernels.latent_rows import LatentRowInputs, store_latent_rows
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
-from dsv4lite.kernels.rows import store_for_pass
-from dsv4lite.models.choices import Choices, experts_of, selection_of
+from dsv4lite.models.choices import experts_of, selection_of
+from dsv4lite.models.decoder import Decoder
 from dsv4lite.models.deepseek_mla.batch import Batch
 from dsv4lite.models.deepseek_mla.config import MlaConfig
 from dsv4lite.models.deepseek_mla.state import state_spec
 from dsv4lite.models.deepseek_mla.tensors import MLA_TENSORS
 from dsv4lite.models.keys import Yarn
-from dsv4lite.models.moe import MoE, SharedExpert, Tokens, rebalance_experts
-from dsv4lite.models.partial_sums import all_reduce_parts, embedding, gather_columns
+from dsv4lite.models.moe import MoE, SharedExpert, Tokens
+from dsv4lite.models.partial_sums import all_reduce_parts
 from dsv4lite.models.shard import ModelShard
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.state.paging import make_paging, whole_sequences
 from dsv4lite.state.spec import StateSpec
-from dsv4lite.state.store import LayerCache, StateCache
-from dsv4lite.weights.quant import Matrix, NamedSlots, Numerics, Slot, TensorSlot, linear, parameter
+from dsv4lite.state.store import LayerCache
+from dsv4lite.weights.quant import Matrix, NamedSlots, Numerics, TensorSlot, linear, parameter
 
 _LATENT_EPS = 1e-6  # of the latents' norms: official code and transformers ignore ``rms_norm_eps`` there
 
@@ -191,11 +190,6 @@ class Block(nn.Module):
         output = self.ffn(tokens)
         return x_TD + (output if isinstance(output, Tensor) else sum_experts(output))
 
-    def take_part(self, most_tokens: int | None) -> None:
-        """Run this rank's experts, if the layer has any, on other ranks' tokens."""
-        if isinstance(self.ffn, MoE):
-            self.ffn.take_part(most_tokens)
-
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "attn_norm.weight", TensorSlot(self.attn_norm)
         yield prefix + "ffn_norm.weight", TensorSlot(self.ffn_norm)
@@ -226,7 +220,7 @@ class Mtp(nn.Module):
         yield prefix + "eh_proj.weight", self.eh_proj.whole()
 
 
-class DeepseekMla(nn.Module):
+class DeepseekMla(Decoder):
     """The whole model, or one rank's shard of it; see ``models.family.Model``, and ``ModelSource.build`` for the arguments.
 
     Parameters are allocated, not initialised: fill them through ``slots()``.
@@ -247,16 +241,10 @@ class DeepseekMla(nn.Module):
         redundant_experts: int | None = None,
         with_mtp: bool = False,
     ) -> None:
-        super().__init__()
+        shard = ModelShard.of(config, MLA_TENSORS, mesh or Mesh(), dispatcher, redundant_experts)
+        drafts = with_mtp and shard.last and config.num_mtp_layers > 0
+        super().__init__(config, numerics, shard, drafts=drafts)
         c = self.config = config
-        self.numerics = numerics
-        shard = self.shard = ModelShard.of(config, MLA_TENSORS, mesh or Mesh(), dispatcher, redundant_experts)
-        drafts = with_mtp and shard.last and c.num_mtp_layers > 0
-        if shard.first or drafts:
-            self.embed = parameter(len(shard.vocab), c.hidden_size, numerics=numerics, dtype=numerics.dtype)
-        if shard.last:
-            self.head = Matrix(len(shard.vocab), c.hidden_size, numerics=numerics)
-            self.norm = parameter(c.hidden_size, numerics=numerics)
         self.blocks = tuple(Block(c, numerics, shard, i) for i in shard.layers)
         self.layers = nn.ModuleList(self.blocks)
         last, drafting = c.num_hidden_layers + (c.num_mtp_layers if drafts else 0), numerics.of_drafter
@@ -273,14 +261,8 @@ class DeepseekMla(nn.Module):
         ).to(numerics.device)
 
     @property
-    def capturable(self) -> bool:
-        """Whether a step that has ``most_tokens`` can be captured in a CUDA graph."""
-        dispatchers = [block.ffn.dispatch for block in self.blocks if isinstance(block.ffn, MoE)]
-        return all(dispatch is None or dispatch.capturable for dispatch in dispatchers)
-
-    @property
     def state_spec(self) -> StateSpec:
-        return state_spec(self.config, self.numerics, self.shard, drafter=len(self.mtps) > 0)
+        return self.spec_of(drafter=len(self.mtps) > 0)
 
     @property
     def hidden_shape(self) -> tuple[int, ...]:
@@ -291,6 +273,9 @@ class DeepseekMla(nn.Module):
     def short_lengths(self) -> tuple[int, ...]:
         """The longest sequence for which the indexer does not run: all its tokens are attended."""
         return (self.config.most_unselected,) if self.config.selects else ()
+
+    def spec_of(self, *, drafter: bool) -> StateSpec:
+        return state_spec(self.config, self.numerics, self.shard, drafter=drafter)
 
     def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
         splits = 1 if self.numerics.deterministic else splits_of(len(token_ids_T), self.shard.part(self.config.num_attention_heads))
@@ -317,18 +302,9 @@ class DeepseekMla(nn.Module):
         """Skip nothing: all layers run."""
         yield
 
-    def take_part(self, most_tokens: int | None = None) -> None:
-        """Run this rank's experts on other ranks' tokens, with none of its own; ``most_tokens`` is the one of their batches."""
-        for block in self.blocks:
-            block.take_part(most_tokens)
-
-    def embedded(self, token_ids_T: Tensor) -> Tensor:
-        """Return embeddings [T, D]."""
-        return embedding(self.shard.mesh.tp, self.embed, self.shard.vocab, token_ids_T)
-
     def logits(self, hidden_TD: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [T, V] of the next token, in ``out`` if given."""
-        return gather_columns(self.shard.mesh.tp, lambda place: linear(hidden_TD, self.head, torch.float32, out=place), out)
+        return self.project(hidden_TD, out)
 
     def mtp_forward(self, hidden_TD: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Run the MTP block; return its hidden state [T, D], normalised for the head.
@@ -342,10 +318,6 @@ class DeepseekMla(nn.Module):
         mixed_TD = mtp.mix(hidden_TD, self.embedded(batch.token_ids_T))
         return rms_norm(mtp.block(mixed_TD, batch, cache), mtp.norm, self.config.norm_eps)
 
-    def mtp_take_part(self, most_tokens: int) -> None:
-        """As ``take_part``, for the MTP block."""
-        self.mtps[0].block.take_part(most_tokens)
-
     def mtp_store_kv(self, hidden_TD: Tensor, batch: Batch, cache: LayerCache) -> None:
         """Store the MTP block's kv rows of a step's tokens; arguments are those of ``mtp_forward``."""
         mtp = self.mtps[0]
@@ -355,42 +327,3 @@ class DeepseekMla(nn.Module):
     def mtp_logits(self, hidden_TD: Tensor) -> Tensor:
         """Return float32 logits [T, V] of the token after the next, from the output of ``mtp_forward``."""
         return self.logits(hidden_TD)
-
-    def prepare(self, *sequences: Sequence[int], drafter: bool = False) -> tuple[Batch, list[LayerCache]]:
-        """Return a step of whole sequences, and fresh state for it; gradients flow through the state of unquantized models."""
-        whole, sizes = whole_sequences(sequences)
-        spec = state_spec(self.config, self.numerics, self.shard, drafter=drafter)
-        cache = StateCache.allocate(spec, sizes, self.numerics.device, rows=store_for_pass)
-        ids_T, paging, longest = make_paging(whole, self.numerics.device)
-        return self.batch(ids_T, paging, max_tokens=longest), cache.layers
-
-    def one_pass(self, *sequences: Sequence[int], given: Choices | None = None) -> Tensor:
-        """Run whole sequences without a lasting cache, differentiably; return their normalised final hidden states [T, D].
-
-        Args:
-            sequences: Token ids, T in all.
-            given: Choices that the model must make; see ``models.family.Batch``.
-        """
-        batch, caches = self.prepare(*sequences)
-        batch.given = given
-        hidden_TD: Tensor = self(batch, caches)
-        return hidden_TD
-
-    def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
-        """Choose anew which ranks hold which experts; see ``models.moe.rebalance_experts``."""
-        named = {f"layers.{i}.ffn.": block.ffn for i, block in enumerate(self.blocks, self.shard.layers.start)}
-        named |= {f"mtp.{i}.ffn.": mtp.block.ffn for i, mtp in enumerate(self.mtps)}
-        return rebalance_experts(self.shard.mesh.ep, {name: ffn for name, ffn in named.items() if isinstance(ffn, MoE)})
-
-    def slots(self) -> dict[str, Slot]:
-        """Return the slot of every tensor of the checkpoint, by its official name; a scale shares the slot of its matrix."""
-        named: dict[str, Slot] = {}
-        if self.shard.first or self.mtps:
-            named["embed.weight"] = TensorSlot(self.embed)
-        if self.shard.last:
-            named |= {"head.weight": self.head.whole(), "norm.weight": TensorSlot(self.norm)}
-        for i, block in enumerate(self.blocks, self.shard.layers.start):
-            named.update(block.slots(f"layers.{i}."))
-        for i, mtp in enumerate(self.mtps):
-            named.update(mtp.slots(f"mtp.{i}."))
-        return named

@@ -23,21 +23,21 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
 from dsv4lite.kernels.rope import rope_frequencies
-from dsv4lite.kernels.rows import RowStore, store_for_pass
-from dsv4lite.models.choices import Choices, experts_of, selection_of
+from dsv4lite.kernels.rows import RowStore
+from dsv4lite.models.choices import experts_of, selection_of
+from dsv4lite.models.decoder import Decoder
 from dsv4lite.models.deepseek_v4.batch import Batch, Rotary
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.state import state_spec
 from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
-from dsv4lite.models.moe import MoE, Tokens, rebalance_experts
-from dsv4lite.models.partial_sums import all_reduce_parts, embedding, gather_columns
+from dsv4lite.models.moe import MoE, Tokens
+from dsv4lite.models.partial_sums import all_reduce_parts
 from dsv4lite.models.shard import ModelShard, stages
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.state.paging import make_paging, whole_sequences
 from dsv4lite.state.spec import StateSpec
-from dsv4lite.state.store import LayerCache, StateCache
+from dsv4lite.state.store import LayerCache
 from dsv4lite.weights.quant import (
     Matrix,
     NamedSlots,
@@ -280,7 +280,7 @@ class Mtp(nn.Module):
         yield from self.hc_head.slots(prefix + "hc_head")
 
 
-class DeepseekV4(nn.Module):
+class DeepseekV4(Decoder):
     """The whole model, or one rank's shard of it; see ``models.family.Model``, and ``ModelSource.build`` for the arguments.
 
     Parameters are allocated, not initialised: fill them through ``slots()``.
@@ -302,18 +302,13 @@ class DeepseekV4(nn.Module):
         redundant_experts: int | None = None,
         with_mtp: bool = False,
     ) -> None:
-        super().__init__()
+        shard = ModelShard.of(config, V4_TENSORS, mesh or Mesh(), dispatcher, redundant_experts)
+        drafts = with_mtp and shard.last and config.num_draft_layers > 0
+        super().__init__(config, numerics, shard, drafts=drafts)
         c = self.config = config
-        self.numerics = numerics
-        shard = self.shard = ModelShard.of(config, V4_TENSORS, mesh or Mesh(), dispatcher, redundant_experts)
-        drafts = with_mtp and shard.last and c.num_draft_layers > 0
         self.targets = () if c.dspark is None or not with_mtp else c.dspark.targets
         self.passes_taps = bool(self.targets) and self.targets[0] < stages(c, V4_TENSORS, shard.mesh.pp.size)[-1].start
-        if shard.first or drafts:
-            self.embed = parameter(len(shard.vocab), c.hidden_size, numerics=numerics, dtype=numerics.dtype)
         if shard.last:
-            self.head = Matrix(len(shard.vocab), c.hidden_size, numerics=numerics)
-            self.norm = parameter(c.hidden_size, numerics=numerics)
             self.hc_head = Hc(c, numerics, head=True)
         self.blocks = tuple(Block(c, numerics, shard, i) for i in shard.layers)
         self.layers = nn.ModuleList(self.blocks)
@@ -340,14 +335,8 @@ class DeepseekV4(nn.Module):
         )
 
     @property
-    def capturable(self) -> bool:
-        """Whether a step that has ``most_tokens`` can be captured in a CUDA graph."""
-        dispatchers = [block.ffn.dispatch for block in self.blocks]
-        return all(dispatch is None or dispatch.capturable for dispatch in dispatchers)
-
-    @property
     def state_spec(self) -> StateSpec:
-        return state_spec(self.config, self.numerics, self.shard, drafter=len(self.mtp) > 0 or self.dspark is not None)
+        return self.spec_of(drafter=len(self.mtps) > 0 or self.dspark is not None)
 
     @property
     def hidden_shape(self) -> tuple[int, ...]:
@@ -358,6 +347,13 @@ class DeepseekV4(nn.Module):
     def short_lengths(self) -> tuple[int, ...]:
         """The longest sequence for which the indexer does not run: all its entries are attended."""
         return (self.config.most_unselected,)
+
+    @property
+    def drafting_blocks(self) -> tuple[Block, ...]:
+        return super().drafting_blocks if self.dspark is None else tuple(self.dspark.blocks)
+
+    def spec_of(self, *, drafter: bool) -> StateSpec:
+        return state_spec(self.config, self.numerics, self.shard, drafter=drafter)
 
     def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
         most, deterministic = self.config.most_unselected, self.numerics.deterministic
@@ -404,18 +400,9 @@ class DeepseekV4(nn.Module):
         width = len(self.targets) * self.config.hidden_size
         return torch.empty(tokens, width, dtype=self.numerics.dtype, device=self.numerics.device)
 
-    def take_part(self, most_tokens: int | None = None) -> None:
-        """Run this rank's experts on other ranks' tokens, with none of its own; ``most_tokens`` is the one of their batches."""
-        for block in self.blocks:
-            block.ffn.take_part(most_tokens)
-
     def _initial_streams(self, token_ids_T: Tensor) -> Tensor:
         """Return the initial streams [T, N, D]: N copies of the embedding."""
         return self.embedded(token_ids_T)[:, None].repeat(1, self.config.streams, 1)
-
-    def embedded(self, token_ids_T: Tensor) -> Tensor:
-        """Return embeddings [T, D]."""
-        return embedding(self.shard.mesh.tp, self.embed, self.shard.vocab, token_ids_T)
 
     def _streams(self, value_TND: Tensor) -> Streams:
         return Streams(value_TND, self.config, self.numerics)
@@ -436,10 +423,6 @@ class DeepseekV4(nn.Module):
         streams = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T)))
         mtp.block(streams, batch, cache)
         return streams.final()
-
-    def mtp_take_part(self, most_tokens: int) -> None:
-        """As ``take_part``, for the MTP block."""
-        self.mtps[0].block.ffn.take_part(most_tokens)
 
     def mtp_store_kv(self, streams_TND: Tensor, batch: Batch, cache: LayerCache) -> None:
         """Store the MTP block's kv rows of a step's tokens; arguments are those of ``mtp_forward``."""
@@ -480,47 +463,10 @@ class DeepseekV4(nn.Module):
         y_TD = hc_head(streams_TND, hc.weights, norm, c.hc_eps, c.norm_eps, self.numerics.row_tile)
         return self.project(y_TD, out)
 
-    def project(self, normed_TD: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return float32 logits [T, V], in ``out`` if given."""
-        return gather_columns(self.shard.mesh.tp, lambda place: linear(normed_TD, self.head, torch.float32, out=place), out)
-
-    def prepare(self, *sequences: Sequence[int], drafter: bool = False) -> tuple[Batch, list[LayerCache]]:
-        """Return a step of whole sequences, and fresh state for it; gradients flow through the state of unquantized models."""
-        whole, sizes = whole_sequences(sequences)
-        spec = state_spec(self.config, self.numerics, self.shard, drafter=drafter)
-        cache = StateCache.allocate(spec, sizes, self.numerics.device, rows=store_for_pass)
-        ids_T, paging, longest = make_paging(whole, self.numerics.device)
-        return self.batch(ids_T, paging, max_tokens=longest), cache.layers
-
-    def one_pass(self, *sequences: Sequence[int], given: Choices | None = None) -> Tensor:
-        """Run whole sequences without a lasting cache, differentiably; return the final streams [T, N, D] in order.
-
-        Args:
-            sequences: Token ids, T in all.
-            given: Choices that the model must make; see ``models.family.Batch``.
-        """
-        batch, caches = self.prepare(*sequences)
-        batch.given = given
-        streams: Tensor = self(batch, caches)
-        return streams
-
-    def rebalance(self) -> tuple[dict[str, Slot], list[tuple[float, float]]]:
-        """Choose anew which ranks hold which experts; see ``models.moe.rebalance_experts``."""
-        drafting = tuple(mtp.block for mtp in self.mtps) if self.dspark is None else self.dspark.blocks
-        named = {f"layers.{i}.ffn.": block.ffn for i, block in enumerate(self.blocks, self.shard.layers.start)}
-        return rebalance_experts(self.shard.mesh.ep, named | {f"mtp.{i}.ffn.": block.ffn for i, block in enumerate(drafting)})
-
     def slots(self) -> dict[str, Slot]:
-        """Return the slot of every tensor of the checkpoint, by its official name; a scale shares the slot of its matrix."""
-        named: dict[str, Slot] = {}
-        if self.shard.first or self.mtp or self.dspark is not None:
-            named["embed.weight"] = TensorSlot(self.embed)
+        named = super().slots()
         if self.shard.last:
-            named |= {"head.weight": self.head.whole(), "norm.weight": TensorSlot(self.norm), **dict(self.hc_head.slots("hc_head"))}
-        for i, block in enumerate(self.blocks, self.shard.layers.start):
-            named.update(block.slots(f"layers.{i}."))
-        for i, mtp in enumerate(self.mtps):
-            named.update(mtp.slots(f"mtp.{i}."))
+            named.update(self.hc_head.slots("hc_head"))
         if self.dspark is not None:
             named.update(self.dspark.slots("mtp."))
         return named
