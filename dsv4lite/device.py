@@ -341,7 +341,7 @@ def _new_stream(device: torch.device) -> torch.cuda.ExternalStream:
     """
     handle, non_blocking = ctypes.c_void_p(), 1  # one that does not wait for the legacy default stream
     with torch.cuda.device(device):
-        torch.cuda.synchronize()  # the context exists and is this thread's
+        torch.cuda.mem_get_info()  # creates the context, if there is none, and makes it this thread's
         status = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), non_blocking)
     if status != 0 or handle.value is None:
         raise RuntimeError(f"CUDA error: cuStreamCreate returned {status}")

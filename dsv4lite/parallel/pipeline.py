@@ -86,14 +86,12 @@ class TokenBroadcast:
             return
         index = self._index(slots)
         token_ids = self._last_token[index] if self.samples else torch.empty_like(index)
-        if self._replica.memory is not None:
-            token_ids = self._replica.broadcast_tokens(token_ids, self._source)
-            if not self.samples:
-                self._last_token[index] = token_ids
+        if self._stages > 1:
+            self._pending.append(_Sent(slots=slots, transfer=self._replica.begin_broadcast(token_ids, self._source)))
             return
-        self._pending.append(_Sent(slots=slots, transfer=self._replica.begin_broadcast(token_ids, self._source)))
-        if self._stages == 1:
-            self.await_tokens(frozenset(slots))
+        token_ids = self._replica.broadcast_tokens(token_ids, self._source)
+        if not self.samples:
+            self._last_token[index] = token_ids
 
     def await_tokens(self, slots: Set[int]) -> None:
         """Make the stream wait for the tokens of some slots, and of all steps before the ones that sampled them."""

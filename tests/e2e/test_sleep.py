@@ -372,8 +372,8 @@ def test_engine_that_sleeps_can_be_closed(model: Path) -> None:
 def test_gpu_gets_its_memory_back_and_steps_are_captured_again(tmp_path: Path, deterministic: bool) -> None:
     """To within 200 MB of a process that has only its context; results are those of before, with captured steps."""
     folder = write_for_kernels(tmp_path, 0)
-    settings = {**DRAFTING, "max_model_len": 1024, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 30}
-    settings["deterministic"] = deterministic
+    sizes = {"max_model_len": 1024, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 30}
+    settings = {**DRAFTING, **sizes, "deterministic": deterministic}
     torch.cuda.init()
     idle, _ = torch.cuda.mem_get_info()
     with LLM(str(folder), **settings) as llm:

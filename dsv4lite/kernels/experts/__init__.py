@@ -275,9 +275,10 @@ def experts_forward(given: ExpertInputs, shared_TD: Tensor | None = None) -> Ten
 
 
 def _suits(given: ExpertInputs) -> bool:
-    if given.round_inputs or not isinstance(given.w2, FourBit):
-        return not given.round_inputs
-    return isinstance(given.w13, FourBit) and kernels_take(given.w13.group) and kernels_take(given.w2.group)
+    if isinstance(given.w2, FourBit):
+        taken = isinstance(given.w13, FourBit) and kernels_take(given.w13.group) and kernels_take(given.w2.group)
+        return taken and not given.round_inputs
+    return not given.round_inputs
 
 
 @op("experts.triton:experts_outputs_triton", suits=_suits)

@@ -33,7 +33,7 @@ class _Tile:
     Attributes:
         rows, outs: Shape of its piece of the result.
         inputs: Of one turn of its loop.
-        rate: Of products of many tiles, relative to that of the library.
+        rate: Of products of many tiles, relative to that of cuBLAS.
     """
 
     rows: int
@@ -50,20 +50,28 @@ _TILES = (
 )
 
 
+@triton.jit
+def place(pid, M, tiles_n, BM: tl.constexpr, GROUPED: tl.constexpr):
+    """Return the tile of rows and the tile of results: all results of a few tiles of rows come before the next rows."""
+    tiles_m = tl.cdiv(M, BM)
+    first = pid // (GROUPED * tiles_n) * GROUPED
+    size = tl.minimum(tiles_m - first, GROUPED)
+    within = pid % (GROUPED * tiles_n)
+    return first + within % size, within // size
+
+
 @triton.jit(do_not_specialize=["M"])
 def _many_rows_kernel(
     x, w, out, M, N, K, groups,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUPED: tl.constexpr, STAGES: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
-    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    tiles = tiles_m * tiles_n
+    tiles_n = tl.cdiv(N, BN)
+    tiles = tl.cdiv(M, BM) * tiles_n
     for tile in tl.range(tl.program_id(0), tiles * groups, tl.num_programs(0), flatten=True):
-        group, within = tile // tiles, tile % tiles
-        first = within // (GROUPED * tiles_n) * GROUPED
-        size = tl.minimum(tiles_m - first, GROUPED)
-        within = within % (GROUPED * tiles_n)
-        m, n = (first + within % size) * BM, within // size * BN
+        group = tile // tiles
+        pm, pn = place(tile % tiles, M, tiles_n, BM, GROUPED)
+        m, n = pm * BM, pn * BN
         total = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, K, BK, num_stages=STAGES):
             # matmul_rows(x[:, group].float(), w[group].float())

@@ -34,7 +34,7 @@ from dsv4lite.kernels.dispatch import capability_of, ceil_div, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_values, e8m0
 from dsv4lite.kernels.gemm import MANY_ROWS, scale_rows
 from dsv4lite.kernels.gemm.decode_1_triton import fp8_row, groups_row, pair_row, takes_fp8, takes_groups, takes_pair
-from dsv4lite.kernels.gemm.prefill_triton import many_rows, takes_many
+from dsv4lite.kernels.gemm.prefill_triton import many_rows, place, takes_many
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.quantize.triton import quantize_fp8_triton
@@ -246,16 +246,6 @@ def _e4m3_pairs_to_bf16(pairs, GPU: tl.constexpr):
 
 
 @triton.jit
-def _place(pid, M, tiles_n, BM: tl.constexpr, GROUPED: tl.constexpr):
-    """Return the tile of rows and the tile of results: all results of a few tiles of rows come before the next rows."""
-    tiles_m = tl.cdiv(M, BM)
-    first = pid // (GROUPED * tiles_n) * GROUPED
-    size = tl.minimum(tiles_m - first, GROUPED)
-    within = pid % (GROUPED * tiles_n)
-    return first + within % size, within // size
-
-
-@triton.jit
 def _store(out, total, rm, rn, M, N, row_stride, SWAP: tl.constexpr, GPU: tl.constexpr):
     if SWAP:
         p = out + rm[None, :] * row_stride + rn[:, None]
@@ -345,7 +335,7 @@ def product_tile(
     CODES are FP8 operands on a chip without e4m3.
     """
     tiles_n = tl.cdiv(N, BN)
-    pm, pn = _place(pid, M, tiles_n * groups, BM, GROUPED)
+    pm, pn = place(pid, M, tiles_n * groups, BM, GROUPED)
     g = 0 if FP8_X else (pn // tiles_n).to(tl.int64)
     pm, pn = pm.to(tl.int64), (pn if FP8_X else pn % tiles_n).to(tl.int64)  # from here on: divisions of 32 bits are quicker
     rm = pm * BM + tl.arange(0, BM)
