@@ -123,13 +123,16 @@ class Costs:
             (tokens, heads, width), rank = given.q_THC.shape, given.up_HCL.shape[2]
             rows = self.seen if given.selected_TK is None else min(self.seen, given.selected_TK.shape[1])
             read = self._rows(len(given.paging.first_S), tokens, rows, given.rows.format.data_bytes)
-            flop = 2 * tokens * (heads * rows * (2 * rank + given.rope) + given.up_HCL.numel())
+            products = heads * rows * (2 * rank + given.rope)
+            if given.paging.host_spans is not None and given.projected:  # the up-projected form multiplies by every row
+                products = min(products, heads * self.seen * (width + given.up_HCL.shape[1] - given.nope))
+            flop = 2 * tokens * (products + given.up_HCL.numel())
             return Call(name, _size((given.q_THC, given.up_HCL, result)) + read, flop / FLOPS_PER_SECOND)
         if isinstance(given, IndexInputs):
             _, heads, width = given.iq_THC.shape
             tokens, entries = args[2] - args[1], self.seen // given.ratio
             read = self._rows(len(given.paging.first_S), tokens, entries, given.keys.format.data_bytes)
-            written = tokens * (_size(given.iq_THC[0]) + entries * given.iq_THC.itemsize)
+            written = tokens * (_size(given.iq_THC[0]) + entries * given.dtype.itemsize)
             return Call(name, read + written, 2 * tokens * heads * width * entries / FLOPS_PER_SECOND)
         if name == "select_paged":
             scores_NE, _, ratio, _, out = args

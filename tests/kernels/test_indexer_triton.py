@@ -121,6 +121,7 @@ def numbers(kind: str, tokens: int, count: int) -> Tensor:
         (1300, 64, [5199, 4000, 300]),
         (1300, 1, [5199, -1, 3, 7]),
         (3000, 512, [11999, 2051]),
+        (MOST, 2048, [4 * MOST - 1, 4 * 4096 + 3, 4 * 2048 - 1, 4 * 2048]),
         (MOST + 1, 512, [4 * MOST + 3, 4 * 4096 - 1, 4 * 4096 + 3, 2047]),
         *([(1 << 18, 512, [(1 << 20) - 1, 1 << 19, 50000, 2000]), (1 << 18, 1024, [(1 << 20) - 1, 4099])] if ON_GPU else []),
     ],
@@ -159,18 +160,22 @@ def test_no_tokens_give_nothing() -> None:
     assert select_paged_triton(scores, paging, 4, 0, out).shape == (0, 8)
 
 
-@pytest.mark.parametrize("fmt", [UnquantizedRow(32, torch.bfloat16), Fp8Key(32), *([Fp8Key(128)] if ON_GPU else [])], ids=str)
+KEYS: list[RowFormat] = [UnquantizedRow(32, torch.bfloat16), Fp8Key(32)]
+KEYS += [UnquantizedRow(128, torch.bfloat16), Fp8Key(128)] if ON_GPU else []
+
+
+@pytest.mark.parametrize("fmt", KEYS, ids=str)
 @pytest.mark.parametrize(("top_k", "steps", "padding"), [(8, [(200, 1), (3, 1)], 0), (8, [(100, 3), (255, 2), (0, 3)], 2)])
-def test_scores_of_queries_in_float32_equal_the_reference(fmt: RowFormat, top_k: int, steps: Steps, padding: int) -> None:
-    """As in DSA: a key for each token, and with FP8 keys queries that are rounded as these."""
+def test_scores_in_float32_equal_the_reference(fmt: RowFormat, top_k: int, steps: Steps, padding: int) -> None:
+    """As in DSA: a key for each token, and queries that are rounded as the keys."""
     paging = make_paging(steps, DEVICE, padding=padding)
     visible = (paging.positions_T + 1).tolist()
     keys = fill_store(fmt, pages_of(paging.grow_SP), 256, DEVICE, seed=5)
     generator = torch.Generator().manual_seed(4)
     iq = torch.randn(len(visible), 24, fmt.width, generator=generator).to(DEVICE)
-    iq = round_fp8(iq, fmt.width) if isinstance(fmt, Fp8Key) else iq
+    iq = (round_fp8(iq, fmt.width) if isinstance(fmt, Fp8Key) else iq).bfloat16()
     weights = torch.randn(len(visible), 24, generator=generator).to(DEVICE)
-    given = IndexInputs(iq, weights, keys, paging, top_k, max(visible), 0.011)
+    given = IndexInputs(iq, weights, keys, paging, top_k, max(visible), 0.011, float32=True)
     assert given.has_kernel and given.ratio == 1
     got = index_scores_paged_triton(given, 0, len(visible))
     wanted = index_scores_paged.reference(given._replace(top_k=0), 0, len(visible))

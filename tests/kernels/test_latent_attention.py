@@ -93,8 +93,9 @@ def test_every_token_attends_to_its_sequence_or_its_selection(any_order: bool, f
 
 @pytest.mark.parametrize("step", [(0, 1), (0, 2), (0, 130), (255, 2), (300, 40), (513, 200)])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 100, 4096])
-def test_forms_agree_however_the_context_is_cut(step: tuple[int, int], chunk: int) -> None:
-    given = inputs([(3, 2), step], chunk=chunk)
+@pytest.mark.parametrize("top_k", [0, 7])
+def test_forms_agree_however_the_context_is_cut(step: tuple[int, int], chunk: int, top_k: int) -> None:
+    given = inputs([(3, 2), step], chunk=chunk, top_k=top_k)
     first, new = step
     wide = up_projected(given, 1, 2, new, first)
     blocks = [block for block in given.paging.blocks(64, 2) if block.sequence != 0]
@@ -139,6 +140,19 @@ def test_up_projection_pays_from_171_new_tokens_on_a_long_context(heads: int) ->
 @pytest.mark.parametrize("new", [2, 20, 170, 2048])
 def test_prompts_without_context_are_up_projected(heads: int, new: int) -> None:
     assert not absorbs(new, 0, heads, 128, 64, 128, 512)
+
+
+def test_selections_pay_in_long_contexts() -> None:
+    """The up-projected form reads all rows; with few heads their products cost less, those of the absorbed form do not."""
+    wide, narrow = ((heads, 128, 64, 128, 512) for heads in (128, 16))
+    for new, context in ((8192, 0), (2048, 0), (1000, 5000)):
+        assert not absorbs(new, context, *wide, top_k=2048) and not absorbs(new, context, *narrow, top_k=2048)
+    for new, context in ((8192, 8192), (1000, 9000), (300, 5000)):
+        assert absorbs(new, context, *wide, top_k=2048) and not absorbs(new, context, *narrow, top_k=2048)
+    for new, context in ((8192, 1 << 16), (16, 5000), (1, 3000)):
+        assert absorbs(new, context, *wide, top_k=2048) and absorbs(new, context, *narrow, top_k=2048)
+    for new, context in ((170, 1 << 20), (171, 1 << 20), (2000, 0)):  # no token sees more rows than a selection has
+        assert absorbs(new, context, *wide, top_k=1 << 21) == absorbs(new, context, *wide)
 
 
 def test_parts_over_no_rows_change_nothing() -> None:

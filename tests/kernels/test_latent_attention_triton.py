@@ -11,8 +11,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, by_head, latent_attention, projected_rows, splits_of
-from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed
-from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected, plan_rounds
+from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed, widened_rows
+from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected, plan_rounds, selection_bits
 from dsv4lite.kernels.latent_attention.triton import by_head_triton
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp8Latent, RowFormat, UnquantizedRow
@@ -95,6 +95,17 @@ def test_selections_agree_without_splits(layer: Layer) -> None:
     assert got[-1:].eq(0).all()
 
 
+@kernel_test
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if layer[3] != UnquantizedRow(layer[3].width, FLOAT32)], ids=str)
+@pytest.mark.parametrize("top_k", [0, 100])
+def test_rows_that_are_widened_first_change_no_bit(layer: Layer, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs(layer, [(0, 70), (250, 25), (3, 1)], top_k=top_k, padding=2)
+    assert given.widens(97) and not given.widens(1) and not inputs(layer, [(0, 70), (25, 2)], splits=2).widens(72)
+    got = check(given)
+    monkeypatch.setattr(LatentAttentionInputs, "widens", lambda given, tokens: False)
+    assert torch.equal(launch(latent_attention, given), got)
+
+
 PREFILLS = [[(0, 130)], [(0, 1), (70, 1), (0, 70), (3, 2), (100, 66), (5, 1)]]
 if ON_GPU:
     PREFILLS += [[(3000, 1), (0, 1000), (1500, 700), (2, 1), (0, 129), (4000, 3), (77, 400), (0, 2)]]
@@ -104,10 +115,14 @@ if ON_GPU:
 @pytest.mark.parametrize("layer", LAYERS if ON_GPU else LAYERS[:1], ids=str)
 @pytest.mark.parametrize("chunk", [None, 100])
 @pytest.mark.parametrize("steps", PREFILLS, ids=len)
-def test_prefill_agrees(layer: Layer, chunk: int | None, steps: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("top_k", [0, 60])
+def test_prefill_agrees(
+    layer: Layer, chunk: int | None, steps: list[tuple[int, int]], top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows in one round, or in several, which begin inside of sequences; single tokens between prompts are absorbed."""
     monkeypatch.setattr("dsv4lite.kernels.latent_attention._FLOPS_PER_BYTE", 0)  # small layers else are never up-projected
-    given = inputs(layer, steps, padding=2)._replace(any_order=True, chunk_rows=chunk)
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention._LISTED_COST", 1000)
+    given = inputs(layer, steps, padding=2, top_k=top_k)._replace(any_order=True, chunk_rows=chunk)
     paging = replace(given.paging, host_spans=tuple(given.paging.spans()))
     given = given._replace(paging=paging)
     assert given.projected and (len(steps) == 1 or len(given.projected) < len(steps))
@@ -118,19 +133,36 @@ def test_prefill_agrees(layer: Layer, chunk: int | None, steps: list[tuple[int, 
     assert torch.equal(out[found], got[found]) and found.sum() == sum(steps[sequence][1] for sequence in given.projected)
 
 
+@kernel_test
+def test_copies_of_rows_and_bits_of_selections_are_exact() -> None:
+    given = inputs(LAYERS[2], [(0, 70), (250, 25), (3, 1)], top_k=60, padding=2)
+    rows, wide, bits, row = given.rows, widened_rows(given), selection_bits(given), 0
+    for sequence, (first, new) in enumerate([(0, 70), (250, 25), (3, 1)]):
+        at = torch.arange(first + new, device=DEVICE)
+        addresses = given.paging.grow_SP[sequence].long()[at // GROW] * GROW + at % GROW
+        assert torch.equal(wide[sequence, : first + new], rows.read(addresses, BF16))
+        for position in range(first, first + new):
+            found = [p for p in range(32 * bits.shape[1]) if int(bits[row, p // 32]) >> (p % 32) & 1]
+            assert found == (given.selected_TK[row].tolist() if position >= 60 else list(range(position + 1)))
+            row += 1
+    assert not bits[row:].any()
+
+
 def test_rounds_take_all_rows_once_and_blocks_see_those_before_them() -> None:
+    """Sequences continue in the next round at multiples of 64, even if rows of a round stay unused."""
     steps = [(0, 70), (100, 66)]
-    given = inputs(LAYERS[0], steps)._replace(any_order=True, chunk_rows=100)
+    given = inputs(LAYERS[0], steps)._replace(any_order=True, chunk_rows=140)
     rounds = plan_rounds(given, [0, 1], 64)
-    assert [len(addresses) for addresses, _ in rounds] == [100, 100, 36]
+    assert [len(addresses) for addresses, _ in rounds] == [134, 102]
     table = given.paging.grow_SP.long()
     wanted = [int(table[s, p // GROW]) * GROW + p % GROW for s, (first, new) in enumerate(steps) for p in range(first + new)]
     assert torch.cat([addresses for addresses, _ in rounds]).tolist() == wanted
     blocks = [[tuple(block) for block in found.tolist()] for _, found in rounds]
     assert blocks[0][:2] == [(0, 64, 0, 0, 70, 0, 0, 1), (64, 6, 64, 0, 70, 0, 0, 1)]
-    assert blocks[0][2:] == [(70, 64, 100, 0, 30, 70, 0, 0), (134, 2, 164, 0, 30, 70, 0, 0)]
-    assert blocks[1] == [(70, 64, 100, 30, 100, 0, 1, 0), (134, 2, 164, 30, 100, 0, 1, 0)]
-    assert blocks[2] == [(70, 64, 100, 130, 36, 0, 1, 1), (134, 2, 164, 130, 36, 0, 1, 1)]
+    assert blocks[0][2:] == [(70, 64, 100, 0, 64, 70, 0, 0), (134, 2, 164, 0, 64, 70, 0, 0)]
+    assert blocks[1] == [(70, 64, 100, 64, 102, 0, 1, 1), (134, 2, 164, 64, 102, 0, 1, 1)]
+    none_fits = plan_rounds(given._replace(chunk_rows=100), [0, 1], 64)
+    assert [len(addresses) for addresses, _ in none_fits] == [70, 64, 64, 38]
 
 
 def test_rounds_of_kernels_are_bounded() -> None:

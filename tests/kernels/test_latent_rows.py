@@ -67,7 +67,7 @@ def test_scores_of_index_keys_are_those_of_rotated_vectors(interleaved: bool) ->
     for form in (UnquantizedRow(32, torch.float32), Fp8Key(32)):
         store = RowStore(form, pages_of(paging.grow_SP), GROW, CPU)
         store_index_keys(IndexKeyInputs(x, weight, bias, cos, sin, interleaved, store, paging))
-        queries = index_queries(q, cos, sin, store, interleaved=interleaved)[:-1]
+        queries = index_queries(q, cos, sin, store, interleaved=interleaved)[:-1].float()
         dots.append(torch.einsum("thc,kc->thk", queries, store.read(places(paging.grow_SP), torch.float32)))
     k = torch.nn.functional.layer_norm(x[:-1].double(), (32,), weight.double(), bias.double(), 1e-6)
     turn = torch.complex(cos[:-1].double(), sin[:-1].double())

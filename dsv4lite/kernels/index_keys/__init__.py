@@ -2,10 +2,10 @@
 
     k  = rope_first(layer_norm(x) w + b)           stored at the token's position
     q  = rope_first(x), each head
-    with FP8 keys, hadamard of both, and q is rounded to e4m3 like k
+    with FP8 keys, hadamard of both
 
-Source: MLA specification 3.10 and 5.3.  Numerics: float32 throughout, so that scores do not tie; only the row format rounds keys.
-The kernels' sums have another order: results agree to 1e-5, and a few FP8 codes differ.
+Source: MLA specification 3.10 and 5.3.  Numerics: float32, then one rounding, of keys by the row format and of queries like keys.
+The kernels' sums have another order: results agree to 1e-5 before they are rounded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import hadamard, round_fp8
 from dsv4lite.kernels.rope import rope_first
-from dsv4lite.kernels.rows import Fp8Key, RowStore
+from dsv4lite.kernels.rows import Fp8Key, RowStore, UnquantizedRow
 
 EPS = 1e-6
 
@@ -60,8 +60,10 @@ def store_index_keys(given: IndexKeyInputs) -> Tensor:
 
 @op("index_keys.triton:index_queries_triton")
 def index_queries(query_THC: Tensor, cos: Tensor, sin: Tensor, keys: RowStore, *, interleaved: bool) -> Tensor:
-    """Return index queries for the keys of a store, float32 [T, H, C]."""
+    """Return index queries [T, H, C] for the keys of a store, rounded as these: in their dtype, or of FP8 codes bfloat16."""
     turned_THC = rope_first(query_THC.float(), cos, sin, interleaved=interleaved)
-    if not isinstance(keys.format, Fp8Key):
-        return turned_THC
-    return round_fp8(hadamard(turned_THC), keys.format.width)
+    form = keys.format
+    if isinstance(form, Fp8Key):
+        return round_fp8(hadamard(turned_THC), form.width).bfloat16()
+    assert isinstance(form, UnquantizedRow)
+    return turned_THC.to(form.dtype)

@@ -11,7 +11,7 @@ from dsv4lite.kernels.dispatch import ceil_div, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_bytes, e4m3_values, to_bf16
 from dsv4lite.kernels.index_keys import EPS, IndexKeyInputs
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
-from dsv4lite.kernels.rows import Fp8Key, RowStore
+from dsv4lite.kernels.rows import Fp8Key, RowStore, UnquantizedRow
 from dsv4lite.kernels.rows.triton import fp8_scale, hadamard_float32, inverse_root, mean_of, memory_of, store_fp8_key
 
 _HEADS = 8  # of one program
@@ -96,6 +96,8 @@ def _query_kernel(
         byte, inverse = fp8_scale(x, 1)
         scale = (byte << 23).to(tl.float32, bitcast=True)[:, None]
         x = e4m3_values(e4m3_bytes(x * inverse[:, None], False)) * scale
+    if out.dtype.element_ty == tl.bfloat16:
+        x = to_bf16(x, GPU)
     tl.store(out + (t * H + head) * CHANNELS + channel[None, :], x, mask=head < H)
 
 
@@ -128,7 +130,8 @@ def index_queries_triton(query_THC: Tensor, cos: Tensor, sin: Tensor, keys: RowS
     """See ``index_keys.index_queries``."""
     tokens, heads, channels = query_THC.shape
     assert query_THC.stride(2) == 1 and query_THC.stride(1) == channels, query_THC.stride()
-    out = torch.empty(tokens, heads, channels, dtype=torch.float32, device=query_THC.device)
+    dtype = keys.format.dtype if isinstance(keys.format, UnquantizedRow) else torch.bfloat16
+    out = torch.empty(tokens, heads, channels, dtype=dtype, device=query_THC.device)
     if tokens:
         _query_kernel[(tokens, ceil_div(heads, _HEADS))](
             query_THC, cos, sin, out, query_THC.stride(0), H=heads, HEADS=_HEADS,

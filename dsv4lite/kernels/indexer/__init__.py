@@ -3,10 +3,11 @@
     I(t, w) = sum_h a_th relu(iq_th . ik_w)         w < (t + 1) // 4
     S(t)    = the top_k largest
 
-Source: DeepSeek-V4 specification 3.6 and 4.5.  Numerics: in bfloat16 every step rounds, as in the official code (products, weighted
-products and the sum over heads). Ties at the threshold are then common; the older entry is selected. Selected entries are returned
-in ascending order, so attention and its order of summation depend on the scores alone. Scores of the kernels differ from the
-reference's by the order of the sum over heads; the selection from given scores is exact.
+Source: DeepSeek-V4 specification 3.6 and 4.5, MLA specification 3.10.  Numerics: V4's scores are bfloat16, and every step rounds,
+as in the official code (products, weighted products and the sum over heads). Ties at the threshold are then common; the older entry
+is selected. DSA's scores are float32. Selected entries are returned in ascending order, so attention and its order of summation
+depend on the scores alone. Scores of the kernels differ from the reference's by the order of the sum over heads; the selection from
+given scores is exact.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.nn.functional import pad
 from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.gemm import ROW_TILE, matmul_rows
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.kernels.rows import Fp4Key, Fp8Key, RowStore, UnquantizedRow
+from dsv4lite.kernels.rows import RowStore, UnquantizedRow
 
 KEY_BLOCK = 64
 PAGE_TOKENS = 256
@@ -78,15 +79,16 @@ class IndexInputs(NamedTuple):
     """Arguments of the indexer for a step.
 
     Attributes:
-        iq_THC: Index queries: with FP4 keys bfloat16, rounded to FP4; with FP8 keys float32, rounded to FP8; with unquantized keys
-            in their dtype or float32. The reference takes all dtypes with all keys, and scores in the queries' dtype.
-        weights_TH: Head weights, any stride; rounded to the dtype of ``iq``, multiplied by ``weight_scale``, and rounded again.
+        iq_THC: Index queries, rounded as the keys are: bfloat16, or the dtype of unquantized keys. The reference takes all dtypes.
+        weights_TH: Head weights, any stride; rounded to ``dtype``, multiplied by ``weight_scale``, and rounded again.
         keys: Packed or unquantized index keys.
         paging: Positions and pages of the tokens.
         top_k: Number of selected entries; tokens that see no more entries need no scores.
         entries_max: Upper bound of the entries that a token sees, as far as the host knows.
         weight_scale: See ``weights_TH``.
         any_order: In the reference, the order of sums may depend on the rest of the step. Kernels ignore it.
+        float32: Scores and every step towards them are float32, so that they do not tie; otherwise each step rounds to the dtype of
+            the queries.
     """
 
     iq_THC: Tensor
@@ -97,14 +99,18 @@ class IndexInputs(NamedTuple):
     entries_max: int
     weight_scale: float = 1.0
     any_order: bool = False
+    float32: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of scores, and of every step towards them."""
+        return torch.float32 if self.float32 else self.iq_THC.dtype
 
     @property
     def has_kernel(self) -> bool:
         """Whether the kernel takes these queries with these keys."""
-        form, dtype = self.keys.format, self.iq_THC.dtype
-        if isinstance(form, UnquantizedRow):
-            return dtype in (form.dtype, torch.float32)
-        return (isinstance(form, Fp4Key) and dtype == torch.bfloat16) or (isinstance(form, Fp8Key) and dtype == torch.float32)
+        form = self.keys.format
+        return self.iq_THC.dtype == (form.dtype if isinstance(form, UnquantizedRow) else torch.bfloat16)
 
     @property
     def ratio(self) -> int:
@@ -118,7 +124,7 @@ def choose_paged(given: IndexInputs) -> Tensor:
     Tokens are scored in rounds, whose scores take at most ``SCORE_BYTES``.
     """
     tokens, iq_THC = len(given.iq_THC), given.iq_THC
-    round_tokens = max(1, SCORE_BYTES // (iq_THC.element_size() * max(1, given.entries_max)))
+    round_tokens = max(1, SCORE_BYTES // (given.dtype.itemsize * max(1, given.entries_max)))
     selected_TK = torch.empty(tokens, given.top_k, dtype=torch.int32, device=iq_THC.device)
     for begin in range(0, tokens, round_tokens):
         end = min(begin + round_tokens, tokens)
@@ -132,9 +138,9 @@ def index_scores_paged(given: IndexInputs, begin: int, end: int) -> Tensor:
     """Score the visible entries of the tokens ``begin`` to ``end`` of a step; tokens of a sequence share its keys.
 
     Returns:
-        [N, entries_max] in the dtype of ``iq``; undefined where the entry is not visible or the token needs no scores.
+        [N, entries_max] in ``given.dtype``; undefined where the entry is not visible or the token needs no scores.
     """
-    iq_NHC, keys, paging = given.iq_THC[begin:end], given.keys, given.paging
+    iq_NHC, keys, paging = given.iq_THC[begin:end].to(given.dtype), given.keys, given.paging
     weights_NH = given.weights_TH[begin:end].to(iq_NHC.dtype) * given.weight_scale
     scores = torch.full((len(iq_NHC), given.entries_max), float("-inf"), dtype=iq_NHC.dtype, device=iq_NHC.device)
     rows, row_tile = keys.rows_per_page, None if given.any_order else ROW_TILE

@@ -2,9 +2,8 @@
 
     scores      a few tokens of one sequence x pieces of keys: a piece is widened once and stays in shared memory for all tokens
     select      one token whose scores fit into one program's registers: bisection for the threshold, then one cumulative sum
-    segment     one segment of a token's scores if there are more, in three passes: a histogram of each of the two bytes of the
-                scores' ordered bits gives the threshold and the number of entries selected in earlier segments; then selection
-    float32     one token with any number of float32 scores: a pass for each byte of the scores' ordered bits
+    segment     one segment of a token's scores if there are more: histograms of each byte of the scores' ordered bits, a pass for
+                each byte, give the threshold and the number of entries selected in earlier segments; a last pass selects
 
 Kernels skip tokens that see at most ``top_k`` entries.
 """
@@ -27,9 +26,8 @@ from dsv4lite.kernels.rows.triton import bf16, memory_of
 KEYS, FLOAT32_KEYS = 128, 64  # keys of a piece; with float32 queries
 TOKENS = 32  # most tokens that share a piece
 PROGRAMS = 4096  # number of programs that the scores kernel aims at
-SEGMENT = 4096  # scores of one program if a token has more than MOST, or per iteration in float32
+SEGMENT = 4096  # scores of one program if a token has more than MOST
 MOST = 8192  # most scores that one program of ``select`` holds
-_STAGES = 2  # pipeline stages of the loop over queries
 
 # Widens the low and the high nibbles of bytes 0 and 1, then of bytes 2 and 3. Every byte has its own scale: if the product reads k
 # from registers, the four bytes of a thread belong to several keys.
@@ -127,7 +125,7 @@ def _fp8_keys(
 @triton.jit
 def _query(
     iq, weights, row, weight_stride, weight_scale,
-    H: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, GPU: tl.constexpr,
+    H: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, FLOAT32: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Return a token's queries [HEADS, PADDED] and the weights of its heads, float32."""
     head = tl.arange(0, HEADS)
@@ -140,7 +138,6 @@ def _query(
         q = q.to(tl.float32)
     # Reference: weights_NH.to(iq_NHC.dtype) * weight_scale
     weight = tl.load(weights + row * weight_stride + head, mask=head < H, other=0.0).to(tl.float32)
-    FLOAT32: tl.constexpr = iq.dtype.element_ty == tl.float32
     if FLOAT32:
         weight = weight * weight_scale
     else:
@@ -193,7 +190,7 @@ def _scores_kernel(
     FP8: tl.constexpr,
 ):
     wait_for_predecessor()
-    FLOAT32: tl.constexpr = iq.dtype.element_ty == tl.float32
+    FLOAT32: tl.constexpr = scores.dtype.element_ty == tl.float32
     e = tl.arange(0, KEYS)
     step = tl.num_programs(1)
     n = tl.program_id(0) * TOKENS
@@ -212,18 +209,15 @@ def _scores_kernel(
                 k, scale = _fp8_keys(keys, pages, piece, most, PAGE_BYTES, PAGE_ROWS, CHANNELS, KEYS, GPU)
             elif GROUPS == 0:
                 k = _unquantized_keys(keys, pages, piece, most, PAGE_ROWS, CHANNELS, PADDED, KEYS, GPU)
-                if FLOAT32:
-                    k = k.to(tl.float32)
             else:
                 k = _keys(keys, pages, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, KEYS, GPU)
             # Index of the first token that needs scores and sees an entry of the piece.
             needs = n + RATIO * (tl.maximum(TOP_K, piece * KEYS) + 1) - 1 - position
             for token in tl.range(tl.maximum(n, needs), end, num_stages=STAGES):
                 row = token + tl.zeros((), tl.int64)
-                q, weight = _query(iq, weights, row, weight_stride, weight_scale, H, HEADS, CHANNELS, PADDED, GPU)
-                # FP8: an e4m3 number times a power of two is exact in bfloat16, and a key's scale multiplies its score.
-                score = _score(k, q.to(k.dtype) if FP8 else q, weight, FLOAT32, GPU)
-                score = score * scale if FP8 else score
+                q, weight = _query(iq, weights, row, weight_stride, weight_scale, H, HEADS, CHANNELS, PADDED, FLOAT32, GPU)
+                score = _score(k, q, weight, FLOAT32, GPU)
+                score = score * scale if FP8 else score  # a key's scale multiplies its score
                 at = piece * KEYS + e
                 visible = (position + token - n + 1) // RATIO
                 tl.store(scores + row * columns + at, score.to(scores.dtype.element_ty), mask=at < visible)
@@ -232,11 +226,17 @@ def _scores_kernel(
 
 @triton.jit
 def _ordered(scores, at, visible):
-    """Return integers in [0, 65536) in the order of the bfloat16 scores; -1 for invisible entries."""
+    """Return unsigned integers in the order of the scores, of 16 bits or, if these are float32, of 32; 0 for invisible entries.
+
+    No score has the integer 0, which would be a NaN's.
+    """
     # Reference: scores.masked_fill(hidden, -inf); -0 equals 0
-    bits = tl.load(scores + at, mask=at < visible, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    bits = tl.where(bits == 0x8000, 0, bits)
-    return tl.where(at < visible, bits ^ tl.where(bits >= 0x8000, 0xFFFF, 0x8000), -1)
+    BITS: tl.constexpr = scores.dtype.element_ty.primitive_bitwidth
+    SIGN: tl.constexpr = 1 << (BITS - 1)
+    ALL: tl.constexpr = 2 * SIGN - 1
+    bits = tl.load(scores + at, mask=at < visible, other=0.0).to(tl.uint32 if BITS == 32 else tl.uint16, bitcast=True).to(tl.uint32)
+    bits = tl.where(bits == SIGN, 0, bits)
+    return tl.where(at < visible, bits ^ tl.where(bits >= SIGN, ALL, SIGN).to(tl.uint32), 0)
 
 
 @triton.jit
@@ -264,18 +264,19 @@ def _select_kernel(
     at = tl.arange(0, BLOCK)
     number = _ordered(scores + n * columns, at, visible)
     # The largest integer that TOP_K scores reach, bit by bit.
-    threshold = 0
-    for i in range(16):
-        higher = threshold | (0x8000 >> i)
+    BITS: tl.constexpr = scores.dtype.element_ty.primitive_bitwidth
+    threshold = tl.zeros((), tl.uint32)
+    for i in range(BITS):
+        higher = threshold | (tl.full((), 1, tl.uint32) << (BITS - 1 - i))
         threshold = tl.where(tl.sum((number >= higher).to(tl.int32)) >= TOP_K, higher, threshold)
     wanted = TOP_K - tl.sum((number > threshold).to(tl.int32))
     _gather(selected + n * TOP_K, at, number, threshold, 0, 0, wanted)
 
 
 @triton.jit
-def _threshold_bin(count, wanted, BINS: tl.constexpr):
+def _threshold_bin(count, wanted):
     """Return the highest bin that, together with all higher bins, counts ``wanted``; and the count of the higher bins."""
-    bins = tl.arange(0, BINS)
+    bins = tl.arange(0, 256)
     from_here = tl.sum(count) - tl.cumsum(count, 0) + count
     found = tl.max(tl.where(from_here >= wanted, bins, 0))
     return found, tl.sum(tl.where(bins > found, count, 0))
@@ -293,24 +294,15 @@ def _histogram_sums(counts, used, segment, SEGMENTS: tl.constexpr):
 def _store_histogram(counts, number):
     """Store how often each integer in [0, 256) occurs."""
     bins = tl.arange(0, 512)
-    tl.store(counts + bins, tl.histogram(number, 512), mask=bins < 256)
+    tl.store(counts + bins, tl.histogram(number.to(tl.int32), 512), mask=bins < 256)
 
 
 @triton.jit(do_not_specialize=["begin", "columns"])
 def _segment_kernel(
-    scores,
-    positions,
-    highs,
-    lows,
-    selected,
-    begin,
-    columns,
-    TOP_K: tl.constexpr,
-    RATIO: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    PASS: tl.constexpr,
-):
+    scores, positions, counts, selected, begin, columns, TOP_K: tl.constexpr, RATIO: tl.constexpr, SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr, PASS: tl.constexpr,
+):  # fmt: skip
+    BYTES: tl.constexpr = scores.dtype.element_ty.primitive_bitwidth // 8
     n = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(1)
     visible = (tl.load(positions + begin + n) + 1) // RATIO
@@ -320,64 +312,22 @@ def _segment_kernel(
     at = segment * SEGMENT + tl.arange(0, SEGMENT)
     number = _ordered(scores + n * columns, at, visible)
     row = n * tl.num_programs(1)
-    if PASS == 0:
-        _store_histogram(highs + (row + segment) * 256, tl.where(number < 0, 256, number >> 8))
-    else:
-        total, before = _histogram_sums(highs + row * 256, used, segment, SEGMENTS)
-        high, above = _threshold_bin(total, TOP_K, 256)
-        if PASS == 1:
-            _store_histogram(lows + (row + segment) * 256, tl.where(number >> 8 == high, number & 255, 256))
-        else:
-            bins = tl.arange(0, 256)
-            more = tl.sum(tl.where(bins > high, before, 0))
-            total, before = _histogram_sums(lows + row * 256, used, segment, SEGMENTS)
-            low, between = _threshold_bin(total, TOP_K - above, 256)
-            more += tl.sum(tl.where(bins > low, before, 0))
-            equal = tl.sum(tl.where(bins == low, before, 0))
-            _gather(selected + n * TOP_K, at, number, high * 256 + low, more, equal, TOP_K - above - between)
-
-
-@triton.jit
-def _ordered_float32(scores, at, visible):
-    """Return unsigned integers in the order of float32 scores; 0, which stands for no number, for invisible entries."""
-    # Reference: scores.masked_fill(hidden, -inf); -0 equals 0
-    bits = tl.load(scores + at, mask=at < visible, other=0.0).to(tl.uint32, bitcast=True)
-    bits = tl.where(bits == 0x80000000, 0, bits)
-    return tl.where(at < visible, bits ^ tl.where(bits >= 0x80000000, 0xFFFFFFFF, 0x80000000).to(tl.uint32), 0)
-
-
-@triton.jit(do_not_specialize=["begin", "columns"])
-def _select_float32_kernel(
-    scores, positions, selected, begin, columns, TOP_K: tl.constexpr, RATIO: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    n = tl.program_id(0).to(tl.int64)
-    visible = (tl.load(positions + begin + n) + 1) // RATIO
-    if visible <= TOP_K:
-        return
-    scores += n * columns
-    bins = tl.arange(0, 512)
-    # The largest integer that TOP_K scores reach, byte by byte.
-    threshold = tl.zeros((), tl.uint32)
-    wanted = TOP_K
-    for i in range(4):
-        shift = 24 - 8 * i
-        count = tl.zeros((512,), tl.int32)
-        for start in range(0, visible, CHUNK):
-            at = start + tl.arange(0, CHUNK)
-            # If the bytes so far equal the threshold's, this is the next byte; otherwise it is at least 256.
-            byte = (_ordered_float32(scores, at, visible) ^ threshold) >> shift
-            count += tl.histogram(tl.where((at < visible) & (byte < 256), byte, 256).to(tl.int32), 512)
-        found, above = _threshold_bin(tl.where(bins < 256, count, 0), wanted, 512)
-        threshold = threshold | (found.to(tl.uint32) << shift)
+    stride = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * 256  # of a pass
+    bins = tl.arange(0, 256)
+    threshold, wanted, more, equal = tl.zeros((), tl.uint32), TOP_K, 0, 0
+    for i in tl.static_range(PASS):
+        total, before = _histogram_sums(counts + i * stride + row * 256, used, segment, SEGMENTS)
+        found, above = _threshold_bin(total, wanted)
+        threshold = threshold | (found.to(tl.uint32) << (8 * (BYTES - 1 - i)))
         wanted -= above
-    more = tl.zeros((), tl.int32)
-    equal = tl.zeros((), tl.int32)
-    for start in range(0, visible, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        number = _ordered_float32(scores, at, visible)
+        more += tl.sum(tl.where(bins > found, before, 0))
+        equal = tl.sum(tl.where(bins == found, before, 0))
+    if PASS < BYTES:
+        # If the bytes so far equal the threshold's, this is the next byte; otherwise it is at least 256.
+        byte = (number ^ threshold) >> (8 * (BYTES - 1 - PASS))
+        _store_histogram(counts + PASS * stride + (row + segment) * 256, tl.where(at < visible, tl.minimum(byte, 256), 256))
+    else:
         _gather(selected + n * TOP_K, at, number, threshold, more, equal, wanted)
-        more += tl.sum((number > threshold).to(tl.int32))
-        equal += tl.sum((number == threshold).to(tl.int32))
 
 
 def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tensor:
@@ -385,13 +335,13 @@ def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tenso
     iq_NHC, weights_NH, keys, paging = given.iq_THC[begin:end], given.weights_TH[begin:end], given.keys, given.paging
     (count, heads, channels), fmt, entries_max, top_k = iq_NHC.shape, keys.format, given.entries_max, given.top_k
     assert iq_NHC.is_contiguous() and weights_NH.shape == (count, heads) and weights_NH.stride(1) == 1
-    scores = torch.empty(count, entries_max, dtype=iq_NHC.dtype, device=iq_NHC.device)
+    scores = torch.empty(count, entries_max, dtype=given.dtype, device=iq_NHC.device)
     if count == 0 or entries_max <= top_k:
         return scores
     assert given.has_kernel and fmt.width == channels, (fmt, channels, iq_NHC.dtype)
     assert isinstance(fmt, UnquantizedRow) or channels & (channels - 1) == 0, fmt
-    piece, stages = (FLOAT32_KEYS, 1) if iq_NHC.dtype == torch.float32 else (KEYS, _STAGES)
     tokens = 1 if paging.singles else TOKENS
+    piece, stages = (FLOAT32_KEYS, 1) if iq_NHC.dtype == torch.float32 else (KEYS, 2 if paging.singles else 3)
     tiles = ceil_div(count, tokens)
     pieces = min(ceil_div(entries_max, piece), max(1, PROGRAMS // tiles))
     _scores_kernel[(tiles, pieces)](
@@ -440,16 +390,13 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
         return out
     inputs = (scores_NE, paging.positions_T)
     options = {"TOP_K": top_k, "RATIO": ratio, "num_stages": 1, "enable_fp_fusion": True}
-    if scores_NE.dtype == torch.float32:
-        _select_float32_kernel[(count,)](*inputs, out, begin, columns, **options, CHUNK=SEGMENT, num_warps=8)
-        return out
     if columns <= MOST:
         block, early = max(1024, power_of_2(columns)), dependent_launch(out.device)  # few sizes, so that few kernels are compiled
         _select_kernel[(count,)](*inputs, out, begin, columns, **options, BLOCK=block, num_warps=block // 512, launch_pdl=early)
         return out
-    segments = ceil_div(columns, SEGMENT)
+    segments, passes = ceil_div(columns, SEGMENT), scores_NE.element_size()
     options |= {"SEGMENT": SEGMENT, "SEGMENTS": power_of_2(segments), "num_warps": 8}
-    highs, lows = torch.empty(2, count, segments, 256, dtype=torch.int32, device=out.device)
-    for number in range(3):
-        _segment_kernel[(count, segments)](*inputs, highs, lows, out, begin, columns, **options, PASS=number)
+    counts = torch.empty(passes, count, segments, 256, dtype=torch.int32, device=out.device)
+    for number in range(passes + 1):
+        _segment_kernel[(count, segments)](*inputs, counts, out, begin, columns, **options, PASS=number)
     return out

@@ -9,8 +9,7 @@ every row, a chunk of rows at a time, and merges the chunks' results by their lo
 
     m = max(S1, S2),  w_i = exp(S_i - m),  O = (w1 O1 + w2 O2) / (w1 + w2),  S = m + ln(w1 + w2)
 
-``absorbs`` chooses the form for each sequence by operations and bytes. Deterministic models and steps with a selection always use
-the absorbed form.
+``absorbs`` chooses the form for each sequence by operations and bytes. Deterministic models always use the absorbed form.
 
 Source: MLA specification 3.4 to 3.7 and 3.11.  Numerics: float32 from queries and rows to the results, one rounding to the dtype of
 the queries. The two forms agree to 1e-5 of the largest result in float32. Kernels round queries in the space of latents,
@@ -37,8 +36,10 @@ ROUND_BYTES = 1 << 28  # bytes of keys and values that kernels up-project at a t
 ROUND_TOKENS = 1024  # tokens whose latent queries kernels hold at a time
 _FLOPS_PER_BYTE = 206  # cost model: operations per byte of memory traffic of an H200, bfloat16
 _ITEM = 2  # cost model: bytes of a number
+_LISTED_COST = 1.2  # cost model: time of an operation in the absorbed form with a selection, whose rows lie apart
 _TOKENS = 64  # tokens that the reference processes at a time
 _GATHERED_ROWS = 1 << 15  # rows that the reference reads for them, all tokens together
+WIDENED_ROWS = 16  # most rows per token of a step whose rows are all widened first
 PROGRAMS = 264  # programs that ``splits_of`` aims at; the same on every chip, for the same bits
 MOST_HEADS = 64  # most heads of one program
 _MOST_SPLITS = 64
@@ -96,16 +97,21 @@ class LatentAttentionInputs(NamedTuple):
         """P."""
         return self.q_THC.shape[2] - self.rope
 
+    def widens(self, tokens: int) -> bool:
+        """Return whether kernels first widen all rows of the step, of which ``tokens`` tokens attend in the absorbed form."""
+        rows = self.paging.grow_SP.numel() * self.rows.rows_per_page
+        return self.paging.splits == 1 and rows <= WIDENED_ROWS * tokens and self.q_THC.dtype == torch.bfloat16
+
     @property
     def projected(self) -> list[int]:
         """The sequences that use the up-projected form."""
-        if not self.any_order or self.selected_TK is not None:
+        if not self.any_order:
             return []
         heads, width, latent = self.up_HCL.shape
         sizes = (heads, self.nope, self.rope, width - self.nope, latent)
-        spans = enumerate(self.paging.spans())
-        wanted = (s for s, (_, new, first) in spans if new >= _LEAST_SHARING and first >= 0 and not absorbs(new, first, *sizes))
-        return list(wanted)
+        top_k = None if self.selected_TK is None else self.selected_TK.shape[1]
+        spans = [(s, new, first) for s, (_, new, first) in enumerate(self.paging.spans()) if new >= _LEAST_SHARING and first >= 0]
+        return [s for s, new, first in spans if not absorbs(new, first, *sizes, top_k=top_k)]
 
 
 def projected_rows(heads: int, channels: int, itemsize: int) -> int:
@@ -113,21 +119,35 @@ def projected_rows(heads: int, channels: int, itemsize: int) -> int:
     return max(CHUNK_ROWS, ROUND_BYTES // (itemsize * heads * channels))
 
 
-def absorbs(new: int, context: int, heads: int, nope: int, rope: int, value: int, latent: int) -> bool:
+def absorbs(new: int, context: int, heads: int, nope: int, rope: int, value: int, latent: int, top_k: int | None = None) -> bool:
     """Return whether the absorbed form costs no more than the other, for ``new`` tokens of a sequence after ``context`` tokens.
 
     The cost of a form is the larger of its operations and of ``_FLOPS_PER_BYTE`` times its memory traffic. Without context the
     up-projected form never costs more. With a long context it costs less from 171 new tokens on, at the sizes of V2 and V3 and for
     any number of heads.
+
+    With a selection of ``top_k`` rows for each token, only the absorbed form leaves out the other rows. But each of its operations
+    takes ``_LISTED_COST`` times as long, and with few heads it multiplies as much as with ``MOST_HEADS``. At the sizes of V3.2 it
+    costs less after a context of some 4,000 to 6,000 tokens, with 16 heads of 18,000 to 28,000.
     """
-    rows, pairs = context + new, new * context + new * (new + 1) // 2
+    rows, pairs = context + new, _pairs(context, context + new)
     projection = 2 * heads * latent * (nope + value)  # of one row, or of one query and its result
     read = _ITEM * (latent + rope)
     written = _ITEM * heads * (nope + value)  # keys and values of one row, which are read again
-    absorbed = pairs * 2 * heads * (2 * latent + rope) + new * projection, rows * read
+    listed: float = pairs
+    if top_k is not None:
+        start, end = max(context, top_k), max(context + new, top_k)
+        cost = _LISTED_COST * max(1.0, MOST_HEADS / heads)
+        listed = pairs - _pairs(start, end) + cost * top_k * (end - start)
+    absorbed = listed * 2 * heads * (2 * latent + rope) + new * projection, rows * read
     projected = pairs * 2 * heads * (nope + rope + value) + rows * projection, rows * (read + 2 * written)
     costs = [max(flops, _FLOPS_PER_BYTE * moved) for flops, moved in (absorbed, projected)]
     return costs[0] <= costs[1]
+
+
+def _pairs(start: int, end: int) -> int:
+    """Return how many rows the tokens from position ``start`` to ``end`` see together."""
+    return (end * (end + 1) - start * (start + 1)) // 2
 
 
 @op("latent_attention.triton:latent_attention_triton")
@@ -197,8 +217,22 @@ def up_projected(given: LatentAttentionInputs, sequence: int, begin: int, new: i
             q = q_NHC[number * _TOKENS : (number + 1) * _TOKENS]
             position_N = first + number * _TOKENS + torch.arange(len(q), device=device)
             if start <= first + number * _TOKENS + len(q) - 1:
-                parts[number] = merged(part, attend(q, keys, values, at_R <= position_N[:, None], given.scale))
+                seen_NR = _seen(given, begin + number * _TOKENS, position_N, at_R)
+                parts[number] = merged(part, attend(q, keys, values, seen_NR, given.scale))
     return torch.cat([out for out, _ in parts])
+
+
+def _seen(given: LatentAttentionInputs, begin: int, position_N: Tensor, at_R: Tensor) -> Tensor:
+    """Return which of a sequence's rows at consecutive positions the tokens from row ``begin`` on attend to, bool [N, R]."""
+    seen_NR, selected_TK = at_R <= position_N[:, None], given.selected_TK
+    if selected_TK is None:
+        return seen_NR
+    start, top_k = at_R[0], selected_TK.shape[1]
+    place_NK = selected_TK[begin : begin + len(position_N)].long() - start
+    inside_NK = (place_NK >= 0) & (place_NK < len(at_R))
+    listed_NR = torch.zeros(len(position_N), len(at_R) + 1, dtype=torch.bool, device=at_R.device)
+    listed_NR.scatter_(1, torch.where(inside_NK, place_NK, len(at_R)), True)  # the last column takes positions of other chunks
+    return torch.where((position_N < top_k)[:, None], seen_NR, listed_NR[:, :-1])
 
 
 Part = tuple[Tensor, Tensor]

@@ -5,6 +5,9 @@ pieces s, s + splits, … A piece is read once, for both products and all heads 
 values. Codes of FP8 rows are widened to bfloat16 in registers. The next piece is loaded while one is processed, so that programs on
 the same multiprocessor do not all wait for memory at the same time.
 
+Neighbouring tokens of a prompt read mostly the same rows. If a step has many tokens for its rows, a first launch copies all rows,
+widened to bfloat16, from pages to where their positions say; the bits of the results are the same.
+
 A float32 product is three TF32 products; the tensor cores truncate their sums, which costs a few of float32's last bits.
 """
 
@@ -24,6 +27,7 @@ from dsv4lite.kernels.rows.packed import LOG2_E, WIDEN_E4M3, narrowed
 from dsv4lite.kernels.rows.triton import memory_of, rotate_tail
 
 _CHUNK = 8  # splits that are merged at a time
+_WIDENED = 32  # rows of one program of ``widened``
 
 
 def _tile_for(heads: int, fp8: bool, listed: bool, itemsize: int, capability: int) -> Tile:
@@ -64,7 +68,8 @@ def _widened(codes, scales, GPU: tl.constexpr):
 
 @triton.jit
 def _locate(
-    piece, count, listed, memory, selected, grow, TOP_K: tl.constexpr, ROW: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr
+    piece, count, listed, memory, selected, grow, TOP_K: tl.constexpr, ROW: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
+    WIDENED: tl.constexpr,
 ):  # fmt: skip
     """Return pointers to a piece's rows, and which of them exist."""
     # Reference: entry_addresses
@@ -73,6 +78,8 @@ def _locate(
     if TOP_K > 0:
         chosen = at < tl.where(listed, count, 0)
         at = tl.where(chosen, tl.load(selected + at, mask=chosen, other=0), at)
+    if WIDENED:
+        return memory + at.to(tl.int64) * ROW, live
     if TOP_K == 0 and PLACES % ROWS == 0:
         first = piece * ROWS
         page = tl.load(grow + first // PLACES, mask=first < count, other=0).to(tl.int64)
@@ -137,7 +144,7 @@ def _absorbed_kernel(
     query, q, cos, sin, memory, selected, positions, sequences, grow, out, stats, q_row, columns, scale, begin,
     H: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, TAIL: tl.constexpr,
     ROW: tl.constexpr, PLACES: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, FP8: tl.constexpr, TURNS: tl.constexpr, GPU: tl.constexpr,
+    STAGES: tl.constexpr, FP8: tl.constexpr, WIDENED: tl.constexpr, TURNS: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     FLOAT32: tl.constexpr = query.dtype.element_ty == tl.float32
     PRECISION: tl.constexpr = "tf32x3" if FLOAT32 else "tf32"
@@ -155,7 +162,11 @@ def _absorbed_kernel(
     if SPLITS > 1:  # noqa: SIM102  decided when compiled; the other when run
         if split >= pieces:
             return
-    grow += tl.load(sequences + of_step).to(tl.int64) * columns
+    sequence = tl.load(sequences + of_step).to(tl.int64)
+    if WIDENED:
+        memory += sequence * columns * (PLACES * ROW)
+    else:
+        grow += sequence * columns
     selected += of_step * TOP_K
     at = token * H + head[:, None]
     inside = (head < H)[:, None]
@@ -174,7 +185,7 @@ def _absorbed_kernel(
     peak = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     for piece in tl.range(split, pieces, SPLITS, num_stages=STAGES):
-        data, live = _locate(piece, count, listed, memory, selected, grow, TOP_K, ROW, PLACES, ROWS)
+        data, live = _locate(piece, count, listed, memory, selected, grow, TOP_K, ROW, PLACES, ROWS, WIDENED)
         latents, scales, k1 = _fetch(data, live, LATENT, PADDED, ROPE, TAIL, FP8)
         k0 = _widened(latents, scales, GPU) if FP8 else latents
         if FLOAT32 or not GPU:
@@ -234,17 +245,55 @@ def _merge_kernel(
     tl.store(out + at * LATENT + column, o.to(out.dtype.element_ty), mask=column < LATENT)
 
 
-def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int = 0) -> Tensor:
+@triton.jit(do_not_specialize=["columns", "row_stride"])
+def _widen_kernel(
+    memory, grow, firsts, lens, out, columns, row_stride, LATENT: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr,
+    TAIL: tl.constexpr, ROW: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    PARTS: tl.constexpr = PLACES // ROWS
+    page = tl.program_id(0) // PARTS
+    sequence, column = page // columns, page % columns
+    place = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
+    live = column * PLACES + place < tl.load(firsts + sequence) + tl.load(lens + sequence)
+    source = tl.load(grow + sequence * row_stride + column).to(tl.int64)
+    latents, scales, tails = _fetch(memory + (source * PLACES + place) * ROW, live, LATENT, PADDED, ROPE, TAIL, FP8)
+    wide = _widened(latents, scales, GPU).to(tl.bfloat16) if FP8 else latents
+    out += (page.to(tl.int64) * PLACES + place)[:, None] * (LATENT + ROPE)
+    latent, pair = tl.arange(0, PADDED)[None, :], tl.arange(0, TAIL)[None, :]
+    tl.store(out + latent, wide, mask=live[:, None] & (latent < LATENT))
+    tl.store(out + LATENT + pair, tails, mask=live[:, None] & (pair < ROPE))
+
+
+def widened_rows(given: LatentAttentionInputs) -> Tensor:
+    """Return all rows that the tokens may see, bfloat16 [S, N, L + R] by sequence and position; undefined past a sequence's end."""
+    (sequences, columns), paging, rows, device = given.paging.grow_SP.shape, given.paging, given.rows, given.q_THC.device
+    places, latent, memory = rows.rows_per_page, given.up_HCL.shape[2], memory_of(rows)
+    row, fp8 = _row_elements(rows.format, memory, places)
+    assert places % _WIDENED == 0 and paging.grow_SP.stride(1) == 1
+    wide_SNR = torch.empty(sequences, columns * places, latent + given.rope, dtype=torch.bfloat16, device=device)
+    _widen_kernel[(sequences * columns * places // _WIDENED,)](
+        memory, paging.grow_SP, paging.first_S, paging.lens_S, wide_SNR, columns, paging.grow_SP.stride(0),
+        LATENT=latent, PADDED=max(16, power_of_2(latent)), ROPE=given.rope, TAIL=max(16, power_of_2(given.rope)), ROW=row,
+        PLACES=places, ROWS=_WIDENED, FP8=fp8, GPU=on_gpu(device), num_warps=4, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
+    return wide_SNR
+
+
+def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int = 0, wide_SNR: Tensor | None = None) -> Tensor:
     """Return the weighted sums of latents [N, H, L]; zeros for padding.
 
     Args:
         given: The step.
         query_THL: Latent queries [N, H, L] of the step's tokens from ``begin`` on.
         begin: First token.
+        wide_SNR: The result of ``widened_rows``, if the rows are read from it.
     """
     (tokens, heads, latent), rows, paging, q = query_THL.shape, given.rows, given.paging, given.q_THC
     memory, splits, device = memory_of(rows), paging.splits, q.device
     row, fp8 = _row_elements(rows.format, memory, rows.rows_per_page)
+    columns = paging.grow_SP.stride(0)
+    if wide_SNR is not None:
+        memory, row, fp8, columns = wide_SNR, wide_SNR.shape[2], False, paging.grow_SP.shape[1]
     assert q.stride()[1:] == (q.shape[2], 1) and query_THL.is_contiguous() and (fp8 or memory.dtype == q.dtype), (
         q.dtype,
         memory.dtype,
@@ -254,7 +303,8 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
     tile = _tile_for(heads, fp8, top_k > 0, q.element_size(), capability_of(device))
     # A row's address depends on its page number, which may depend on its position: each of these loads needs as many stages as the
     # row. If a branch in the kernel makes the compiler load the next piece early, two stages suffice.
-    stages = 2 if tile.heads > 16 and not fp8 else 1 + (tile.num_stages - 1) * (3 if top_k else 2)
+    loads = 1 + (top_k > 0) + (wide_SNR is None)
+    stages = 2 if tile.heads > 16 and not fp8 else 1 + (tile.num_stages - 1) * loads
     layer = {
         "H": heads, "LATENT": latent, "PADDED": max(16, power_of_2(latent)), "TOP_K": top_k, "SPLITS": splits,
         "ROWS": tile.rows, "GPU": on_gpu(device),
@@ -267,11 +317,11 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
     selected = paging.positions_T if given.selected_TK is None else given.selected_TK
     tables = (paging.positions_T, paging.sequence_T, paging.grow_SP)
     _absorbed_kernel[(tokens * ceil_div(heads, tile.heads), splits)](
-        query_THL, q, *given.angles(), memory, selected, *tables, parts, stats, q.stride(0), paging.grow_SP.stride(0),
+        query_THL, q, *given.angles(), memory, selected, *tables, parts, stats, q.stride(0), columns,
         given.scale * LOG2_E, begin,
         **layer, NOPE=given.nope, ROPE=given.rope, TAIL=max(16, power_of_2(given.rope)), ROW=row,
         PLACES=rows.rows_per_page, HEADS=tile.heads, STAGES=stages, FP8=fp8,
-        TURNS=given.cos is not None,
+        WIDENED=wide_SNR is not None, TURNS=given.cos is not None,
         num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:

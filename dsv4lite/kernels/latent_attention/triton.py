@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.latent_attention import ROUND_TOKENS, LatentAttentionInputs
-from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed
+from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed, widened_rows
 from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected
 from dsv4lite.kernels.rows.packed import narrowed
 
@@ -74,16 +74,19 @@ def latent_attention_triton(given: LatentAttentionInputs) -> Tensor:
     if projected:
         attend_projected(given, projected, out_THV)
     # The other sequences' rows and padding, which lie between those of ``projected``.
+    spans = [paging.spans()[sequence] for sequence in projected]
+    wide_SNR = widened_rows(given) if given.widens(len(q_THC) - sum(new for _, new, _ in spans)) else None
     begin = 0
-    for first, new, _ in (*(paging.spans()[sequence] for sequence in projected), (len(q_THC), 0, 0)):
+    for first, new, _ in (*spans, (len(q_THC), 0, 0)):
         for start in range(begin, first, ROUND_TOKENS):
-            _attend(given, out_THV, slice(start, min(start + ROUND_TOKENS, first)))
+            _attend(given, out_THV, slice(start, min(start + ROUND_TOKENS, first)), wide_SNR)
         begin = first + new
     return out_THV
 
 
-def _attend(given: LatentAttentionInputs, out_THV: Tensor, part: slice) -> None:
+def _attend(given: LatentAttentionInputs, out_THV: Tensor, part: slice, wide_SNR: Tensor | None) -> None:
     """Write the results of some tokens in the absorbed form."""
     up_HCL, nope, any_order = given.up_HCL, given.nope, given.any_order
     query_THL = by_head_triton(given.q_THC[part, :, :nope], up_HCL[:, :nope].transpose(1, 2), any_order=any_order)
-    by_head_triton(attend_absorbed(given, query_THL, part.start), up_HCL[:, nope:], any_order=any_order, out=out_THV[part])
+    mixed_THL = attend_absorbed(given, query_THL, part.start, wide_SNR)
+    by_head_triton(mixed_THL, up_HCL[:, nope:], any_order=any_order, out=out_THV[part])

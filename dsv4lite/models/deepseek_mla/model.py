@@ -67,7 +67,7 @@ class Indexer(nn.Module):
         iq_THC = index_queries(query_THC, *batch.rope_T, keys, interleaved=c.index_interleaved)
         weights_TH = linear(x_TD, self.weights_proj, torch.float32)
         limits = (c.index_topk, batch.max_tokens, self._scale, self.any_order)
-        selected_TK = choose_paged(IndexInputs(iq_THC, weights_TH, keys, batch.paging, *limits))
+        selected_TK = choose_paged(IndexInputs(iq_THC, weights_TH, keys, batch.paging, *limits, float32=True))
         return selection_of(selected_TK, self.layer, batch.given, batch.chosen)
 
     def store_keys(self, x_TD: Tensor, batch: Batch, cache: LayerCache) -> None:

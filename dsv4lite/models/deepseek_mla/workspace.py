@@ -7,7 +7,7 @@ otherwise; D model, H heads, I expert width, K experts per token.
 from __future__ import annotations
 
 from dsv4lite.kernels.indexer import SCORE_BYTES
-from dsv4lite.kernels.latent_attention import CHUNK_ROWS, MOST_HEADS, PROGRAMS, ROUND_TOKENS, projected_rows
+from dsv4lite.kernels.latent_attention import CHUNK_ROWS, MOST_HEADS, PROGRAMS, ROUND_TOKENS, WIDENED_ROWS, projected_rows
 from dsv4lite.models.config import PassBytes
 from dsv4lite.models.deepseek_mla.config import MlaConfig
 from dsv4lite.models.shard import ModelShard
@@ -50,13 +50,19 @@ def _references(config: MlaConfig, numerics: Numerics, heads: int, tokens: int, 
 
 
 def _kernels(config: MlaConfig, numerics: Numerics, heads: int, tokens: int, longest: int) -> int:
-    """Return the same for the kernels: absorbed queries and results; or rows, keys and values of one round, and partial results."""
+    """Return the same for the kernels.
+
+    The absorbed form has queries, results and copies of rows; the other rows, keys and values of one round, partial results, and a
+    bit for each token and row if tokens have selections.
+    """
     c, item = config, numerics.dtype.itemsize
     absorbed = 2 * item * min(tokens, ROUND_TOKENS) * heads * c.kv_lora_rank
+    absorbed += item * WIDENED_ROWS * tokens * c.row_width
     if numerics.deterministic:
         return absorbed
     absorbed += _FLOAT * PROGRAMS * MOST_HEADS * (c.kv_lora_rank + 2)
     rows = min(tokens * longest, projected_rows(heads, c.nope_dim + c.value_dim, item))
     read = _ID * 3 + item * c.row_width + (2 * _FLOAT * c.row_width if numerics.fp8_rows else 0)
     projected = rows * (read + item * heads * (c.nope_dim + c.value_dim)) + tokens * _FLOAT * heads * (c.value_dim + 2)
+    projected += tokens * longest // 8 if c.selects else 0
     return max(absorbed, projected)
