@@ -466,7 +466,8 @@ class EngineConfig:
         names = [f.name for f in fields(cls)]
         for key in settings:
             if key not in names:
-                raise ConfigError(f"unknown engine setting {shown(key)}{near_match(key, names)}")
+                hint = "; every engine can sleep" if str(key).startswith("enable_sleep") else near_match(key, names)
+                raise ConfigError(f"unknown engine setting {shown(key)}{hint}")
         return cls(**settings)
 
 

@@ -8,11 +8,11 @@ hidden event loop.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 import anyio
 import anyio.to_thread
@@ -34,7 +34,7 @@ from dsv4lite.api.prepare import (
     row_job,
     score_job,
 )
-from dsv4lite.api.session import NOT_UPDATING, STARTED, PauseMode, Update, UpdateMode, require_pause_mode
+from dsv4lite.api.session import NOT_UPDATING, SERVING, STARTED, PauseMode, Update, UpdateMode, require_pause_mode
 from dsv4lite.api.streams import AsyncCompletions, AsyncStream
 from dsv4lite.api.update import AsyncWeightUpdate
 from dsv4lite.checks import file_name, require
@@ -44,6 +44,8 @@ from dsv4lite.request import MEMORY_TAGS, Logprobs, MemoryTag, Phase, Prompt, Re
 
 if TYPE_CHECKING:
     from dsv4lite.engine.contract import ExecutionContract
+
+T = TypeVar("T")
 
 
 def _scores(output: RequestOutput) -> Logprobs:
@@ -477,6 +479,32 @@ class AsyncLLM(BaseLLM):
         self._check("weight_checksums", *STARTED)
         return await self._bridge.wait(self._session.weight_checksums())
 
+    async def apply(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """Run ``function(model, rank, *arguments)`` on every rank between two steps; return the results in the order of ranks.
+
+        The function gets the rank's part of the model, a ``torch.nn.Module``, under ``torch.inference_mode``. Ranks in other
+        processes get it and its arguments by pickle, and send results back in the same way, tensors on the CPU.
+
+        Raises:
+            InvalidRequestError: The function or an argument cannot be sent to other processes.
+            EngineStateError: As ``weight_checksums``.
+            Exception: What the function raises on a rank; every rank has run it by then.
+        """
+        require(callable(function), "function", function, "must be callable")
+        self._check("apply", *STARTED)
+        return await self._bridge.wait(self._session.apply(function, arguments))
+
+    async def warmup(self) -> None:
+        """Capture all shapes of decode steps now, for example after ``wake_up``; else each is captured when it is first needed.
+
+        The start does the same. Without effect on a CPU.
+
+        Raises:
+            EngineStateError: The engine is asleep, or has no valid weights.
+        """
+        self._check("warmup", *SERVING)
+        await self._bridge.wait(self._session.engine("warmup", *SERVING).capture_steps())
+
     async def execution_contract(self) -> ExecutionContract:
         """Return all that the bits of results depend on besides the tokens, for comparison with a trainer's contract.
 
@@ -607,6 +635,8 @@ class LLM(BaseLLM):
     reset_prefix_cache = blocking(AsyncLLM.reset_prefix_cache, finish)
     update_weights = blocking(AsyncLLM.update_weights, WeightUpdate)
     weight_checksums = blocking(AsyncLLM.weight_checksums, finish)
+    apply = blocking(AsyncLLM.apply, finish)
+    warmup = blocking(AsyncLLM.warmup, finish)
     execution_contract = blocking(AsyncLLM.execution_contract, finish)
     sleep = blocking(AsyncLLM.sleep, finish)
     wake_up = blocking(AsyncLLM.wake_up, finish)

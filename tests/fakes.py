@@ -152,6 +152,12 @@ class FakeEngine:
     def weight_checksums(self) -> Future[dict[str, str]]:
         return self.call(lambda: {"w": "0" * 16})
 
+    def apply(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[list[Any]]:
+        return self.call(lambda: [function("model", 0, *arguments)])
+
+    def capture_steps(self) -> Future[None]:
+        return self.call(lambda: self.told.append(("capture_steps",)))
+
     def _told(self, *call: Any) -> Future[None]:
         def do() -> None:
             self.told.append(call)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from dsv4lite.engine.rank import Probe
+from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.kernels.paging import Paging
 
@@ -64,3 +67,36 @@ def without_device(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     patch.setattr(torch.cuda, "current_stream", lambda device=None: stream())
     patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Callable[[], Any]]]:
+    """Let engines with ``captured_engines`` capture and replay; yield what was captured."""
+    captured: list[Callable[[], Any]] = []
+
+    def counted(graphs: StepGraphs, work: Callable[[], Any]) -> Any:
+        captured.append(work)
+        return record(graphs, work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        without_device(patch)
+        patch.setattr(StepGraphs, "_record", counted)
+        yield captured
+
+
+@contextmanager
+def captured_engines(**sizes: Any) -> Iterator[None]:
+    """Give graphs to engines that start in this block, which is inside of one of ``recorded`` that outlasts them."""
+
+    def build(probe: Probe, *args: Any) -> Runner:
+        runner: Any = building(probe, *args)
+        options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, **sizes}
+        if runner._drafter is not None:
+            options |= {"widths": (1, 1 + runner._drafter.most), "drafter": runner._drafter}
+        runner._graphs = runner._resident._graphs = StepGraphs(runner.model, runner.cache, **options, sampling=runner.sampler)
+        return runner  # type: ignore[no-any-return]
+
+    building = Probe.build
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Probe, "build", build)
+        yield

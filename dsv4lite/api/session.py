@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakSet
 
 from dsv4lite.api.bridge import Bridge, Callback, Signal
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from dsv4lite.engine.contract import ExecutionContract
     from dsv4lite.engine.engine import Engine
 
+T = TypeVar("T")
 PauseMode = Literal["keep", "wait", "abort"]
 UpdateMode = Literal["keep", "wait", "abort", "recompute"]
 
@@ -610,6 +611,11 @@ class Session:
         """Ask for the checksums of the weights, if there are any."""
         with self._lock:
             return self._engine_with_weights("weight_checksums").weight_checksums()
+
+    def apply(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> Future[list[T]]:
+        """Run a function of the model on every rank, if the weights are there."""
+        with self._lock:
+            return self._engine_with_weights("apply").apply(function, arguments)
 
     def execution_contract(self) -> Future[ExecutionContract]:
         """Ask for all that the bits of results depend on, the weights included."""

@@ -258,6 +258,14 @@ class Engine:
         """Allocate memory that ``sleep`` released, and restore the weights from host memory. An error changes nothing."""
         return self.call(lambda engine: engine._wake_up(tags))
 
+    def apply(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> Future[list[T]]:
+        """Run ``function(model, rank, *arguments)`` on every rank; return the results by rank."""
+        return self.ask("apply", function, arguments)
+
+    def capture_steps(self) -> Future[None]:
+        """Capture all steps that have no graphs."""
+        return self.ask("capture")
+
     def weight_checksums(self) -> Future[dict[str, str]]:
         """Return the checksums of whole tensors by their official names."""
         return self.call(lambda engine: whole_checksums(engine._ask("checksums")))

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
+from pickle import PicklingError
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -21,7 +22,7 @@ from dsv4lite.engine.resident import Ask
 from dsv4lite.engine.runner import Runner, StepResult
 from dsv4lite.engine.wire import PlanWriter
 from dsv4lite.engine.worker import Change, ChangeMethod, ExternalWorker, Start, Step, answer_to
-from dsv4lite.errors import DSV4LiteError, EngineDeadError, WeightUpdateError, described
+from dsv4lite.errors import DSV4LiteError, EngineDeadError, InvalidRequestError, WeightUpdateError, described
 from dsv4lite.parallel.channel import Channel, Closed, encode
 from dsv4lite.parallel.launch import RankProcess
 from dsv4lite.parallel.mesh import LOOPBACK, Mesh, open_store
@@ -315,12 +316,17 @@ class MultiRankExecutor:
         """Call a method of every rank's ``Resident``; return the results by rank. No step may be in flight.
 
         Raises:
+            InvalidRequestError: The arguments cannot be sent to other processes.
             WeightUpdateError: The tensors that ranks rejected, joined.
             Exception: The error of one rank. By then, every rank has run the method or failed in it.
         """
         assert self._watch is not None
         with ExitStack() as stack:
-            message = encode(self._with_shared_tensors(ask, stack))
+            try:
+                message = encode(self._with_shared_tensors(ask, stack))
+            except (PicklingError, AttributeError, TypeError) as error:  # what ``pickle`` raises for local functions, locks, …
+                problem = f"{ask.method}: {error}; other ranks get functions and arguments by pickle: define them in a module"
+                raise InvalidRequestError(problem, parameter=ask.method, value=ask.arguments) from error
             for process in self._processes.values():
                 self._send(process.work, message)
             answers = [] if self._local is None else [answer_to(self._local, ask)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from dsv4lite.weights.update import Bucket, Transaction, checksum
 log = logging.getLogger("dsv4lite.engine")
 
 ResidentMethod = Literal[
-    "begin", "take", "check", "write", "roll_back", "copy_out", "drop_copies", "release", "restore", "checksums"
+    "begin", "take", "check", "write", "roll_back", "copy_out", "drop_copies", "release", "restore", "checksums", "apply", "capture"
 ]  # of ``Resident``
 Checksums = dict[str, dict[tuple[tuple[int, int], ...], int]]
 """By official name and (begin, end) of a part in each dimension: the checksum of the part."""
@@ -126,7 +126,16 @@ class Resident:
             found[name] = {bounds: checksum(slot.values().float(), cut, specs[name].shape)}
         return found
 
+    def apply(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Return the result of a function of the model and this rank's number."""
+        return function(self._model, self._model.shard.mesh.rank, *arguments)
+
     # --------------------------------------------------------------------------------------------------------------- memory
+
+    def capture(self) -> None:
+        """Capture the steps that have no graphs, the largest first: smaller ones reuse the memory of their pool."""
+        if self._graphs is not None:
+            self._graphs.capture_missing(reversed(self._graphs.shapes))
 
     def _weights(self) -> list[Tensor]:
         """Return the tensors that a full update writes, each once."""

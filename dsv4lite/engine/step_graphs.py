@@ -18,7 +18,7 @@ The device does not wait for the host between these graphs. All of them use tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -278,6 +278,16 @@ class StepGraphs:
                 self._passes[shape.sequences], _ = self._record(partial(self._draft, shape.sequences))
         self._captured[shape] = _Captured(shape=shape, graph=graph, inputs=inputs, output=output, start_drafts=start_drafts)
 
+    def capture_missing(self, shapes: Iterable[GraphShape]) -> None:
+        """Capture the shapes that have no graphs, between two steps."""
+        missing = [shape for shape in shapes if shape not in self._captured]
+        if missing:
+            following, drafts = self._next.clone(), self._drafts.clone()
+            for shape in missing:
+                self.capture(shape)
+            self._next.copy_(following)  # captures overwrote these, and the next step may start from them
+            self._drafts.copy_(drafts)
+
     def replay(self, sequences: Sequence[SequencePlan], shape: GraphShape) -> StepOutput | Tensor:
         """Run a step; all pipeline stages but the last return their streams [B, N, D].
 
@@ -285,11 +295,7 @@ class StepGraphs:
             sequences: In the order of the rows, ``shape.width`` rows each; the remaining rows are padding.
             shape: From ``shape_for``.
         """
-        if shape not in self._captured:
-            following, drafts = self._next.clone(), self._drafts.clone()
-            self.capture(shape)
-            self._next.copy_(following)  # the capture overwrote these, and this step may start from them
-            self._drafts.copy_(drafts)
+        self.capture_missing([shape])
         captured = self._last = self._captured[shape]
         self._tables.update(sequences)
         inputs = self._inputs(sequences, shape)

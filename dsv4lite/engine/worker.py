@@ -36,7 +36,7 @@ from dsv4lite.engine.resident import Ask
 from dsv4lite.engine.runner import InFlightStep, Runner
 from dsv4lite.engine.wire import PlanReader, Wire
 from dsv4lite.errors import DSV4LiteError, EngineDeadError
-from dsv4lite.parallel.channel import Channel, Closed, portable
+from dsv4lite.parallel.channel import Channel, Closed, encode, portable
 from dsv4lite.parallel.launch import Heartbeat, set_up_child
 from dsv4lite.parallel.mesh import Mesh, join_store
 from dsv4lite.parallel.rendezvous import Rendezvous, join
@@ -165,7 +165,12 @@ class Worker:
         with torch.inference_mode():
             while (step := self._work.receive()) is not None:
                 if isinstance(step, Ask):
-                    self._work.send(answer_to(self._runner, step))
+                    answer = answer_to(self._runner, step)
+                    try:
+                        message = encode(answer)
+                    except Exception as error:  # the result of the host's own function
+                        message = encode(Answer(error=portable(error)))
+                    self._work.send_bytes(message)
                     continue
                 launched = self._run(step)
                 if launched is None or not reporting:

@@ -1497,6 +1497,10 @@ async def update(llm: AsyncLLM) -> None:
         await transaction.load(NamedTensors({}))
 
 
+WITH_WEIGHTS: dict[str, Callable[[Any], Any]] = {
+    "weight_checksums": lambda llm: llm.weight_checksums(),
+    "apply": lambda llm: llm.apply(lambda model, rank: rank),
+}
 SERVING_ONLY: dict[str, Callable[[Any], Any]] = {
     "generate": lambda llm: llm.generate("x", SamplingParams(max_tokens=1), deadline=1e-9),
     "generate_batch": lambda llm: llm.generate_batch([], SamplingParams()),
@@ -1507,7 +1511,8 @@ SERVING_ONLY: dict[str, Callable[[Any], Any]] = {
     "score": lambda llm: llm.score("", "y"),
     "score_batch": lambda llm: llm.score_batch([]),
     "dump_step": lambda llm: llm.dump_step("step"),
-    "weight_checksums": lambda llm: llm.weight_checksums(),
+    "warmup": lambda llm: llm.warmup(),
+    **WITH_WEIGHTS,
 }
 WHILE_STARTED: dict[str, Callable[[Any], Any]] = {
     "pause": lambda llm: llm.pause(),

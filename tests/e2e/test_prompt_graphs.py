@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 
 from dsv4lite.config import MTP, DSpark, NGram
 from dsv4lite.engine.prompt_graphs import PromptGraphs, PromptShape
-from dsv4lite.engine.rank import Probe
-from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.llm import LLM
 from dsv4lite.models.family import FAMILIES
@@ -27,7 +25,7 @@ from dsv4lite.request import RequestOutput, SamplingParams
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
 from dsv4lite.state.paging import PagingSizes, make_paging, read_paging, write_paging
 from tests.e2e.engines import REFRESHED, SMALL, opened, prompts_of, same_outputs, write_model
-from tests.recorded import record, without_device
+from tests.recorded import captured_engines, recorded
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0, logprobs=2, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"deterministic": True, "max_num_batched_tokens": 200, "enable_prefix_caching": False}
@@ -43,24 +41,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def capturing(ran: list[tuple[PromptShape, int]], *, prompt_tokens: int = 200) -> Iterator[None]:
     """Let engines capture steps on the CPU; note each step with prompts that ran so, its shape and number of sequences."""
 
-    def build(probe: Probe, *args: Any) -> Runner:
-        runner: Any = building(probe, *args)
-        sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, "prompt_tokens": prompt_tokens}
-        if runner._drafter is not None:
-            sizes |= {"widths": (1, 1 + runner._drafter.most), "drafter": runner._drafter}
-        graphs = StepGraphs(runner.model, runner.cache, **sizes, sampling=runner.sampler)
-        runner._graphs = runner._resident._graphs = graphs
-        return runner  # type: ignore[no-any-return]
-
     def run(graphs: PromptGraphs, sequences: Sequence[SequencePlan], shape: PromptShape, *args: Any) -> Any:
         ran.append((shape, len(sequences)))
         return running(graphs, sequences, shape, *args)
 
-    building, running = Probe.build, PromptGraphs.run
-    with pytest.MonkeyPatch.context() as patch:
-        without_device(patch)
-        patch.setattr(Probe, "build", build)
-        patch.setattr(StepGraphs, "_record", record)
+    running = PromptGraphs.run
+    with recorded(), captured_engines(prompt_tokens=prompt_tokens), pytest.MonkeyPatch.context() as patch:
         patch.setattr(PromptGraphs, "run", run)
         yield
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from dsv4lite.config import MTP
 from dsv4lite.engine import resident
 from dsv4lite.engine.engine import Engine
-from dsv4lite.engine.rank import Probe
-from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.errors import CapacityError, EngineStateError, InvalidRequestError, WeightsNotLoadedError, WeightUpdateError
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import Phase, SamplingParams
@@ -27,7 +25,7 @@ from dsv4lite.weights import host_memory
 from dsv4lite.weights.update import DiskSource, NamedTensors
 from tests.e2e.engines import MODEST, engine_of, opened, write_model
 from tests.e2e.updates import GREEDY, KINDS, LONG, PROMPT, ask, quantized_tensors, read, same, write_for_kernels, write_quantized
-from tests.recorded import record, without_device
+from tests.recorded import captured_engines, recorded
 
 LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 DRAFTING: dict[str, Any] = {"deterministic": True, "speculative": MTP(2, adaptive=False)}
@@ -104,24 +102,14 @@ def test_level_1_frees_the_memory_and_brings_everything_back(llm: LLM) -> None:
     assert same(ask(llm, tokens=12), before) and llm.weight_checksums() == checksums and before.usage.accepted_tokens > 0
 
 
-def test_captured_steps_give_back_the_rows_that_they_work_in(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_give_back_the_rows_that_they_work_in(plain: Path) -> None:
     """A row of the vocabulary, in the logits and in the sampler, for every row of the largest step; they come with the KV cache."""
-
-    def build(probe: Probe, *args: Any) -> Any:
-        runner: Any = building(probe, *args)
-        graphs = StepGraphs(runner.model, runner.cache, max_num_seqs=8, max_model_len=1024, sampling=runner.sampler)
-        runner._graphs = runner._resident._graphs = graphs
-        return runner
 
     def rows_of(engine: Engine) -> int:
         runner: Any = engine._runner
         return sum(x.untyped_storage().nbytes() for x in (runner._graphs._logits, runner.sampler.space.edited))
 
-    building = Probe.build
-    without_device(monkeypatch)
-    monkeypatch.setattr(Probe, "build", build)
-    monkeypatch.setattr(StepGraphs, "_record", record)
-    with opened(plain) as llm:
+    with recorded() as captured, captured_engines(), opened(plain) as llm:
         before, steps, whole = ask(llm), llm.stats().steps, 2 * 8 * 96 * 4
         assert engine_of_any(llm).call(rows_of).result() == whole
         llm.sleep(1)
@@ -130,7 +118,13 @@ def test_captured_steps_give_back_the_rows_that_they_work_in(plain: Path, monkey
         assert engine_of_any(llm).call(rows_of).result() == 0
         llm.wake_up()
         assert engine_of_any(llm).call(rows_of).result() == whole
+        released = len(captured)
+        llm.warmup()
+        count = len(captured)
+        assert count > released
         assert same(ask(llm), before) and llm.stats().steps == 2 * steps
+        llm.warmup()
+        assert len(captured) - count <= 1  # of the sampler
 
 
 def test_after_level_2_nothing_is_generated_before_a_full_update(llm: LLM, model: Path, kind: str) -> None:

@@ -22,7 +22,6 @@ from dsv4lite.config import MTP
 from dsv4lite.errors import EngineStateError, InvalidRequestError, WeightsNotLoadedError, WeightUpdateError
 from dsv4lite.kernels.quantize import dequantize_matrix
 from dsv4lite.llm import LLM, AsyncLLM
-from dsv4lite.parallel.shard import pattern_of
 from dsv4lite.request import Phase, SamplingParams
 from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors
 from tests.e2e.engines import MODEST, SMALL, engine_of, opened, write_model, write_tokenizer
@@ -39,6 +38,7 @@ from tests.e2e.updates import (
     write_for_kernels,
     write_quantized,
 )
+from tests.recorded import captured_engines, recorded
 from tests.tiny import trainer_model, trainer_settings
 
 LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -81,7 +81,6 @@ SETS = {kind: (quantized_tensors(0, kind), quantized_tensors(1, kind)) for kind 
 OLD, NEW = SETS["v4"]
 WEIGHTS = {kind: [name for name in old if not name.endswith(".scale")] for kind, (old, _) in SETS.items()}
 EACH = [(kind, name) for kind in ("v4", "v32") for name in WEIGHTS[kind]]
-ONE_OF_EACH = {(kind, pattern_of(name)): (kind, name) for kind, name in EACH}.values()
 
 
 def with_scale(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -97,14 +96,15 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def lasting_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], LLM]]:
-    """One engine of each kind for all tests, whose weights are the first of ``SETS`` before and after each test."""
+    """One engine of each kind for all tests, with captured steps; its weights are the first of ``SETS`` between the tests."""
     checksums: dict[str, dict[str, str]] = {}
-    with ExitStack() as stack:
+    with recorded(), ExitStack() as stack:
 
         @cache
         def engine(kind: str) -> LLM:
             folder = write_quantized(tmp_path_factory.mktemp("old"), SETS[kind][0], kind)
-            llm = stack.enter_context(opened(folder, **DRAFTING))
+            with captured_engines():
+                llm = stack.enter_context(opened(folder, **DRAFTING))
             checksums[kind] = llm.weight_checksums()
             return llm
 
@@ -118,9 +118,9 @@ def lasting(kind: str, lasting_engines: Callable[[str], LLM]) -> LLM:
     return lasting_engines(kind)
 
 
-@pytest.mark.parametrize(("kind", "name"), ONE_OF_EACH, indirect=["kind"])
+@pytest.mark.parametrize(("kind", "name"), EACH, indirect=["kind"])
 def test_engine_with_one_tensor_replaced_is_as_a_fresh_engine(lasting: LLM, tmp_path: Path, kind: str, name: str) -> None:
-    """One of each kind: logits of prompt and completion, and which drafts are accepted, are those of a fresh engine."""
+    """Logits of prompt and completion, and which drafts are accepted, are those of a fresh engine; after a sleep, too."""
     old, new, tokens = SETS[kind][0], with_scale(name, SETS[kind][1]), 12 if name.startswith("mtp.") else 6
     assert not any(tensor.float().equal(old[n].float()) for n, tensor in new.items() if n == name)
     with opened(write_quantized(tmp_path, {**old, **new}, kind), **DRAFTING) as llm:
@@ -131,6 +131,9 @@ def test_engine_with_one_tensor_replaced_is_as_a_fresh_engine(lasting: LLM, tmp_
         assert same(ask(lasting, tokens=tokens), wanted) and wanted.usage.drafted_tokens > 0
         assert lasting.weight_checksums() == checksums
         assert {n for n in before if before[n] != checksums[n]} == {name}
+        lasting.sleep(1)
+        lasting.wake_up()
+        assert same(ask(lasting, tokens=tokens), wanted)
     finally:
         load(lasting, 0, NamedTensors(with_scale(name, old)), partial=True)
 

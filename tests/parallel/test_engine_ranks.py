@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from dsv4lite.config import EngineConfig
 from dsv4lite.engine import rank as rank_module
 from dsv4lite.engine.executor import MultiRankExecutor
 from dsv4lite.engine.rank import Probe, common_plan
-from dsv4lite.errors import CapacityError, ConfigError, EngineDeadError, UnsupportedError
+from dsv4lite.errors import CapacityError, ConfigError, EngineDeadError, InvalidRequestError, UnsupportedError
 from dsv4lite.llm import LLM
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
@@ -31,6 +32,7 @@ from tests.parallel.holdings import held, listening
 from tests.parallel.requests import PROMPTS, TOLERANCE, all_kinds, tight
 from tests.processes import Zygote, forked
 
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 ENOUGH_S = 60.0  # for what comes at once unless the machine is busy
 
 
@@ -66,6 +68,29 @@ def test_rank_in_a_process_gives_what_one_rank_gives_and_its_loss_names_it(model
         (pid,) = processes(llm).values()
         assert_lost(doomed(llm, 0, signal.SIGKILL, busy=False), 1, 0, pid, "was killed by SIGKILL")
     assert not is_alive(pid) and held() <= before
+
+
+def asked(model: torch.nn.Module, rank: int, wish: str) -> Any:
+    """A function of the host for ``apply``."""
+    if wish == "raise" and rank == 1:
+        raise ValueError("this rank does not want to")
+    return (lambda: rank) if wish == "local" else (rank, sum(weight.numel() for weight in model.parameters()))
+
+
+def test_function_of_the_host_runs_on_every_rank_and_ends_none(model: Path) -> None:
+    with LLM(str(model), **tight(model)) as llm:
+        ((_, whole),), alone = llm.apply(asked, ""), llm.generate(PROMPTS[0], GREEDY)
+        assert llm.apply(lambda model, rank: rank) == [0]
+    with LLM(str(model), **tight(model, tensor_parallel_size=2, executor="process")) as llm:
+        (zero, part), (one, other) = llm.apply(asked, "")
+        assert (zero, one) == (0, 1) and part == other and whole / 2 < part < whole
+        with pytest.raises(ValueError, match="this rank does not want to"):
+            llm.apply(asked, "raise")
+        with pytest.raises((AttributeError, PicklingError), match=r"asked\.<locals>\.<lambda>"):
+            llm.apply(asked, "local")
+        with pytest.raises(InvalidRequestError, match="other ranks get functions and arguments by pickle"):
+            llm.apply(lambda model, rank: rank)
+        assert llm.generate(PROMPTS[0], GREEDY).token_ids == alone.token_ids
 
 
 @pytest.fixture(scope="module")
