@@ -114,6 +114,19 @@ def nats(llm: LLM, text: str) -> float:
     return total / count
 
 
+def test_scores_have_the_bits_of_decoding_with_and_without_a_replay() -> None:
+    """Of processed log-probabilities, in company and in chunks, as a trainer asks for them."""
+    params = SamplingParams.for_rollout(n=2, seed=3, max_tokens=40, ignore_eos=True, temperature=0.7, top_p=0.9, return_replay=True)
+    prompts = prompts_of((7, 130, 600), VOCAB, seed=8)
+    with on_gpu(deterministic=True, max_num_batched_tokens=256) as llm:
+        outs = llm.generate_batch(prompts, params)
+        ones = [one for out in outs for one in out.outputs]
+        pairs = [(out.prompt_token_ids, one.token_ids) for out in outs for one in out.outputs]
+        for replays in (None, [one.replay for one in ones]):
+            scores = llm.score_batch(pairs, params, replays=replays)
+            assert all(torch.equal(score.sampled, one.logprobs.sampled) for score, one in zip(scores, ones, strict=True))
+
+
 def test_kernels_predict_text_as_well_as_the_references() -> None:
     text = inspect.getsource(textwrap) + inspect.getsource(inspect)[:20000]
     with on_gpu() as gpu:

@@ -21,19 +21,43 @@ from dsv4lite.request import SamplingParams
 from dsv4lite.training import completion_logprobs, execution_contract, load_model
 from dsv4lite.weights.update import NamedTensors
 from tests.e2e.engines import MODEST, SMALL, opened, prompts_of
+from tests.mla import write_random_model
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 SHORT, LONG = prompts_of((7, 300), SMALL["vocab_size"], seed=5)
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+PARTS = {
+    "v4": {
+        "attention, csa": 1,
+        "attention, hca": 1,
+        "attention, sliding": 1,
+        "experts": 2,
+        "experts, by token id": 1,
+        "head": 1,
+        "residual": 7,
+    },
+    **dict.fromkeys(("v2_lite", "v3", "v32"), {"attention": 3, "dense": 1, "experts": 2, "head": 1, "residual": 7}),
+}
+
+
+@pytest.fixture(scope="module", params=PARTS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def each(family: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of each family, whose vocabularies have the same size."""
+    return model if family == "v4" else write_random_model(tmp_path_factory.mktemp(family), family)
 
 
 @DTYPES
-def test_trainer_has_the_bits_of_decoding_and_scoring(model: Path, dtype: Any) -> None:
+def test_trainer_has_the_bits_of_decoding_and_scoring(each: Path, dtype: Any) -> None:
     """In company, in chunks, with drafts."""
     params = SamplingParams.for_rollout(n=2, seed=3, max_tokens=30, ignore_eos=True, temperature=0.7)
-    policy = load_model(model, device="cpu", dtype=dtype)
-    with opened(model, deterministic=True, dtype=dtype, max_num_batched_tokens=50, speculative=NGram(3)) as llm:
+    policy = load_model(each, device="cpu", dtype=dtype)
+    with opened(each, deterministic=True, dtype=dtype, max_num_batched_tokens=50, speculative=NGram(3)) as llm:
         outs = llm.generate_batch([LONG, SHORT, SHORT * 5], params)
         pairs = [(prompt, one.token_ids) for prompt, out in zip((LONG, SHORT, SHORT * 5), outs, strict=True) for one in out.outputs]
         scores = llm.score_batch(pairs, params)
@@ -44,19 +68,10 @@ def test_trainer_has_the_bits_of_decoding_and_scoring(model: Path, dtype: Any) -
 
 
 @DTYPES
-def test_every_part_has_equal_bits(model: Path, dtype: Any) -> None:
-    report = compare_sides(str(model), device="cpu", dtype=dtype, tokens=160)
+def test_every_part_has_equal_bits(each: Path, family: str, dtype: Any) -> None:
+    report = compare_sides(str(each), device="cpu", dtype=dtype, tokens=160)
     assert report.exact and report.largest == 0
-    kinds = {part.part: part.count for part in report.parts}
-    assert kinds == {
-        "attention, csa": 1,
-        "attention, hca": 1,
-        "attention, sliding": 1,
-        "experts": 2,
-        "experts, by token id": 1,
-        "head": 1,
-        "residual": 7,
-    }
+    assert {part.part: part.count for part in report.parts} == PARTS[family]
     assert all((part.equal, part.largest, part.relative) == (1, 0, 0) for part in report.parts)
 
 
