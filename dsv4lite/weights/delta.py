@@ -17,6 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dsv4lite.weights.checkpoint import TensorInfo, read_tensors
+from dsv4lite.weights.loader import weight_name
+from dsv4lite.weights.shared import SharedTensor
+
 MARK = "@"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)  # of tensors that may come in blocks
 _SCALES = (".scale", "_scale_inv")
@@ -30,7 +34,8 @@ class _Source(Protocol):
 class DeltaSource:
     """The changes in the tensors of another source; for updates with ``partial=True``.
 
-    Quantized matrices and their scales are sent whole, changed or not.
+    Tensors on disk or in another process are read one at a time. A quantized matrix and its scale, in either order, are sent whole
+    if a bit of either has changed. If the source brings only one of the two, that one is sent only if it has changed itself.
 
     Args:
         source: Source of the new tensors.
@@ -43,20 +48,50 @@ class DeltaSource:
         self._source, self._before, self._block = source, before, block
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
-        """Yield whole tensors, and the blocks in which any bit differs."""
-        for name, tensor in self._source.tensors():
-            old = self._before.get(name)
-            comparable = isinstance(tensor, Tensor) and tensor.dtype in _DTYPES and not name.endswith(_SCALES)
-            if old is None or not comparable or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
-                yield name, tensor
+        """Yield whole tensors, and the blocks in which any bit differs.
+
+        Raises:
+            CheckpointError: A file cannot be read.
+            OSError: A tensor of another process cannot be opened.
+        """
+        unchanged: dict[str, list[str]] = {}  # names of tensors that have not changed, by the name of their matrix
+        sent = set[str]()
+        for name, given in self._source.tensors():
+            matrix = weight_name(name.removesuffix("_scale_inv"))
+            changes = [(name, given)] if matrix in sent else self._changes(name, given)
+            if not changes:
+                unchanged.setdefault(matrix, []).append(name)
                 continue
-            offsets, values = _changed(tensor.detach(), old.detach().to(tensor.device), self._block)
-            if values.nbytes + offsets.nbytes >= tensor.nbytes:
-                yield name, tensor
-            elif len(offsets):
-                yield f"{name}{MARK}shape", torch.tensor(tensor.shape, dtype=torch.int64, device="cpu")
-                yield f"{name}{MARK}offsets", offsets
-                yield f"{name}{MARK}values", values
+            sent.add(matrix)
+            for partner in unchanged.pop(matrix, ()):
+                yield partner, self._before[partner]  # which has the bits of the source's tensor, so that one need not be kept
+            yield from changes
+
+    def _changes(self, name: str, given: Any) -> list[tuple[str, Any]]:
+        """Return what to send of a tensor: its blocks, all of it, or nothing."""
+        old = self._before.get(name)
+        new = None if old is None else _opened(given)
+        if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+            return [(name, given)]
+        old = old.detach().to(new.device)
+        if old.flatten().view(torch.uint8).equal(new.flatten().view(torch.uint8)):
+            return []
+        if new.dtype in _DTYPES and not name.endswith(_SCALES):
+            offsets, values = _changed(new, old, self._block)
+            if values.nbytes + offsets.nbytes < new.nbytes:
+                shape = torch.tensor(new.shape, dtype=torch.int64, device="cpu")
+                parts = zip(Blocks._fields, (shape, offsets, values), strict=True)
+                return [(f"{name}{MARK}{part}", tensor) for part, tensor in parts]
+        return [(name, given)]  # a location on disk is sent as such: each rank reads its own part, from the page cache
+
+
+def _opened(given: Any) -> Tensor | None:
+    """Return the tensor that a source yielded, wherever it lies; ``None`` for other objects, which the update refuses by name."""
+    if isinstance(given, TensorInfo):
+        ((_, given),) = read_tensors([given.cut(())])
+    elif isinstance(given, SharedTensor):
+        given = given.open(torch.device("cpu"))
+    return given.detach() if isinstance(given, Tensor) else None
 
 
 def _matrix(tensor: Tensor) -> Tensor:
@@ -73,10 +108,8 @@ def _grid(bytes_: Tensor, rows: int, columns: int) -> Tensor:
 
 def _changed(new: Tensor, old: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return offsets and values of the blocks that differ."""
-    matrix, size = _matrix(new), new.dtype.itemsize
-    if not matrix.numel():
-        return torch.empty(0, 2, dtype=torch.int64, device=new.device), torch.empty(0, *block, dtype=new.dtype, device=new.device)
-    grids = [_grid(m.contiguous().view(torch.uint8).unflatten(1, (-1, size)), *block) for m in (matrix, _matrix(old))]
+    size = new.dtype.itemsize
+    grids = [_grid(_matrix(m).contiguous().view(torch.uint8).unflatten(1, (-1, size)), *block) for m in (new, old)]
     where = (grids[0] != grids[1]).flatten(2).any(2).nonzero()
     values = grids[0][where[:, 0], where[:, 1]].contiguous().view(new.dtype).squeeze(-1)
     return where * torch.tensor(block, dtype=torch.int64, device=where.device), values

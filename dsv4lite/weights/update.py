@@ -361,6 +361,8 @@ class Transaction:
         if isinstance(slot, IdSlot) and isinstance(weight, Tensor) and (problem := slot.problem(weight)):
             raise _refused(mismatched=[problem])
         if self._staging is None:
+            if scale is not None and isinstance(weight, Tensor):
+                scale = scale.to(weight.device)  # a source may have the two on different devices
             slot.store(weight, scale)
         else:
             staged = FourBit(*map(self._stage, weight)) if isinstance(weight, FourBit) else self._stage(weight)

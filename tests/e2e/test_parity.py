@@ -37,7 +37,7 @@ PARTS = {
         "head": 1,
         "residual": 7,
     },
-    **dict.fromkeys(("v2_lite", "v3", "v32"), {"attention": 3, "dense": 1, "experts": 2, "head": 1, "residual": 7}),
+    **{name: {"attention": 3, "dense": 1, "experts": 2, "head": 1, "residual": 7} for name in ("v2_lite", "v3", "v32")},
 }
 
 

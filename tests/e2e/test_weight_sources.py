@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from dsv4lite.weights.delta import DeltaSource
 from dsv4lite.weights.shared import HostPlace, IPCSource, SharedTensor, SharedWeights
 from dsv4lite.weights.update import DiskSource, NamedTensors
 from tests.e2e.engines import MODEST, opened, write_model
-from tests.e2e.updates import ask, read, same
+from tests.e2e.updates import ask, quantized_tensors, read, same, write_quantized
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -91,6 +92,12 @@ def test_weights_on_a_gpu_are_read_where_they_lie(models: tuple[Path, Path], exe
         with llm.update_weights(1) as update:
             update.load(IPCSource(handles))
         assert llm.weight_checksums() == wanted
+        assert not dict(DeltaSource(IPCSource(handles), read(models[1])).tensors())
+        with llm.update_weights(2) as update:
+            update.load(NamedTensors(read(models[0])))
+        with llm.update_weights(3, partial=True) as update:
+            update.load(DeltaSource(IPCSource(handles), read(models[0])))
+        assert llm.weight_checksums() == wanted
 
 
 def test_shared_memory_is_the_one_that_was_shared() -> None:
@@ -129,28 +136,67 @@ CARRIERS: dict[str, Callable[[Mapping[str, Tensor], Path, ExitStack], Any]] = {
 }
 
 
-@pytest.mark.parametrize("executor", ["thread", "process"])
+@pytest.fixture(scope="module", params=["plain", "v4", "v3"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints of one shape: plain; quantized with scales in e8m0, under official names; or in float32, under V3's names."""
+    if request.param == "plain":
+        return request.getfixturevalue("models")
+    folder = tmp_path_factory.mktemp(request.param)
+    a, b = (write_quantized(folder / str(seed), quantized_tensors(seed, request.param), request.param) for seed in (0, 1))
+    return a, b
+
+
+def neighbour(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[str]]:
+    """Return tensors of which few have other bits, and the names of those that a delta has to bring.
+
+    Another embedding and another matrix; if matrices are quantized, also another scale.
+    """
+    scales = [name for name in tensors if name.endswith((".scale", "_scale_inv"))]
+    pairs = [(name.removesuffix("_scale_inv").replace(".scale", ".weight"), name) for name in scales]
+    embed = next(name for name in tensors if name.endswith(("embed.weight", "embed_tokens.weight")))
+    changed = [embed, pairs[3][0], pairs[7][1]] if pairs else [embed, "layers.2.ffn.experts.3.w2.weight"]
+    near = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name in changed:
+        near[name].flatten().view(torch.uint8)[0] ^= 1
+    return near, {*changed, *(name for both in pairs if {*both} & {*changed} for name in both)}
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "thread": {},
+    "two processes": {"executor": "process", "pipeline_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("carrier", CARRIERS)
-def test_delta_goes_through_every_source(
-    models: tuple[Path, Path], fresh: Any, tmp_path: Path, carrier: str, executor: str
+def test_delta_goes_through_every_source_and_is_made_from_every_source(
+    pair: tuple[Path, Path], tmp_path: Path, carrier: str, layout: str
 ) -> None:
     """From the first checkpoint to a neighbour of it, and from there to the second one."""
-    old, new = read(models[0]), read(models[1])
-    near = {name: tensor.clone() for name, tensor in old.items()}
-    for name in ("embed.weight", "layers.1.attn.wkv.weight", "layers.2.ffn.experts.3.w2.weight"):
-        near[name][-1, -1] += 1
-    with LLM(str(models[0]), **MODEST, **EXACT, executor=executor) as llm:
+    old, new = read(pair[0]), read(pair[1])
+    near, changed = neighbour(old)
+    with LLM(str(pair[0]), **MODEST, **EXACT, **LAYOUTS[layout]) as llm, ExitStack() as stack:
+        version = itertools.count(1)
 
-        def send(version: int, after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            delta = dict(DeltaSource(NamedTensors(after), before, block=(4, 4)).tensors())
-            with ExitStack() as stack, llm.update_weights(version, partial=True) as update:
-                update.load(CARRIERS[carrier](delta, tmp_path, stack))
-            return delta
+        def carried(tensors: Mapping[str, Tensor]) -> Any:
+            folder = tmp_path / str(next(version))
+            folder.mkdir()
+            return CARRIERS[carrier](tensors, folder, stack)
 
-        sums = llm.weight_checksums()
-        delta = send(1, near, old)
-        changed = {name for name, found in llm.weight_checksums().items() if found != sums[name]}
-        assert {name.partition("@")[0] for name in delta} == changed == {name for name in old if not near[name].equal(old[name])}
-        assert sum(tensor.nbytes for tensor in delta.values()) < 0.01 * sum(tensor.nbytes for tensor in old.values())
-        send(2, new, near)
-        assert llm.weight_checksums() == fresh[1] and same(ask(llm), fresh[0])
+        def load(source: Any, *, partial: bool = True) -> dict[str, str]:
+            with llm.update_weights(next(version), partial=partial) as update:
+                update.load(source)
+            return llm.weight_checksums()
+
+        wanted = {key: load(NamedTensors(tensors), partial=False) for key, tensors in (("new", new), ("near", near), ("old", old))}
+        assert wanted["old"] != wanted["near"]
+        assert not dict(DeltaSource(carried(old), old).tensors())
+        delta = dict(DeltaSource(NamedTensors(near), old, block=(4, 4)).tensors())
+        assert {name.partition("@")[0] for name in delta} == changed
+        assert sum(tensor.nbytes for tensor in delta.values()) < 0.1 * sum(tensor.nbytes for tensor in old.values())
+        assert load(carried(delta)) == wanted["near"]
+        assert load(DeltaSource(carried(new), near)) == wanted["new"]
+        assert load(NamedTensors(old), partial=False) == wanted["old"]
+        source = DeltaSource(carried(near), old, block=(4, 4))
+        assert {name.partition("@")[0] for name, _ in source.tensors()} == changed
+        assert load(source) == wanted["near"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import pytest
@@ -197,6 +197,42 @@ def test_blocks_of_a_part_are_written_where_the_part_lies() -> None:
     assert blocks.offsets.tolist() == [[0, 4], [4, 8]]
     for cut in ((slice(0, 6), slice(0, 10)), (slice(1, 3), slice(0, 10)), (slice(0, 6), slice(5, 10)), (slice(2, 6), slice(3, 5))):
         assert blocks.write(old[cut], blocks.whole()[cut], None).equal(new[cut])
+
+
+class OneBuffer:
+    """A source that can be read once, and yields every tensor in the same memory: a tensor that a reader keeps is overwritten."""
+
+    def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        self._pairs = iter(pairs)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        buffer = torch.empty(64, dtype=torch.uint8)
+        for name, tensor in self._pairs:
+            yield name, buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            buffer.fill_(0xFF)
+
+
+@pytest.mark.parametrize("changed", [(), ("matrix",), ("scale",), ("matrix", "scale")], ids="-".join)
+@pytest.mark.parametrize("first", ["matrix", "scale"])
+@pytest.mark.parametrize("scale", ["x.scale", "x.weight_scale_inv", "experts.down_proj_scale_inv"])
+def test_quantized_matrix_and_its_scale_are_sent_whole_if_either_has_changed(
+    scale: str, first: str, changed: tuple[str, ...]
+) -> None:
+    """In either order and far apart; of the two in between, one never changes, and the other has no partner."""
+    names = {"matrix": "experts.down_proj" if scale.startswith("experts") else "x.weight", "scale": scale}
+    last = next(key for key in names if key != first)
+    codes, scales = torch.arange(32, dtype=torch.int8).view(4, 8), torch.ones(4, 1)
+    before = {names["matrix"]: codes, scale: scales, "y.weight": codes, "y.scale": scales, "attn_hc.scale": scales}
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    for key in changed:
+        after[names[key]].view(torch.uint8)[0, 0] ^= 1
+    order = (names[first], "y.weight", "attn_hc.scale", "y.scale", names[last])
+    sent = [(name, tensor.clone()) for name, tensor in DeltaSource(OneBuffer((n, after[n]) for n in order), before).tensors()]
+    assert [name for name, _ in sent] == ([names[first], names[last]] if changed else [])
+    assert all(tensor.equal(after[name]) for name, tensor in sent)
+    after["attn_hc.scale"] += 1
+    lone = dict(DeltaSource(NamedTensors({"attn_hc.scale": after["attn_hc.scale"]}), before).tensors())
+    assert lone.keys() == {"attn_hc.scale"} and lone["attn_hc.scale"].equal(after["attn_hc.scale"])
 
 
 VALUES = torch.zeros(1, 4, 4)

@@ -391,8 +391,9 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
     inputs = (scores_NE, paging.positions_T)
     options = {"TOP_K": top_k, "RATIO": ratio, "num_stages": 1, "enable_fp_fusion": True}
     if columns <= MOST:
-        block, early = max(1024, power_of_2(columns)), dependent_launch(out.device)  # few sizes, so that few kernels are compiled
-        _select_kernel[(count,)](*inputs, out, begin, columns, **options, BLOCK=block, num_warps=min(4, block // 512), launch_pdl=early)
+        block = max(1024, power_of_2(columns))  # few sizes, so that few kernels are compiled
+        options |= {"num_warps": min(4, block // 512), "launch_pdl": dependent_launch(out.device)}
+        _select_kernel[(count,)](*inputs, out, begin, columns, **options, BLOCK=block)
         return out
     segments, passes = ceil_div(columns, SEGMENT), scores_NE.element_size()
     options |= {"SEGMENT": SEGMENT, "SEGMENTS": power_of_2(segments), "num_warps": 8}
