@@ -95,8 +95,17 @@ class Resident:
         self._transaction(serial).check(partial=partial)
 
     def write(self, serial: int) -> None:
-        """Write the staged tensors, and end the update."""
-        self._transaction(serial).write()
+        """Write the staged tensors, and end the update.
+
+        Raises:
+            CapacityError: There was too little memory; some tensors are new.
+        """
+        transaction = self._transaction(serial)
+        try:
+            transaction.write()
+        except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError where there is no memory
+            advice = ("free memory, and give all weights again",)
+            raise CapacityError(f"{self._device}: the weights could not be written: {error}", advice=advice) from error
         self._open = None
         self._host.clear()
         if self._balancer is not None:

@@ -88,7 +88,7 @@ def answer_to(runner: Runner, ask: Ask) -> Answer:
     """Make the call on a runner of this process."""
     try:
         return Answer(result=runner.ask(ask)[0])
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a function of the host may raise anything
         return Answer(error=portable(error))
 
 

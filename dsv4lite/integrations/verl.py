@@ -78,11 +78,11 @@ class Server:
         """Continue a prompt. A request that was aborted has ``stop_reason="aborted"`` and its tokens so far."""
         if image_data or video_data or audio_data:
             raise UnsupportedError("dsv4lite with verl: images, video and audio")
-        extra: dict[str, Any] = {"global_steps": self._global_steps}
         if self._rejecting:
-            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=extra)
+            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self._global_steps})
         params = self._params(len(prompt_ids), dict(sampling_params))
         output = await self._llm.generate(list(prompt_ids), params, request_id=request_id, priority=priority)
+        extra: dict[str, Any] = {"global_steps": self._global_steps}  # an update may have come while the request was waiting
         (completion,) = output.outputs
         if (scores := output.prompt_logprobs) is not None:
             best = params.prompt_logprobs  # 0: the prompt's own tokens
@@ -90,11 +90,12 @@ class Server:
             values = scores.values.tolist() if best else scores.sampled[:, None].tolist()
             extra["prompt_ids"] = [*ids, [0] * max(best or 0, 1)]  # verl wants a row for each token, and the last has none
             extra["prompt_logprobs"] = [*values, [0.0] * max(best or 0, 1)]
-        extra["num_cached_tokens"] = output.usage.cached_tokens
+        drafter, usage = self._llm.config.speculative, output.usage
+        extra["num_cached_tokens"] = usage.cached_tokens
         extra["weight_versions"] = completion.weight_versions
-        if output.usage.drafted_tokens:
-            extra["spec_num_draft_tokens"] = output.usage.drafted_tokens
-            extra["spec_num_accepted_tokens"] = output.usage.accepted_tokens
+        if isinstance(drafter, MTP) and drafter.k == 1:  # each verify step has one draft token; verl needs all three fields or none
+            extra["spec_num_draft_tokens"] = extra["spec_num_verify_steps"] = usage.drafted_tokens
+            extra["spec_num_accepted_tokens"] = usage.accepted_tokens
         reasons: dict[str | None, str] = {"abort": "aborted", "stop": "completed", "length": "completed"}
         return TokenOutput(
             token_ids=list(completion.token_ids),
@@ -189,6 +190,15 @@ class Server:
     async def finish_update(self) -> None:
         """Publish the weights."""
         await self._transfer.finish_weight_update()
+
+    async def collective_rpc(self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> None:
+        """Refuse: the methods that verl calls by name are those of vLLM's workers.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        instead = "use wake_up, sleep, clear_kv_cache and set_global_steps of the server, and update_weights of the rollout"
+        raise UnsupportedError(f"dsv4lite with verl: collective_rpc({method!r}); {instead}")
 
     async def start_profile(self, **settings: Any) -> None:
         """Do nothing: a profiler of the host's sees the engine."""

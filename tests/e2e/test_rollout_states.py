@@ -1,14 +1,23 @@
-"""Random interleavings of everything that changes weights, memory and requests, against a model of the states."""
+"""Random interleavings of everything that changes weights, memory and requests, against a model of the states.
+
+python -m tests.e2e.test_rollout_states --count 1000            # more of them, with other random numbers each time
+python -m tests.e2e.test_rollout_states --count 100 --ranks 2
+"""
 
 from __future__ import annotations
 
+import argparse
+import random
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import settings
@@ -17,25 +26,33 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from torch import Tensor
 
 from dsv4lite.api.blocking import Stream
-from dsv4lite.errors import EngineStateError, WeightsNotLoadedError, WeightUpdateError
+from dsv4lite.config import MTP
+from dsv4lite.engine import resident
+from dsv4lite.errors import CapacityError, EngineStateError, WeightsNotLoadedError, WeightUpdateError
 from dsv4lite.llm import LLM
 from dsv4lite.request import Phase, SamplingParams, WeightSource
+from dsv4lite.state import store
 from dsv4lite.weights.delta import DeltaSource
+from dsv4lite.weights.host_memory import HostMemory
 from dsv4lite.weights.update import DiskSource, NamedTensors
-from tests.e2e.engines import MODEST, assert_idle, engine_of, write_model
+from tests.e2e.engines import MODEST, assert_idle, engine_of, raising, write_model
+from tests.e2e.test_sleep import failing
 from tests.e2e.updates import LONG, PROMPT, read
 from tests.parallel.requests import SHARED
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, logprobs=1)
-OPEN = SamplingParams(max_tokens=700, temperature=0, ignore_eos=True, detokenize=False)
-Fault = Literal["missing", "shape", "raises", "hangs", "block"]
-MODES = st.sampled_from(["keep", "recompute", "abort"])
-EVERY_FAULT: tuple[Fault, ...] = ("missing", "shape", "raises", "hangs", "block")
+OPEN_TOKENS = 100  # few enough to wait for
+OPEN = SamplingParams(max_tokens=OPEN_TOKENS, temperature=0, ignore_eos=True, detokenize=False)
+Fault = Literal["missing", "unexpected", "shape", "raises", "hangs", "block"]
+PAUSES = st.sampled_from(["keep", "wait", "abort"])
+MODES = st.sampled_from(["keep", "recompute", "wait", "abort"])
+RARELY = st.sampled_from([False, False, True])
+EVERY_FAULT: tuple[Fault, ...] = ("missing", "unexpected", "shape", "raises", "hangs", "block")
 ACTIONS = (
-    *("generate", "generate", "generate", "update", "update", "update", "delta", "delta", "stream", "abort", "reset_prefix_cache"),
-    *("pause", "resume", "resume", "sleep", "wake_up", "wake_up", "revive", "revive"),
+    *("stream", "stream", "stream", "update", "update", "update", "delta", "delta", "generate", "generate", "abort"),
+    *("reset_prefix_cache", "pause", "pause", "resume", "resume", "sleep", "wake_up", "wake_up", "revive", "revive"),
 )
 NORM = SHARED["hidden_size"]
 # Where two of the four checkpoints differ from the others: a block of tensors that are else the same in all, and a whole tensor.
@@ -45,6 +62,8 @@ Draw = Any
 
 def spoiled(fault: Fault, go: threading.Event, first: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
     yield from first
+    if fault == "unexpected":
+        yield "layers.0.nothing.weight", torch.zeros(1)
     if fault == "shape":
         yield "norm.weight", torch.zeros(1)
     if fault == "raises":
@@ -53,14 +72,25 @@ def spoiled(fault: Fault, go: threading.Event, first: Sequence[tuple[str, Any]])
         go.wait(60)
 
 
+@contextmanager
+def too_little_memory() -> Iterator[None]:
+    """Leave rank 0 no memory for host copies, and for two more tensors of the device; other ranks have enough."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostMemory, "take", raising(CapacityError("no memory")))
+        for module in (resident, store):
+            failing(patch, module, "fill_storage", after=2)
+        yield
+
+
 class Model(RuleBasedStateMachine):
     """The engine is one for all examples; each begins with a ready engine that has the first weights.
 
     Attributes:
         weights: Which of the four checkpoints the engine has; ``None`` if none.
         asleep: What sleeps.
-        kept: Whether the weights that sleep are in host memory.
-        streams: Open requests, each with whether it may still go on.
+        streams: Open requests that the engine has.
+        queued: Open requests that wait for the end of a pause.
+        ended: Requests that are not open, with the version at their end and the reasons for it besides their length.
     """
 
     llm: LLM
@@ -74,7 +104,8 @@ class Model(RuleBasedStateMachine):
         self.asleep: set[str] = set()
         self.paused = False
         self.streams: list[Stream] = []
-        self.ended: list[tuple[Stream, tuple[str, ...]]] = []
+        self.queued: list[Stream] = []
+        self.ended: list[tuple[Stream, int, tuple[str, ...]]] = []
         self.go = threading.Event()
         self.version = self.llm.weight_version
         self._repair()
@@ -109,13 +140,23 @@ class Model(RuleBasedStateMachine):
         return WeightsNotLoadedError if self.weights is None else EngineStateError
 
     def _end_streams(self, *reasons: str) -> None:
-        self.ended += [(stream, reasons) for stream in self.streams]
-        self.streams = []
+        self.ended += [(stream, self.version, reasons) for stream in self.streams + self.queued]
+        self.streams, self.queued = [], []
+
+    def _stop(self, mode: str) -> None:
+        """Stop the engine; what is open ends as the mode says. Without weights or memory nothing runs that could be waited for."""
+        if mode == "abort":
+            self._end_streams("abort")
+        if mode == "wait" and self.serves:
+            self.ended += [(stream, self.version, ()) for stream in self.streams]
+            self.streams = []
 
     @rule(action=st.sampled_from(ACTIONS), data=st.data())
     def act(self, action: str, data: st.DataObject) -> None:
         """One rule for all: with a rule for each, hypothesis leaves some of them out of an example."""
         getattr(self, action)(data.draw)
+        if self.state is Phase.READY:
+            self.streams, self.queued = self.streams + self.queued, []
 
     # ---- requests ----
 
@@ -137,22 +178,22 @@ class Model(RuleBasedStateMachine):
             assert one.weight_versions == ((self.version, 0, 2),)
 
     def stream(self, draw: Draw) -> None:
-        if not self.serves or len(self.streams) > 3:
+        if not self.serves or len(self.streams + self.queued) > 3:
             return
         stream = self.llm.stream(LONG, OPEN)
         stream.__enter__()
         if not self.paused:
             next(stream)
-        self.streams.append(stream)
+        (self.queued if self.paused else self.streams).append(stream)
 
     def abort(self, draw: Draw) -> None:
-        if draw(st.booleans()) or not self.streams:
+        if draw(st.booleans()) or not self.streams + self.queued:
             self.llm.abort()
             self._end_streams("abort")
         else:
-            stream = self.streams.pop()
+            stream = (self.streams or self.queued).pop()
             self.llm.abort(stream.request_id)
-            self.ended.append((stream, ("abort",)))
+            self.ended.append((stream, self.version, ("abort",)))
 
     def reset_prefix_cache(self, draw: Draw) -> None:
         self.llm.reset_prefix_cache()
@@ -160,29 +201,34 @@ class Model(RuleBasedStateMachine):
     # ---- states ----
 
     def pause(self, draw: Draw) -> None:
-        mode: Any = draw(st.sampled_from(["keep", "abort"]))
+        mode: Any = draw(PAUSES)
         self.llm.pause(mode)
+        self._stop(mode)
         self.paused = True
-        if mode == "abort":
-            self._end_streams("abort")
 
     def resume(self, draw: Draw) -> None:
         self.llm.resume()
         self.paused = False
 
     def sleep(self, draw: Draw) -> None:
-        level, mode = draw(st.sampled_from([1, 2])), draw(st.sampled_from(["keep", "abort"]))
-        self.llm.sleep(level, mode=mode)  # type: ignore[arg-type]
-        self.asleep = {"weights", "kv_cache"}
-        if level == 2:
-            self.weights = None
-        if mode == "abort":
-            self._end_streams("abort")
+        level, mode, little = draw(st.sampled_from([1, 2])), draw(PAUSES), draw(RARELY)
+        has_effect = len(self.asleep) < 2 or (level == 2 and self.weights is not None)
+        fails = little and level == 1 and "weights" not in self.asleep
+        with too_little_memory() if little else nullcontext(), pytest.raises(CapacityError) if fails else nullcontext():
+            self.llm.sleep(level, mode=mode)
+        if has_effect:
+            self._stop(mode)
+        if not fails:
+            self.asleep = {"weights", "kv_cache"}
+            self.weights = None if level == 2 else self.weights
 
     def wake_up(self, draw: Draw) -> None:
         tags: Any = draw(st.sampled_from([None, None, ("weights",), ("kv_cache",)]))
-        self.llm.wake_up(tags)
-        self.asleep -= set(tags or ("weights", "kv_cache"))
+        woken, little = self.asleep.intersection(tags or ("weights", "kv_cache")), draw(RARELY)
+        fails = little and len(woken) > 0
+        with too_little_memory() if little else nullcontext(), pytest.raises(CapacityError) if fails else nullcontext():
+            self.llm.wake_up(tags)
+        self.asleep -= set() if fails else woken
 
     def revive(self, draw: Draw) -> None:
         """Wake up with weights: deltas need them."""
@@ -219,6 +265,8 @@ class Model(RuleBasedStateMachine):
             return
         version, was_valid = self.version + 1, self.weights is not None
         fails = fault is not None or (partial and len(some) > 0 and not staged)  # blocks change numbers that have to be there
+        if not fails or fault == "missing" or not (staged and was_valid):
+            self._stop(mode)
         try:
             with self.llm.update_weights(version, mode=mode, partial=partial, staged=staged) as update:
                 assert self.llm.state is Phase.UPDATING
@@ -236,9 +284,6 @@ class Model(RuleBasedStateMachine):
             self.version, self.weights = version, which
         if fails and not (staged and was_valid):
             self.weights = None
-        stopped = not fails or fault == "missing" or not (staged and was_valid)
-        if mode == "abort" and stopped:
-            self._end_streams("abort")
         if was_valid and self.weights is None and not self.asleep:
             self._end_streams("lost")
 
@@ -249,14 +294,17 @@ class Model(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.go.set()
         self._repair()
-        for stream, reasons in self.ended:
+        for stream, last, reasons in self.ended:
             try:
-                reason = str(stream.final().outputs[0].finish_reason)
+                (one,) = stream.final().outputs
+                reason = str(one.finish_reason)
+                assert (reason == "length") == (len(one.token_ids) == OPEN_TOKENS)
+                assert all(version <= last for version, _, _ in one.weight_versions)
             except WeightsNotLoadedError:
                 reason = "lost"
             assert reason in (*reasons, "length"), (reason, reasons)
             stream.__exit__(None, None, None)
-        for stream in self.streams:  # none was lost: each still makes tokens, or has made all
+        for stream in self.streams + self.queued:  # none was lost: each still makes tokens, or has made all
             next(stream, None)
             stream.__exit__(None, None, None)
         self.generate(None)
@@ -270,30 +318,64 @@ def region(changed: bool, name: str, tensor: Tensor) -> Tensor:
     return tensor + 0.5 if changed and name == "norm.weight" else tensor
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
-    """Checkpoints: bit 0 of their number says which weights they have, bit 1 which region."""
-    folder = tmp_path_factory.mktemp("models")
+def write_models(folder: Path) -> Sequence[Path]:
+    """Write four checkpoints: bit 0 of their number says which weights they have, bit 1 which region."""
     return [write_model(folder / str(i), SHARED, seed=i & 1, change=partial(region, i > 1)) for i in range(4)]
 
 
-@pytest.mark.parametrize(
-    ("layout", "examples"), [({}, 20), ({"tensor_parallel_size": 2, "executor": "thread"}, 2)], ids=["one rank", "two ranks"]
-)
-def test_random_interleavings_keep_to_the_model(folders: Sequence[Path], layout: dict[str, Any], examples: int) -> None:
-    """50 calls in each example: 1,000 with one rank, 100 with two."""
-    settings_: dict[str, Any] = {**MODEST, **layout, "deterministic": True}
+def interleave(folders: Sequence[Path], ranks: int, examples: int, seed: int | None = None) -> None:
+    """Run examples of 50 calls: those of a seed, or without one the same each time."""
+    layout = {"tensor_parallel_size": 2, "executor": "thread"} if ranks == 2 else {}
+    engine: dict[str, Any] = {**MODEST, **layout, "deterministic": True}
     expected = []
     for folder in folders:
-        with LLM(str(folder), **settings_) as llm:
+        with LLM(str(folder), **engine) as llm:
             outputs = {len(prompt): llm.generate(prompt, SHORT).outputs[0] for prompt in (PROMPT, LONG)}
             expected.append({n: (one.token_ids, one.logprobs.values) for n, one in outputs.items() if one.logprobs is not None})
     values = [torch.cat([values for _, values in found.values()]) for found in expected]
     assert not any(a.equal(b) for a, b in combinations(values, 2))
     tensors = [read(folder) for folder in folders]
-    with LLM(str(folders[0]), **settings_) as llm:
+    with LLM(str(folders[0]), **engine) as llm:
         machine = type("Machine", (Model,), {"llm": llm, "folders": folders, "tensors": tensors, "expected": expected})
         run_state_machine_as_test(
-            machine,
-            settings=settings(max_examples=examples, stateful_step_count=50, deadline=None, derandomize=True, database=None),
+            machine if seed is None else hypothesis.seed(seed)(machine),
+            settings=settings(
+                max_examples=examples, stateful_step_count=50, deadline=None, derandomize=seed is None, database=None
+            ),
         )
+
+
+@pytest.mark.parametrize(("ranks", "examples"), [(1, 20), (2, 2)], ids=["one rank", "two ranks"])
+def test_random_interleavings_keep_to_the_model(tmp_path: Path, ranks: int, examples: int) -> None:
+    interleave(write_models(tmp_path), ranks, examples)
+
+
+@pytest.mark.parametrize("speculative", [None, MTP(2, adaptive=False)], ids=["plain", "mtp"])
+def test_tokens_sent_again_with_the_seed_continue_as_if_undisturbed(tmp_path: Path, speculative: MTP | None) -> None:
+    """A trainer's partial rollout: an aborted request comes again, with its first tokens as a part of the prompt."""
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=7, ignore_eos=True, logprobs=0, logprobs_mode="processed")
+    with LLM(str(write_model(tmp_path, SHARED)), **MODEST, deterministic=True, speculative=speculative) as llm:
+        (whole,) = llm.generate(LONG, params).outputs
+        assert whole.logprobs is not None and len(set(whole.token_ids)) > 10
+        for done in (1, 17, 39):
+            again, left = [*LONG, *whole.token_ids[:done]], params.replace(max_tokens=40 - done)
+            (rest,) = llm.generate(again, left).outputs
+            assert rest.token_ids == whole.token_ids[done:] and rest.logprobs is not None
+            assert rest.logprobs.sampled.equal(whole.logprobs.sampled[done:])
+            (other,) = llm.generate(again, left.replace(seed=8)).outputs
+            assert done == 39 or other.token_ids != rest.token_ids
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
+    args = parser.parse_args()
+    print(args, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        interleave(write_models(Path(folder)), args.ranks, args.count, args.seed)
+
+
+if __name__ == "__main__":
+    main()

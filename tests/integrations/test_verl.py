@@ -97,15 +97,40 @@ async def test_server_generates_what_an_engine_does(models: tuple[Path, Path]) -
             assert taught["prompt_logprobs"] == [*values.tolist(), [0.0] * max(best, 1)]
         with pytest.raises(UnsupportedError, match="images"):
             await server.generate(PROMPT, {}, "c", image_data=["picture"])
+        with pytest.raises(UnsupportedError, match=r"'init_weights'\); use wake_up, .* and update_weights of the rollout"):
+            await server.collective_rpc("init_weights", timeout=1.0, args=(1,))
+    finally:
+        await server._llm.aclose()
+
+
+@pytest.mark.parametrize("k", [1, 2])
+async def test_counts_of_drafts_are_complete_or_absent(models: tuple[Path, Path], k: int) -> None:
+    """verl's metrics fail on some of the three fields. With more drafts in a step the engine does not count steps per request."""
+    from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
+    from verl.workers.config import MtpConfig
+
+    server = await started(models, mtp=MtpConfig(enable=True, enable_rollout=True, num_speculative_tokens=k))
+    try:
+        params = {"temperature": 0, "ignore_eos": True, "allowed_token_ids": [20, 21]}
+        outputs = [(await server.generate(PROMPT, {**params, "max_tokens": n}, str(n))).extra_fields for n in (1, 40)]
+        names = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps")
+        found = [[extra.get(name) for extra in outputs] for name in names]
+        if k > 1:
+            assert found == [[None, None]] * 3
+            return
+        metrics = compute_spec_decode_metrics(*found)
+        assert metrics["rollout/spec_accept_length"] == found[1][1] / found[2][1] / 2 + 0.5 and 0 < found[1][1] < found[2][1] < 40
     finally:
         await server._llm.aclose()
 
 
 async def test_aborted_requests_go_on_from_their_tokens(models: tuple[Path, Path]) -> None:
-    """verl's partial rollout: it sends prompt and tokens again. Requests behind a closed gate wait, or end empty."""
+    """verl's partial rollout: it sends prompt and tokens again, and gets the undisturbed request's bits. Requests behind a closed
+    gate wait, or end empty."""
     server = await started(models)
     try:
-        task = asyncio.create_task(server.generate(PROMPT, {"max_tokens": 100, "ignore_eos": True, "logprobs": True}, "a"))
+        params = {"max_tokens": 100, "ignore_eos": True, "logprobs": True}
+        task = asyncio.create_task(server.generate(PROMPT, params, "a"))
         while not server._llm.stats().generated_tokens:
             await asyncio.sleep(0.01)
         found = await server.abort_all_requests(reject_request=True)
@@ -114,11 +139,16 @@ async def test_aborted_requests_go_on_from_their_tokens(models: tuple[Path, Path
         assert found["aborted_count"] == 1
         assert (await server.generate(PROMPT, {"max_tokens": 3}, "b")).stop_reason == "aborted"
         await server.abort_all_requests()
-        waiting = asyncio.create_task(server.generate([*PROMPT, *output.token_ids], {"max_tokens": 3, "ignore_eos": True}, "c"))
+        waiting = asyncio.create_task(server.generate([*PROMPT, *output.token_ids], {**params, "max_tokens": 3}, "c"))
         await asyncio.sleep(0.1)
-        assert not waiting.done()
+        assert not waiting.done() and output.extra_fields["global_steps"] is None
+        await server.set_global_steps(5)
         await server.resume_generation()
-        assert len((await waiting).token_ids) == 3
+        continued = await waiting
+        assert len(continued.token_ids) == 3 and continued.extra_fields["global_steps"] == 5
+        whole = await server.generate(PROMPT, {**params, "max_tokens": len(output.token_ids) + 3}, "d")
+        assert whole.token_ids == output.token_ids + continued.token_ids
+        assert whole.log_probs == output.log_probs + continued.log_probs
         await server.wait_for_requests_to_drain()
         assert (await server.abort_request("nothing"))["request_id"] == "nothing"
         await server.clear_kv_cache()

@@ -72,8 +72,8 @@ def test_rank_in_a_process_gives_what_one_rank_gives_and_its_loss_names_it(model
 
 def asked(model: torch.nn.Module, rank: int, wish: str) -> Any:
     """A function of the host for ``apply``."""
-    if wish == "raise" and rank == 1:
-        raise ValueError("this rank does not want to")
+    if rank == 1 and wish in ("raise", "exit"):
+        raise ValueError("this rank does not want to") if wish == "raise" else SystemExit(3)
     return (lambda: rank) if wish == "local" else (rank, sum(weight.numel() for weight in model.parameters()))
 
 
@@ -86,6 +86,8 @@ def test_function_of_the_host_runs_on_every_rank_and_ends_none(model: Path) -> N
         assert (zero, one) == (0, 1) and part == other and whole / 2 < part < whole
         with pytest.raises(ValueError, match="this rank does not want to"):
             llm.apply(asked, "raise")
+        with pytest.raises(SystemExit):
+            llm.apply(asked, "exit")
         with pytest.raises((AttributeError, PicklingError), match=r"asked\.<locals>\.<lambda>"):
             llm.apply(asked, "local")
         with pytest.raises(InvalidRequestError, match="other ranks get functions and arguments by pickle"):

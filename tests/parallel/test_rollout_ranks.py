@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,17 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dsv4lite.config import MTP
-from dsv4lite.errors import EngineStateError, WeightsNotLoadedError, WeightUpdateError
+from dsv4lite.engine import resident
+from dsv4lite.errors import CapacityError, EngineStateError, WeightsNotLoadedError, WeightUpdateError
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.request import Phase
+from dsv4lite.weights import host_memory
 from dsv4lite.weights import update as update_file
+from dsv4lite.weights.delta import DeltaSource
+from dsv4lite.weights.quant import TensorSlot
 from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors, ProcessGroupSource, broadcast_weights
 from tests.e2e.engines import MODEST, prompts_of, same_outputs, write_model
+from tests.e2e.test_sleep import engine_of_any, failing
 from tests.e2e.updates import GREEDY, ask, read
 from tests.mla import write_random_model
 from tests.parallel.ranks import Ranks
@@ -112,24 +119,82 @@ def test_ranks_change_together(models: tuple[Path, Path], fresh: list[Any], kind
         is_of(old, old_sums, 3)
 
 
-def trainer_and_rollout(mesh: Mesh, models: tuple[Path, Path], store: str) -> dict[str, str]:
-    """Rank 0 trains, and sends its weights to the engine of rank 1, in a process group of the host's."""
+def held(model: torch.nn.Module, rank: int) -> int:
+    """Bytes of a rank's weights."""
+    return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+
+
+def test_failed_sleep_and_wake_up_of_one_rank_leave_all_as_they_were(
+    models: tuple[Path, Path], fresh: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(str(models[0]), **SETTINGS, **LAYOUTS["tp"]) as llm:
+        measure: Any = lambda: engine_of_any(llm).apply(held, ()).result()
+        awake = measure()
+        with monkeypatch.context() as patch:
+            patch.setattr(host_memory, "PIECE", 1)
+            failing(patch, mmap, "mmap", after=3)  # in this process, which is rank 0
+            with pytest.raises(CapacityError, match="the host has too little memory"):
+                llm.sleep(1)
+        assert (llm.state, measure()) == (Phase.READY, awake) and min(awake) > 10_000
+        same_outputs(llm.generate_batch(PROMPTS, GREEDY), fresh[0][0], tolerance=1e-4)
+        llm.sleep(1)
+        with monkeypatch.context() as patch:
+            failing(patch, resident, "fill_storage", after=3)
+            with pytest.raises(CapacityError, match="cpu has too little memory to wake up"):
+                llm.wake_up()
+        assert (llm.state, measure()) == (Phase.ASLEEP, [0, 0])
+        llm.wake_up()
+        assert (llm.state, measure(), llm.weight_checksums()) == (Phase.READY, awake, fresh[0][1])
+        same_outputs(llm.generate_batch(PROMPTS, GREEDY), fresh[0][0], tolerance=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_write_that_fails_midway_leaves_no_valid_weights_until_a_full_update(
+    models: tuple[Path, Path], fresh: list[Any], monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """On the only rank or on one of two: then tensors of both versions are in memory."""
+    with LLM(str(models[0]), **SETTINGS, tensor_parallel_size=ranks, executor="thread") as llm:
+        with monkeypatch.context() as patch, pytest.raises(CapacityError, match=r"could not be written: .* can't"):
+            with llm.update_weights(1) as update:
+                update.load(DiskSource(str(models[1])))
+                failing(patch, TensorSlot, "store", after=3)
+        assert (llm.state, llm.weight_version) == (Phase.WEIGHTS_INVALID, 0)
+        with pytest.raises(WeightsNotLoadedError):
+            ask(llm)
+        with llm.update_weights(2) as update:
+            update.load(DiskSource(str(models[1])))
+        assert (llm.state, llm.weight_version, llm.weight_checksums()) == (Phase.READY, 2, fresh[1][1])
+        same_outputs(llm.generate_batch(PROMPTS, GREEDY), fresh[1][0], tolerance=1e-4)
+
+
+def trainer_and_rollout(mesh: Mesh, models: tuple[Path, Path], store: str) -> list[dict[str, str]]:
+    """Rank 0 trains, and sends a delta and then all weights to the engine of rank 1, in a process group of the host's."""
+    old, new = map(read, models)
+    near = {**old, "head.weight": old["head.weight"].clone()}
+    near["head.weight"][-1, -1] = new["head.weight"][-1, -1]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=mesh.rank, world_size=2)
     try:
         if mesh.rank == 0:
-            broadcast_weights(NamedTensors(read(models[1])).tensors())
-            return {}
+            delta = dict(DeltaSource(NamedTensors(near), old, block=(1, 1)).tensors())
+            assert delta["head.weight@values"].numel() == 1
+            broadcast_weights(delta.items())
+            broadcast_weights(NamedTensors(new).tensors())
+            return []
         with LLM(str(models[0]), **SETTINGS) as llm:
-            with llm.update_weights(1) as update:
-                update.load(ProcessGroupSource(0))
-            return llm.weight_checksums()
+            found = [llm.weight_checksums()]
+            for version, partial in ((1, True), (2, False)):
+                with llm.update_weights(version, partial=partial) as update:
+                    update.load(ProcessGroupSource(0))
+                found.append(llm.weight_checksums())
+            return found
     finally:
         dist.destroy_process_group()
 
 
 def test_weights_come_over_a_process_group(models: tuple[Path, Path], fresh: list[Any], ranks: Ranks, tmp_path: Path) -> None:
-    _, received = ranks.run(trainer_and_rollout, models, str(tmp_path / "store"), layout=Layout(tp=2))
-    assert received == fresh[1][1]
+    _, (before, changed, replaced) = ranks.run(trainer_and_rollout, models, str(tmp_path / "store"), layout=Layout(tp=2))
+    assert [name for name in before if changed[name] != before[name]] == ["head.weight"]
+    assert replaced == fresh[1][1]
 
 
 def failing_and_refused(mesh: Mesh, models: tuple[Path, Path], store: str) -> list[Any]:
@@ -173,22 +238,30 @@ def test_failed_transfers_over_a_process_group_leave_nothing_behind(
     assert received == [1, fresh[1][1]]
 
 
-def sharded_policy(mesh: Mesh, models: tuple[Path, Path], store: str) -> tuple[dict[str, str], list[Any]]:
+def sharded_policy(mesh: Mesh, models: tuple[Path, Path], store: str, fsdp: bool) -> tuple[dict[str, str], list[Any]]:
     """Both ranks train and serve: each holds a half of every tensor of the policy, and a half of the engine."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=mesh.rank, world_size=2)
     try:
         world, policy = init_device_mesh("cpu", (2,)), torch.nn.Module()
         for name, tensor in read(models[1]).items():
-            policy.register_buffer(name.replace(".", "/"), distribute_tensor(tensor, world, [Shard(0)]))
-
-        class Named(ModuleSource):
-            def tensors(self) -> Iterator[tuple[str, Tensor]]:
-                for name, tensor in super().tensors():
-                    yield name.replace("/", "."), tensor
+            module, (*path, leaf) = policy, name.split(".")
+            for part in path:
+                if part not in dict(module.named_children()):
+                    module.add_module(part, torch.nn.Module())
+                module = module.get_submodule(part)
+            if fsdp and tensor.is_floating_point():
+                module.register_parameter(leaf, torch.nn.Parameter(tensor))
+            else:
+                module.register_buffer(leaf, tensor if fsdp else distribute_tensor(tensor, world, [Shard(0)]))
+        if fsdp:
+            for layer in policy.get_submodule("layers").children():
+                fully_shard(layer, mesh=world)
+            fully_shard(policy, mesh=world)
+            assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
 
         with LLM(str(models[0]), **SETTINGS, tensor_parallel_size=2, executor="external") as llm:
             if mesh.rank > 0:
-                for _ in Named(policy).tensors():
+                for _ in ModuleSource(policy).tensors():
                     pass
                 for call in (llm.sleep, llm.wake_up, llm.weight_checksums, llm.update_weights(1).__enter__):
                     with pytest.raises(EngineStateError, match="engine of rank 0") if call != llm.wake_up else nullcontext():
@@ -196,7 +269,7 @@ def sharded_policy(mesh: Mesh, models: tuple[Path, Path], store: str) -> tuple[d
                 assert llm.state is Phase.READY
                 return {}, []
             with llm.update_weights(1) as update:
-                update.load(Named(policy))
+                update.load(ModuleSource(policy))
             llm.sleep(1)
             llm.wake_up()
             return llm.weight_checksums(), llm.generate_batch(PROMPTS, GREEDY)
@@ -204,9 +277,10 @@ def sharded_policy(mesh: Mesh, models: tuple[Path, Path], store: str) -> tuple[d
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("fsdp", [False, True], ids=["DTensor", "fully_shard"])
 def test_ranks_that_train_gather_their_tensors_for_the_rank_that_leads(
-    models: tuple[Path, Path], fresh: list[Any], ranks: Ranks, tmp_path: Path
+    models: tuple[Path, Path], fresh: list[Any], ranks: Ranks, tmp_path: Path, fsdp: bool
 ) -> None:
-    (checksums, outputs), _ = ranks.run(sharded_policy, models, str(tmp_path / "store"), layout=Layout(tp=2))
+    (checksums, outputs), _ = ranks.run(sharded_policy, models, str(tmp_path / "store"), fsdp, layout=Layout(tp=2))
     assert checksums == fresh[1][1]
     same_outputs(outputs, fresh[1][0], tolerance=1e-4)
