@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from dsv4lite.errors import WeightUpdateError
 from dsv4lite.kernels.quantize import dequantize_matrix
+from dsv4lite.models.deepseek_mla import config as mla_config
+from dsv4lite.models.deepseek_mla.model import DeepseekMla
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.names import V4_NAMES
@@ -24,6 +27,7 @@ from dsv4lite.weights.loader import own_formats
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.update import NamedTensors, Transaction, buckets, checksum
 from tests.golden import OFFICIAL, fill, poisoned, rounded
+from tests.mla import raw_config
 from tests.tiny import TINY_REFRESHED
 
 CPU = torch.device("cpu")
@@ -95,11 +99,21 @@ def test_float32_scales_are_refused_where_the_model_has_powers_of_two() -> None:
         update.take([(f"{name}.weight", tensors[f"{name}.weight"]), (f"{name}.scale", tensors[f"{name}.scale"].float())])
 
 
-@pytest.mark.parametrize("config", [CONFIG, parse_config(TINY_REFRESHED)], ids=["mtp", "dspark"])
-def test_slots_name_every_tensor_of_a_model(config: V4Config) -> None:
+MODELS = {
+    "mtp": partial(DeepseekV4, CONFIG),
+    "dspark": partial(DeepseekV4, parse_config(TINY_REFRESHED)),
+    **{
+        name: partial(DeepseekMla, mla_config.parse_config(raw_config(name, num_nextn_predict_layers=1)))
+        for name in ("v2_lite", "v32")
+    },
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_slots_name_every_tensor_of_a_model(name: str) -> None:
     """So that an update and a sleep miss none; tables of angles follow from the configuration."""
     numerics = Numerics.choose(dtype=torch.float32, quantized=False, deterministic=False, device=torch.device("cpu"))
-    model = DeepseekV4(config, numerics, with_mtp=True)
+    model = MODELS[name](numerics, with_mtp=True)
     held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     assert {id(tensor) for slot in model.slots().values() for tensor in slot.tensors} == held
 
