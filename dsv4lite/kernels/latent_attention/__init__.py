@@ -155,7 +155,8 @@ def latent_attention(given: LatentAttentionInputs) -> Tensor:
     """Attend each token's heads to its sequence; return [T, H, V] in the dtype of the queries, zeros for padding."""
     if given.cos is not None and given.sin is not None:
         given = given._replace(q_THC=rope(given.q_THC, given.cos, given.sin), cos=None, sin=None)
-    q_THC, paging, up_HCL, projected = given.q_THC, given.paging, given.up_HCL, given.projected
+    q_THC, paging, up_HCL = given.q_THC, given.paging, given.up_HCL
+    projected = given.projected if given.selected_TK is None else []  # with a selection only kernels gain by this form
     out_THC = q_THC.new_zeros(*q_THC.shape[:2], up_HCL.shape[1] - given.nope)
     for sequence in projected:
         begin, new, first = paging.spans()[sequence]
@@ -217,22 +218,8 @@ def up_projected(given: LatentAttentionInputs, sequence: int, begin: int, new: i
             q = q_NHC[number * _TOKENS : (number + 1) * _TOKENS]
             position_N = first + number * _TOKENS + torch.arange(len(q), device=device)
             if start <= first + number * _TOKENS + len(q) - 1:
-                seen_NR = _seen(given, begin + number * _TOKENS, position_N, at_R)
-                parts[number] = merged(part, attend(q, keys, values, seen_NR, given.scale))
+                parts[number] = merged(part, attend(q, keys, values, at_R <= position_N[:, None], given.scale))
     return torch.cat([out for out, _ in parts])
-
-
-def _seen(given: LatentAttentionInputs, begin: int, position_N: Tensor, at_R: Tensor) -> Tensor:
-    """Return which of a sequence's rows at consecutive positions the tokens from row ``begin`` on attend to, bool [N, R]."""
-    seen_NR, selected_TK = at_R <= position_N[:, None], given.selected_TK
-    if selected_TK is None:
-        return seen_NR
-    start, top_k = at_R[0], selected_TK.shape[1]
-    place_NK = selected_TK[begin : begin + len(position_N)].long() - start
-    inside_NK = (place_NK >= 0) & (place_NK < len(at_R))
-    listed_NR = torch.zeros(len(position_N), len(at_R) + 1, dtype=torch.bool, device=at_R.device)
-    listed_NR.scatter_(1, torch.where(inside_NK, place_NK, len(at_R)), True)  # the last column takes positions of other chunks
-    return torch.where((position_N < top_k)[:, None], seen_NR, listed_NR[:, :-1])
 
 
 Part = tuple[Tensor, Tensor]
