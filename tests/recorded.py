@@ -86,7 +86,7 @@ def recorded() -> Iterator[list[Callable[[], Any]]]:
 
 @contextmanager
 def captured_engines(**sizes: Any) -> Iterator[None]:
-    """Give graphs to engines that start in this block, which is inside of one of ``recorded`` that outlasts them."""
+    """Give graphs to engines that start in this block; a block of ``recorded`` must last as long as they do."""
 
     def build(probe: Probe, *args: Any) -> Runner:
         runner: Any = building(probe, *args)

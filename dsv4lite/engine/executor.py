@@ -322,8 +322,9 @@ class MultiRankExecutor:
         """
         assert self._watch is not None
         with ExitStack() as stack:
+            shared = self._with_shared_tensors(ask, stack)
             try:
-                message = encode(self._with_shared_tensors(ask, stack))
+                message = encode(shared)
             except (PicklingError, AttributeError, TypeError) as error:  # what ``pickle`` raises for local functions, locks, …
                 problem = f"{ask.method}: {error}; other ranks get functions and arguments by pickle: define them in a module"
                 raise InvalidRequestError(problem, parameter=ask.method, value=ask.arguments) from error

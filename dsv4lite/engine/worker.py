@@ -168,7 +168,7 @@ class Worker:
                     answer = answer_to(self._runner, step)
                     try:
                         message = encode(answer)
-                    except Exception as error:  # the result of the host's own function
+                    except Exception as error:  # ``pickle`` does not take the result of a function of the host
                         message = encode(Answer(error=portable(error)))
                     self._work.send_bytes(message)
                     continue

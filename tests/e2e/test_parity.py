@@ -47,17 +47,17 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def each(family: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(family: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of each family, whose vocabularies have the same size."""
     return model if family == "v4" else write_random_model(tmp_path_factory.mktemp(family), family)
 
 
 @DTYPES
-def test_trainer_has_the_bits_of_decoding_and_scoring(each: Path, dtype: Any) -> None:
+def test_trainer_has_the_bits_of_decoding_and_scoring(checkpoint: Path, dtype: Any) -> None:
     """In company, in chunks, with drafts."""
     params = SamplingParams.for_rollout(n=2, seed=3, max_tokens=30, ignore_eos=True, temperature=0.7)
-    policy = load_model(each, device="cpu", dtype=dtype)
-    with opened(each, deterministic=True, dtype=dtype, max_num_batched_tokens=50, speculative=NGram(3)) as llm:
+    policy = load_model(checkpoint, device="cpu", dtype=dtype)
+    with opened(checkpoint, deterministic=True, dtype=dtype, max_num_batched_tokens=50, speculative=NGram(3)) as llm:
         outs = llm.generate_batch([LONG, SHORT, SHORT * 5], params)
         pairs = [(prompt, one.token_ids) for prompt, out in zip((LONG, SHORT, SHORT * 5), outs, strict=True) for one in out.outputs]
         scores = llm.score_batch(pairs, params)
@@ -68,8 +68,8 @@ def test_trainer_has_the_bits_of_decoding_and_scoring(each: Path, dtype: Any) ->
 
 
 @DTYPES
-def test_every_part_has_equal_bits(each: Path, family: str, dtype: Any) -> None:
-    report = compare_sides(str(each), device="cpu", dtype=dtype, tokens=160)
+def test_every_part_has_equal_bits(checkpoint: Path, family: str, dtype: Any) -> None:
+    report = compare_sides(str(checkpoint), device="cpu", dtype=dtype, tokens=160)
     assert report.exact and report.largest == 0
     assert {part.part: part.count for part in report.parts} == PARTS[family]
     assert all((part.equal, part.largest, part.relative) == (1, 0, 0) for part in report.parts)

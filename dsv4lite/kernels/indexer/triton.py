@@ -341,6 +341,7 @@ def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tenso
     assert given.has_kernel and fmt.width == channels, (fmt, channels, iq_NHC.dtype)
     assert isinstance(fmt, UnquantizedRow) or channels & (channels - 1) == 0, fmt
     tokens = 1 if paging.singles else TOKENS
+    # A program with one token has no next queries to load.
     piece, stages = (FLOAT32_KEYS, 1) if iq_NHC.dtype == torch.float32 else (KEYS, 2 if paging.singles else 3)
     tiles = ceil_div(count, tokens)
     pieces = min(ceil_div(entries_max, piece), max(1, PROGRAMS // tiles))

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.attention import BLOCK, entry_addresses, sparse_attention
+from dsv4lite.kernels.attention import BLOCK, WIDENED_ROWS, entry_addresses, sparse_attention
 from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.gemm import ROW_TILE, matmul_rows
 from dsv4lite.kernels.paging import Block, Paging
@@ -39,7 +39,6 @@ _ITEM = 2  # cost model: bytes of a number
 _LISTED_COST = 1.2  # cost model: time of an operation in the absorbed form with a selection, whose rows lie apart
 _TOKENS = 64  # tokens that the reference processes at a time
 _GATHERED_ROWS = 1 << 15  # rows that the reference reads for them, all tokens together
-WIDENED_ROWS = 16  # most rows per token of a step whose rows are all widened first
 PROGRAMS = 264  # programs that ``splits_of`` aims at; the same on every chip, for the same bits
 MOST_HEADS = 64  # most heads of one program
 _MOST_SPLITS = 64

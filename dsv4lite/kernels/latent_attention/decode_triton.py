@@ -27,7 +27,7 @@ from dsv4lite.kernels.rows.packed import LOG2_E, WIDEN_E4M3, narrowed
 from dsv4lite.kernels.rows.triton import memory_of, rotate_tail
 
 _CHUNK = 8  # splits that are merged at a time
-_WIDENED = 32  # rows of one program of ``widened``
+_WIDENED = 32  # rows of one program of ``_widen_kernel``
 
 
 def _tile_for(heads: int, fp8: bool, listed: bool, itemsize: int, capability: int) -> Tile:

@@ -6,8 +6,9 @@ otherwise; D model, H heads, I expert width, K experts per token.
 
 from __future__ import annotations
 
+from dsv4lite.kernels.attention import WIDENED_ROWS
 from dsv4lite.kernels.indexer import SCORE_BYTES
-from dsv4lite.kernels.latent_attention import CHUNK_ROWS, MOST_HEADS, PROGRAMS, ROUND_TOKENS, WIDENED_ROWS, projected_rows
+from dsv4lite.kernels.latent_attention import CHUNK_ROWS, MOST_HEADS, PROGRAMS, ROUND_TOKENS, projected_rows
 from dsv4lite.models.config import PassBytes
 from dsv4lite.models.deepseek_mla.config import MlaConfig
 from dsv4lite.models.shard import ModelShard
