@@ -314,22 +314,31 @@ def own_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
+    with lent_stream(device) as stream:
+        inside = torch.cuda.stream(stream)
+        inside.__enter__()
+        try:
+            yield
+        finally:
+            try:
+                inside.__exit__(None, None, None)
+                torch.cuda.empty_cache()
+            except RuntimeError as error:  # after a CUDA error, which was reported already, every call fails
+                log.warning("memory could not be returned to %s: %s", device, _first_line(error))
+
+
+@contextmanager
+def lent_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """Lend a stream of a GPU that has no work, for the block."""
     idle = _idle_streams(device)
     try:
         stream = idle.get_nowait()
     except Empty:
         stream = _new_stream(device)
-    inside = torch.cuda.stream(stream)
-    inside.__enter__()
     try:
-        yield
+        yield stream
     finally:
-        try:
-            inside.__exit__(None, None, None)
-            torch.cuda.empty_cache()
-            idle.put(stream)
-        except RuntimeError as error:  # after a CUDA error, which was reported already, every call fails
-            log.warning("memory could not be returned to %s: %s", device, _first_line(error))
+        idle.put(stream)
 
 
 def _new_stream(device: torch.device) -> torch.cuda.ExternalStream:
@@ -350,7 +359,7 @@ def _new_stream(device: torch.device) -> torch.cuda.ExternalStream:
 
 @cache
 def _idle_streams(device: torch.device) -> SimpleQueue[torch.cuda.Stream]:
-    """Return the streams of engines that have closed, for the next ones.
+    """Return the streams that are not lent.
 
     They are not destroyed, because PyTorch keeps memory for a stream: blocks that results still use, and a workspace of 32 MiB if a
     product of cuBLAS ever ran on it.

@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from itertools import chain
 from weakref import finalize
 
 import torch
 from torch import Tensor
 
+from dsv4lite.device import lent_stream, storage_bytes
 from dsv4lite.errors import CapacityError
 
 PIECE = 256 << 20  # bytes locked at a time; a larger tensor gets a piece of its own size
+WINDOW = 64 << 20  # bytes sent to the device at a time
 _ALIGN = 512
 
 
@@ -29,7 +32,7 @@ class HostMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._locked = device.type == "cuda"
+        self._device, self._locked = device, device.type == "cuda"
         self._pieces: list[Tensor] = []
         finalize(self, _free, self._pieces, self._locked).atexit = False
         self._piece = self._used = 0  # index of the current piece, and bytes used of it
@@ -45,8 +48,59 @@ class HostMemory:
             self._piece, self._used = self._piece + 1, 0
         if self._piece == len(self._pieces):
             self._pieces.append(self._allocate(max(PIECE, size)))
-        begin, self._used = self._used, self._used + -(-size // _ALIGN) * _ALIGN
+        begin, self._used = self._used, self._used + _aligned(size)
         return self._pieces[self._piece][begin : begin + size].view(dtype).view(tuple(shape))
+
+    def sent(self, groups: Sequence[Sequence[Tensor]]) -> Generator[Sequence[Tensor]]:
+        """Yield the copies on the device of each group of tensors; groups and tensors are in the order of ``take``.
+
+        The next ``WINDOW`` bytes are copied while the current stream uses the last ones: its work with a group must be launched
+        before the next group is asked for.
+        """
+        if not self._locked:
+            yield from groups
+            return
+        working = torch.cuda.current_stream(self._device)
+        with lent_stream(self._device) as copying:
+            sending = (self._send(window, working, copying) for window in _windows(groups))
+            try:
+                following = next(sending, None)
+                while following is not None:
+                    copies, arrived = following  # frees the copies before them
+                    following = next(sending, None)
+                    working.wait_event(arrived)
+                    yield from copies
+            finally:
+                working.wait_stream(copying)  # memory that becomes free here is no longer written
+
+    def _send(
+        self, window: Sequence[Sequence[Tensor]], working: torch.cuda.Stream, copying: torch.cuda.Stream
+    ) -> tuple[list[list[Tensor]], torch.cuda.Event]:
+        """Start copying groups; return the copies, and the event of their arrival."""
+        places = [[_place(tensor) for tensor in group] for group in window]
+        spans: dict[int, tuple[Tensor, int, int]] = {}  # by address of a piece: its bytes, the first and the end of those in use
+        for tensor, (piece, begin) in zip(chain.from_iterable(window), chain.from_iterable(places), strict=True):
+            whole, first, _ = spans.get(piece) or (storage_bytes(tensor), begin, begin)
+            spans[piece] = (whole, first, _aligned(begin + tensor.nbytes))
+        memory = torch.empty(sum(end - first for _, first, end in spans.values()), dtype=torch.uint8, device=self._device)
+        copying.wait_stream(working)  # which may have used this memory until now
+        shifts, used = {}, 0  # by address of a piece: from a place in it to the same byte's in ``memory``
+        with torch.cuda.stream(copying):
+            for piece, (whole, first, end) in spans.items():
+                part = whole[first:end]  # the piece may end before
+                memory[used : used + len(part)].copy_(part, non_blocking=True)
+                shifts[piece] = used - first
+                used += end - first
+            arrived = copying.record_event()
+        typed = {tensor.dtype: memory.view(tensor.dtype) for tensor in chain.from_iterable(window)}
+        copies = [
+            [
+                typed[tensor.dtype].as_strided(tensor.shape, tensor.stride(), (begin + shifts[piece]) // tensor.itemsize)
+                for tensor, (piece, begin) in zip(*parts, strict=True)
+            ]
+            for parts in zip(window, places, strict=True)
+        ]
+        return copies, arrived
 
     def clear(self) -> None:
         """Make all memory available again."""
@@ -70,6 +124,29 @@ class HostMemory:
             advice = ("free memory of the host, or raise the limit of locked memory (ulimit -l)",)
             raise CapacityError(f"the host has too little memory for copies of weights: {error}", advice=advice) from error
         return piece
+
+
+def _windows(groups: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Sequence[Tensor]]]:
+    """Split groups into runs of at least ``WINDOW`` bytes; the last may be smaller."""
+    window: list[Sequence[Tensor]] = []
+    size = 0
+    for group in groups:
+        window.append(group)
+        size += sum(tensor.nbytes for tensor in group)
+        if size >= WINDOW:
+            yield window
+            window, size = [], 0
+    if window:
+        yield window
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Return the address of the piece in which a tensor lies, and the index of its first byte there."""
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()) * tensor.itemsize
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
 
 
 def _free(pieces: list[Tensor], locked: bool) -> None:

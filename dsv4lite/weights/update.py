@@ -8,7 +8,7 @@ host memory until every rank has received and checked its part.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
@@ -238,7 +238,7 @@ class Transaction:
         self._slots, self._names, self._formats, self._shards, self._device = slots, names, formats, shards, device
         self._staging = staging
         self._quant_format = next((own for own in formats.values() if isinstance(own, QuantFormat)), None)
-        self._staged: dict[str, tuple[Tensor | FourBit, Tensor | None]] = {}
+        self._staged: dict[str, FourBit | tuple[Tensor, ...]] = {}  # a weight, with its scale if it has one
         self._waiting: dict[str, Described] = {}  # weights or scales without their partner, parts of packed matrices
         self._incomplete: dict[str, list[str]] = {}  # packed matrices, with the leaves that have not arrived
         self._seen: set[str] = set()
@@ -365,8 +365,9 @@ class Transaction:
                 scale = scale.to(weight.device)  # a source may have the two on different devices
             slot.store(weight, scale)
         else:
-            staged = FourBit(*map(self._stage, weight)) if isinstance(weight, FourBit) else self._stage(weight)
-            self._staged[name] = (staged, None if scale is None else self._stage(scale))
+            parts = weight if isinstance(weight, FourBit) else (weight,) if scale is None else (weight, scale)
+            staged = tuple(map(self._stage, parts))
+            self._staged[name] = FourBit(*staged) if isinstance(weight, FourBit) else staged
         self._filled.add(name)
 
     def _stage(self, tensor: Tensor) -> Tensor:
@@ -391,13 +392,14 @@ class Transaction:
 
     def write(self) -> None:
         """Write the staged tensors to their slots, in place. The host waits for the device once, at the end."""
-
-        def sent(tensor: Tensor) -> Tensor:
-            return tensor.to(self._device, non_blocking=True)
-
-        for name, (weight, scale) in self._staged.items():
-            whole = FourBit(*map(sent, weight)) if isinstance(weight, FourBit) else sent(weight)
-            self._slots[name].store(whole, None if scale is None else sent(scale))
+        if self._staging is None:
+            return
+        with closing(self._staging.sent(list(self._staged.values()))) as copies:
+            for (name, staged), parts in zip(self._staged.items(), copies, strict=True):
+                if isinstance(staged, FourBit):
+                    self._slots[name].store(FourBit(*parts))
+                else:
+                    self._slots[name].store(*parts)
         self._synchronize()
 
     def _synchronize(self) -> None:

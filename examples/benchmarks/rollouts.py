@@ -6,6 +6,7 @@
 Takes the settings of ``examples.benchmarks.engine`` and the phases to run. New weights are bfloat16 tensors on the device, as a
 trainer has them. The engine quantizes them; the figures include the time to make the tensors.
 
+- ``floors``: one copy of all weights between the device and the host.
 - ``updates``: staged, and in place.
 - ``sleep``: levels 1 and 2, and wake-up.
 - ``in-flight``: a staged update while requests decode: how long their streams pause, and that no request is lost.
@@ -50,7 +51,9 @@ def new_weights(config: EngineConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield a bfloat16 tensor for each tensor of the model, all in one buffer. Rows of hash tables name the first experts."""
     device = choose_device(config)
     specs = {n: s for n, s in V4_TENSORS.specs(ModelSource.open(config).model).items() if not n.startswith("mtp.")}
-    buffer = torch.randn(max(math.prod(spec.shape) for spec in specs.values()), device=device).bfloat16().mul_(0.02)
+    buffer = torch.empty(max(math.prod(spec.shape) for spec in specs.values()), device=device, dtype=torch.bfloat16).normal_(
+        0, 0.02
+    )
     for name, spec in specs.items():
         values = buffer[: math.prod(spec.shape)].view(spec.shape)
         yield name, torch.arange(spec.shape[1]).expand(spec.shape) if name.endswith("tid2eid") else values
@@ -58,9 +61,9 @@ def new_weights(config: EngineConfig) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def timed(report: Report, name: str) -> Iterator[None]:
-    """Add the seconds of the block, and the device memory in use at its end, to a report; print both."""
+    """Add the seconds of the block to a report; print them, the device memory in use at its end, and the most that it allocated."""
     on_gpu = torch.cuda.is_available()
-    before = torch.cuda.memory_reserved() if on_gpu else 0
+    before = torch.cuda.memory_allocated() if on_gpu else 0
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -70,7 +73,7 @@ def timed(report: Report, name: str) -> Iterator[None]:
     if on_gpu:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
-        extra = torch.cuda.max_memory_reserved() - before
+        extra = torch.cuda.max_memory_allocated() - before
         line = f"   in use {(total - free) / 2**20:>9,.0f} MiB   extra {max(extra, 0) / 2**20:>8,.0f} MiB"
     report.append((name, time.perf_counter() - begun))
     print(f"{name:<28}{report[-1][1]:>9.3f} s{line}", flush=True)
@@ -220,7 +223,33 @@ def scores(config: EngineConfig, llm: LLM, report: Report) -> None:
         print(f"{name:<20}{count * length / found:>10,.0f} tokens/s   {least['prefill'] / found:.2f} of prefill")
 
 
-PHASES = {"updates": updates, "sleep": sleep, "in-flight": in_flight, "process": process, "engines": engines, "scores": scores}
+def floors(config: EngineConfig, llm: LLM, report: Report) -> None:
+    """Measure how long one copy of all weights takes, between the device and locked host memory."""
+    if (device := choose_device(config)).type != "cuda":
+        return
+    size = llm.memory().per_device[0].weights
+    ours, theirs = torch.empty(1 << 30, dtype=torch.uint8, device=device), torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    for name, target, source in (("to the device", ours, theirs), ("to the host", theirs, ours)):
+        seconds = []
+        for _ in range(6):
+            begun = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begun)
+        took = statistics.median(seconds) * size / 2**30
+        report.append((f"one copy {name}", took))
+        print(f"{'one copy ' + name:<28}{took:>9.3f} s   {size / 2**30:.1f} GiB at {size / took / 1e9:.1f} GB/s")
+
+
+PHASES = {
+    "floors": floors,
+    "updates": updates,
+    "sleep": sleep,
+    "in-flight": in_flight,
+    "process": process,
+    "engines": engines,
+    "scores": scores,
+}
 
 
 def main(argv: Sequence[str]) -> Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -27,17 +28,16 @@ def parts_of(size: int, count: int, seed: int) -> list[Tensor]:
     return [torch.randn(count, generator=generator) for _ in range(size)]
 
 
-def opened(rank: int, size: int, port: int) -> tuple[PeerMemory, Inbox]:
+def opened(rank: int, size: int, store: dist.TCPStore) -> tuple[PeerMemory, Inbox]:
     torch.cuda.set_device(rank)
-    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=30))
     memory = PeerMemory.open(store, rank, size, torch.device("cuda", rank), numbers=NUMBERS)
     assert memory is not None, "this machine's GPUs do not open their memory to each other"
     return memory, memory.inbox
 
 
-def sums(rank: int, size: int, port: int, answers: Any) -> None:
+def sums(rank: int, size: int, store: dist.TCPStore, answers: Any) -> None:
     """Sum by launches, then by replays of graphs that hold calls of several sizes, with new numbers in every replay."""
-    memory, inbox = opened(rank, size, port)
+    memory, inbox = opened(rank, size, store)
     wrong = []
     for seed, count in enumerate(COUNTS * 3):
         parts = parts_of(size, count, seed)
@@ -76,7 +76,7 @@ def sums(rank: int, size: int, port: int, answers: Any) -> None:
                 found.append(torch.equal(gathered.cpu(), torch.cat([(factor * p).view(8, -1) for p in parts[2]], 1)))
                 wrong += [("replay", replay, count) for count, fine in zip((*COUNTS, 0, -1), found, strict=True) if not fine]
         stream.synchronize()
-    answers.put((rank, wrong, [y.cpu() for y in outputs[:3]]))
+    answers.put((rank, wrong, [y.tolist() for y in outputs[:3]]))
     if rank == 0:  # one more sum, for which the others never come
         all_reduce(inputs[0], inbox, torch.float32)
         ended = torch.cuda.Event()
@@ -86,7 +86,6 @@ def sums(rank: int, size: int, port: int, answers: Any) -> None:
         memory.abandon()
         torch.cuda.synchronize()
         answers.put((-1, [] if waits else ["it has not waited"], []))
-    time.sleep(1)  # for the tensors to be fetched
 
 
 def right(found: Tensor, parts: list[Tensor], dtype: torch.dtype) -> bool:
@@ -96,16 +95,33 @@ def right(found: Tensor, parts: list[Tensor], dtype: torch.dtype) -> bool:
     return torch.allclose(found.cpu().float(), expected.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
-def on_gpus(function: Callable[..., None], size: int, count: int) -> list[tuple[int, list[Any], list[Tensor]]]:
+def reported(function: Callable[..., None], rank: int, size: int, port: int, answers: Any) -> None:
+    """Run one rank; an exception is its answer. Its memory stays open until all ranks have answered."""
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=300))
+    try:
+        function(rank, size, store, answers)
+        store.wait(["answered"])
+    except BaseException:
+        answers.put((rank, [traceback.format_exc()], []))
+        raise
+
+
+def on_gpus(function: Callable[..., None], size: int, count: int) -> list[tuple[int, list[Any], list[list[float]]]]:
+    """Run a function on each rank; return ``count`` answers, or those up to the first exception."""
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     context = mp.get_context("spawn")
-    answers = context.Queue()
-    processes = [context.Process(target=function, args=(rank, size, store.port, answers), daemon=True) for rank in range(size)]
+    answers, found = context.Queue(), []
+    processes = [
+        context.Process(target=reported, args=(function, rank, size, store.port, answers), daemon=True) for rank in range(size)
+    ]
     for process in processes:
         process.start()
     try:
-        return [answers.get(timeout=60) for _ in range(count)]
+        while len(found) < count and not any("Traceback" in str(wrong) for _, wrong, _ in found):
+            found.append(answers.get(timeout=300))
+        return found
     finally:
+        store.set("answered", "")
         for process in processes:
             process.join(10)
             process.kill()
@@ -118,4 +134,4 @@ def test_all_reduce_is_right_in_launches_and_replays_and_ends_when_it_is_abandon
     found = {rank: (wrong, outputs) for rank, wrong, outputs in on_gpus(sums, size, size + 1)}
     assert {rank: wrong for rank, (wrong, _) in found.items()} == {rank: [] for rank in range(-1, size)}
     for rank in range(1, size):
-        assert all(torch.equal(a, b) for a, b in zip(found[rank][1], found[0][1], strict=True))
+        assert found[rank][1] == found[0][1]

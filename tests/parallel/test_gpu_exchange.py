@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dsv4lite.kernels.experts import ExpertSum
@@ -52,9 +53,9 @@ def right(found: Tensor, parts: list[ExpertSum], rank: int) -> bool:
     return torch.allclose(found.cpu().float(), expected.float(), rtol=1e-2, atol=1e-2)
 
 
-def exchanges(rank: int, size: int, port: int, answers: Any) -> None:
+def exchanges(rank: int, size: int, store: dist.TCPStore, answers: Any) -> None:
     """Gather and scatter by launches, then by replays of a graph of several sizes, with new numbers in every replay."""
-    memory, inbox = opened(rank, size, port)
+    memory, inbox = opened(rank, size, store)
     wrong: list[Any] = []
     cases = [([(each, most)[r % 2] for r in range(size)], most, seed) for seed, (each, most) in enumerate(TOKENS)]
     given = [([rows_of(n, 8 * seed + r) for r, n in enumerate(own)], parts_of(size, most, seed)) for own, most, seed in cases]
@@ -97,7 +98,6 @@ def exchanges(rank: int, size: int, port: int, answers: Any) -> None:
         memory.abandon()
         torch.cuda.synchronize()
         answers.put((-1, [] if waits else ["it has not waited"], []))
-    time.sleep(1)
 
 
 @pytest.mark.parametrize("size", [2, 4])

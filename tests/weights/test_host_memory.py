@@ -45,6 +45,29 @@ def test_tensors_do_not_overlap_and_memory_is_used_again(device: str, monkeypatc
     filled(memory, random.Random(1))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_copies_on_the_device_arrive_before_their_use(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "PIECE", 1 << 16)
+    monkeypatch.setattr(host_memory, "WINDOW", 1 << 12)
+    memory, rng = HostMemory(torch.device(device)), random.Random(0)
+    taken = filled(memory, rng)
+    groups = []
+    while taken:
+        size = rng.randrange(1, 4)
+        groups.append(taken[:size])
+        taken = taken[size:]
+    sums = []
+    for group, copies in zip(groups, memory.sent([[tensor for tensor, _ in group] for group in groups]), strict=True):
+        for (tensor, byte), copy in zip(group, copies, strict=True):
+            assert copy.device.type == device and copy.dtype == tensor.dtype and copy.shape == tensor.shape
+            sums.append((copy.view(-1).view(torch.uint8).long() - byte).abs().sum())
+    assert not any(sums)
+    interrupted = memory.sent([[tensor] for group in groups for tensor, _ in group])
+    next(interrupted)
+    interrupted.close()
+    assert not any(memory.sent([]))
+
+
 def test_too_little_memory_is_named() -> None:
     with pytest.raises(CapacityError, match="the host has too little memory for copies of weights"):
         HostMemory(torch.device("cpu")).take([1 << 50], torch.uint8)
