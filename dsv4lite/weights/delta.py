@@ -9,7 +9,7 @@ The changed blocks of a tensor are three named tensors, so that every source and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dsv4lite.weights.checkpoint import TensorInfo, read_tensors
+from dsv4lite.weights.formats import PACKED_LEAVES
 from dsv4lite.weights.loader import weight_name
 from dsv4lite.weights.shared import SharedTensor
 
@@ -34,18 +35,27 @@ class _Source(Protocol):
 class DeltaSource:
     """The changes in the tensors of another source; for updates with ``partial=True``.
 
-    Tensors on disk or in another process are read one at a time. A quantized matrix and its scale, in either order, are sent whole
-    if a bit of either has changed. If the source brings only one of the two, that one is sent only if it has changed itself.
+    Tensors on disk or in another process are read one at a time. The tensors of a quantized matrix (codes and scale, or the parts
+    of a weight-only format), in any order, are sent whole if a bit of any has changed; what the source does not bring is not
+    sent.
 
     Args:
         source: Source of the new tensors.
         before: Copies of the tensors that the engine has, by the source's names; tensors without a copy are sent whole.
         block: Rows and columns of the blocks that are compared. An engine that stores a matrix in FP8 or FP4 requires multiples of
             its scale blocks, 128 x 128 or 1 x 32.
+        leaves: Last parts of the names of a packed matrix's tensors; for a format of the host's own, those of its ``parts``.
     """
 
-    def __init__(self, source: _Source, before: Mapping[str, Tensor], *, block: tuple[int, int] = (128, 128)) -> None:
-        self._source, self._before, self._block = source, before, block
+    def __init__(
+        self,
+        source: _Source,
+        before: Mapping[str, Tensor],
+        *,
+        block: tuple[int, int] = (128, 128),
+        leaves: Collection[str] = PACKED_LEAVES,
+    ) -> None:
+        self._source, self._before, self._block, self._leaves = source, before, block, frozenset(leaves)
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
         """Yield whole tensors, and the blocks in which any bit differs.
@@ -57,7 +67,8 @@ class DeltaSource:
         unchanged: dict[str, list[str]] = {}  # names of tensors that have not changed, by the name of their matrix
         sent = set[str]()
         for name, given in self._source.tensors():
-            matrix = weight_name(name.removesuffix("_scale_inv"))
+            owner, _, leaf = name.rpartition(".")
+            matrix = f"{owner}.weight" if leaf in self._leaves else weight_name(name.removesuffix("_scale_inv"))
             changes = [(name, given)] if matrix in sent else self._changes(name, given)
             if not changes:
                 unchanged.setdefault(matrix, []).append(name)
@@ -76,7 +87,7 @@ class DeltaSource:
         old = old.detach().to(new.device)
         if old.flatten().view(torch.uint8).equal(new.flatten().view(torch.uint8)):
             return []
-        if new.dtype in _DTYPES and not name.endswith(_SCALES):
+        if new.dtype in _DTYPES and not name.endswith(_SCALES) and name.rpartition(".")[2] not in self._leaves:
             offsets, values = _changed(new, old, self._block)
             if values.nbytes + offsets.nbytes < new.nbytes:
                 shape = torch.tensor(new.shape, dtype=torch.int64, device="cpu")

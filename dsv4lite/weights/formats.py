@@ -379,6 +379,11 @@ def _nvfp4(name: str, codes: str, factor: str, *, divides: bool) -> QuantFormat:
     return QuantFormat(name=name, parts=parts, read=read, unread=unread, group=16, scales="weight_scale")
 
 
+PACKED_LEAVES = (
+    *("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
+    *("weight_global_scale", "weight_scale_2", "input_global_scale", "input_scale", "k_scale", "v_scale"),
+)
+"""Of the formats below, but for ``weight``."""
 QUANT_METHODS: Mapping[str, QuantMethod] = {
     "awq": awq,
     "gptq": gptq,

@@ -21,6 +21,7 @@ from dsv4lite.models.shard import shards_of
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.planning.memory import choose_numerics, plan_memory
 from dsv4lite.request import SamplingParams
+from dsv4lite.weights.delta import DeltaSource
 from dsv4lite.weights.formats import awq as awq_method
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.weights.update import NamedTensors
@@ -197,6 +198,29 @@ def test_packed_tensors_replace_packed_matrices_and_floats_are_refused(tmp_path:
         with llm.update_weights(3) as update:
             update.load(NamedTensors(dict(reversed(list(tensors_of(second.folder))))))
         assert llm.generate(PROMPT, GREEDY).token_ids == wanted and llm.weight_checksums() == sums
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "compressed-tensors, zero points", "nvfp4 of compressed-tensors", "nvfp4 of modelopt"])
+def test_delta_brings_all_tensors_of_the_packed_matrices_that_changed(tmp_path: Path, name: str) -> None:
+    """Its order is the reverse of the checkpoint's; two matrices, a norm and one block of the embedding have changed."""
+    first, second = (write_packed(tmp_path / str(seed), PACKINGS[name], seed=seed).folder for seed in (0, 1))
+    before, other = dict(tensors_of(first)), dict(tensors_of(second))
+    changed = (Q_A, "model.layers.1.mlp.experts.3.up_proj.")
+    after = {name: other[name] if name.startswith((*changed, "model.norm.")) else tensor for name, tensor in before.items()}
+    after["model.embed_tokens.weight"] = before["model.embed_tokens.weight"].clone()
+    after["model.embed_tokens.weight"][3, 5] += 1
+    kept = next(name for name in before if name.startswith(changed[1]))  # one of its tensors is as it was
+    after[kept] = before[kept]
+    delta = dict(DeltaSource(NamedTensors(dict(reversed(after.items()))), before, block=(32, 32)).tensors())
+    assert {name for name in delta if "@" not in name} == {name for name in before if name.startswith((*changed, "model.norm."))}
+    assert {name.partition("@")[0] for name in delta if "@" in name} == {"model.embed_tokens.weight"}
+    sums = []
+    with opened(first, dtype="float32") as llm:
+        for version, (sent, partial) in enumerate(((before, False), (delta, True), (after, False))):
+            with llm.update_weights(version, partial=partial) as update:
+                update.load(NamedTensors(sent))
+            sums.append(llm.weight_checksums())
+    assert sums[0] != sums[1] == sums[2]
 
 
 def test_floats_are_rounded_to_symmetric_int4_of_compressed_tensors(tmp_path: Path) -> None:
