@@ -211,7 +211,8 @@ class Runner:
         with recording() as wanted, self.model.skip_repeated_layers():
             self.dry_run(max_tokens, max_model_len)
         found = time.monotonic()
-        prepare(wanted, cache_dir, partial(report, "kernels"))
+        mesh = self.model.shard.mesh
+        prepare(wanted, cache_dir, partial(report, "kernels"), rank=mesh.rank, ranks=mesh.layout.world)
         prepared, total = time.monotonic(), len(lengths) + len(captures)
         for done, length in enumerate(lengths):
             self._run_padding(length, length)
@@ -224,7 +225,7 @@ class Runner:
         self._tokens.begin([padding_place])  # connects the ranks
         self._tokens.await_tokens({padding_place})
         captured = time.monotonic()
-        if graphs is not None and self.model.shard.mesh.layout.world == 1:  # several ranks would have to measure in step
+        if graphs is not None and mesh.layout.world == 1:  # several ranks would have to measure in step
             self.step_costs = measure_steps(graphs, self.cache, self.model.config.vocab_size)
         layers = self.model.shard.layers
         self.warmed = (

@@ -129,17 +129,33 @@ class _Gate:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self.recording: dict[int, dict[tuple[str, str, str], Wanted]] = {}
+        self._recorders: dict[int, Any] = {}  # by thread
 
     def __call__(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel, wanted = self._kernel, self.recording.get(threading.get_ident())
+        thread = threading.get_ident()
+        wanted = self.recording.get(thread)
         if wanted is None:
-            return JITFunction.run(kernel, *args, grid=grid, warmup=warmup, **options)
-        twin = copy.copy(kernel)  # shares everything but the compilation
+            return JITFunction.run(self._kernel, *args, grid=grid, warmup=warmup, **options)
+        if thread not in self._recorders:
+            self._recorders[thread] = self._recorder(wanted)
+        return self._recorders[thread].run(*args, grid=None, warmup=True, **options)
+
+    def end(self, thread: int) -> None:
+        """Stop recording in a thread."""
+        del self.recording[thread]
+        self._recorders.pop(thread, None)
+
+    def _recorder(self, wanted: dict[tuple[str, str, str], Wanted]) -> Any:
+        """Return a twin of the kernel that records each specialization at its first launch, and launches nothing."""
+        kernel, device = self._kernel, triton.runtime.driver.active.get_current_device()
+        compiled, keys, target, *others = kernel.device_caches[device]
+        seen = dict(compiled)
+        twin = copy.copy(kernel)
         del twin.run  # this gate, which would call itself
+        twin.device_caches = {device: (seen, keys, target, *others)}
 
         def note(key: str, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, warmup: bool) -> None:
             """Replace ``JITFunction._do_compile``: record instead of compiling."""
-            compiled, _, target, *_ = kernel.device_caches[device]
             specialization = Specialization(
                 module=kernel.module,
                 name=kernel.__name__,
@@ -151,9 +167,10 @@ class _Gate:
             )
             one = Wanted(specialization=specialization, install=lambda found: compiled.__setitem__(key, found))
             wanted.setdefault((kernel.module, kernel.__name__, key), one)
+            seen[key] = one  # stands for the compiled kernel, which a recorded launch only looks up
 
         twin._do_compile = note
-        return twin.run(*args, grid=None, warmup=True, **options)
+        return twin
 
 
 @contextmanager
@@ -173,7 +190,7 @@ def recording() -> Iterator[list[Wanted]]:
         yield found
     finally:
         for gate in gates:
-            del gate.recording[thread]
+            gate.end(thread)
     found += wanted.values()
 
 
@@ -250,7 +267,14 @@ def _hash_in_order() -> None:
         visit(kernel)
 
 
-def prepare(wanted: Sequence[Wanted], directory: str | Path, progress: Callable[[int, int], None] | None = None) -> int:
+def prepare(
+    wanted: Sequence[Wanted],
+    directory: str | Path,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+) -> int:
     """Load or compile kernels, so that their launches find them.
 
     If the compiling process cannot start, or a kernel fails, log a warning; the first launch of a missing kernel then compiles it.
@@ -259,6 +283,8 @@ def prepare(wanted: Sequence[Wanted], directory: str | Path, progress: Callable[
         wanted: From ``recording``.
         directory: Cache of compiled kernels; created if it does not exist.
         progress: Called with the number of kernels that are ready, and the number of all.
+        rank, ranks: If several ranks prepare kernels at the same time, each compiles its share first, and then finds the others
+            compiled.
 
     Returns:
         The number of kernels that are not ready.
@@ -266,6 +292,9 @@ def prepare(wanted: Sequence[Wanted], directory: str | Path, progress: Callable[
     started, directory = time.monotonic(), Path(directory).absolute()
     _hash_in_order()
     missing = [one for one in wanted if not one.load(directory)]
+    # Kernels with many arguments take longest to compile, so they start first.
+    missing.sort(key=lambda one: -len(one.specialization.signature))
+    missing.sort(key=lambda one: int(one.specialization.place(directory)[0], 16) % ranks != rank)
     loaded = len(wanted) - len(missing)
     left, complaint = set(range(len(missing))), ""
     try:
@@ -322,14 +351,13 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)  # other code's output goes to stderr
         for specialization in specializations:  # before forking, so that forks inherit loaded modules and Triton's own hash
-            if specialization.load(Path(directory)) is None:  # Triton fails on a list of files that no longer exist
-                specialization.place(Path(directory))[1].unlink(missing_ok=True)
+            _, record = specialization.place(Path(directory))
+            if record.exists() and specialization.load(Path(directory)) is None:
+                record.unlink(missing_ok=True)  # Triton fails on a list of files that no longer exist
         fork = "fork" in multiprocessing.get_all_start_methods()
         processes = min(len(os.sched_getaffinity(0)) if fork else os.cpu_count() or 1, len(specializations), MOST_PROCESSES)
         with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork" if fork else "spawn")) as pool:
-            # Kernels with many arguments take longest to compile, so they start first.
-            longest_first = sorted(enumerate(specializations), key=lambda one: -len(one[1].signature))
-            under_way = {pool.submit(_compile, specialization): index for index, specialization in longest_first}
+            under_way = {pool.submit(_compile, specialization): index for index, specialization in enumerate(specializations)}
             for future in as_completed(under_way):
                 error = future.exception()
                 answers.write(json.dumps([under_way[future], "" if error is None else f"{type(error).__name__}: {error}"]) + "\n")

@@ -153,6 +153,30 @@ def test_prepared_kernels_lie_in_the_directory_alone_and_are_not_compiled_again(
     assert_mended(ours)
 
 
+def test_ranks_begin_with_different_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks compile all kernels, so that none waits for another; what another one has compiled is found."""
+    orders: list[list[str]] = []
+
+    def compile_apart(specializations: Any, directory: Path) -> list[tuple[int, str]]:
+        orders.append([one.place(directory)[0] for one in specializations])
+        return []
+
+    with recording() as wanted:
+        for width in (128, 256, 384, 512):
+            rms_norm_triton(torch.ones(3, width, dtype=torch.bfloat16), None, 1e-6)
+            quantize_fp8_triton(torch.ones(3, width, dtype=torch.bfloat16), 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(warmup, "_compile_apart", compile_apart)
+        for rank in range(2):
+            assert prepare(wanted, tmp_path, rank=rank, ranks=2) == len(wanted) > 4
+    first, second = orders
+    assert set(first) == set(second)
+    own = [sum(int(digest, 16) % 2 == rank for digest in first) for rank in range(2)]
+    assert set(first[: own[0]]) == set(second[own[1] :]) and set(first[own[0] :]) == set(second[: own[1]])
+    assert prepare(wanted, tmp_path, rank=1, ranks=2) == 0
+    assert len(list(tmp_path.rglob("*.cubin"))) == len(wanted)
+
+
 def assert_mended(tmp_path: Path) -> None:
     """Damage a directory: what is missing is compiled again."""
     records = sorted(tmp_path.rglob("__grp__*"))
