@@ -6,7 +6,8 @@ Shape suffixes: T tokens, D model, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Decoder(nn.Module, ABC):
         head, norm: This rank's rows of the output head, and the weights of the norm before it, on the last stage.
         blocks: This stage's layers, each with ``ffn``, which may be a ``MoE``. The subclass makes them.
         mtps: The MTP blocks, if they are loaded, each with its layer ``block``. The subclass makes them, too.
+        skipped: Layers that ``forward`` leaves out; see ``skip_repeated_layers``.
     """
 
     blocks: tuple[Any, ...]
@@ -44,6 +46,7 @@ class Decoder(nn.Module, ABC):
     def __init__(self, config: ModelConfig, numerics: Numerics, shard: ModelShard, *, drafts: bool) -> None:
         super().__init__()
         self.numerics, self.shard, rows = numerics, shard, len(shard.vocab)
+        self.skipped: frozenset[int] = frozenset()
         if shard.first or drafts:
             self.embed = parameter(rows, config.hidden_size, numerics=numerics, dtype=numerics.dtype)
         if shard.last:
@@ -57,6 +60,21 @@ class Decoder(nn.Module, ABC):
     @abstractmethod
     def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Any:
         """Return a step as ``forward`` takes it."""
+
+    @abstractmethod
+    def kind_of(self, layer: int) -> Hashable:
+        """Return what the kernels of a layer depend on."""
+
+    @contextmanager
+    def skip_repeated_layers(self) -> Iterator[None]:
+        """Skip layers after the second of a kind: they launch no other kernels than the first two. Results are meaningless."""
+        layers = self.shard.layers
+        kinds = [self.kind_of(layer) for layer in layers]
+        self.skipped = frozenset(layer for i, layer in enumerate(layers) if kinds[:i].count(kinds[i]) >= 2)
+        try:
+            yield
+        finally:
+            self.skipped = frozenset()
 
     @property
     def capturable(self) -> bool:

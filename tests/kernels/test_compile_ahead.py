@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from dsv4lite.engine.step_graphs import StepGraphs, graph_widths  # noqa: E402
 from dsv4lite.errors import ConfigError  # noqa: E402
 from dsv4lite.kernels import dispatch, warmup  # noqa: E402
 from dsv4lite.kernels.warmup import Wanted, recording  # noqa: E402
+from dsv4lite.models.decoder import Decoder  # noqa: E402
 from dsv4lite.planning.memory import captured_prompts, choose_drafting, choose_numerics, make_plan, merge_plans  # noqa: E402
 from dsv4lite.weights.source import ModelSource  # noqa: E402
+from examples.benchmarks.engine import arguments, configured  # noqa: E402
 from tests.kernels.test_warmup import Hopper  # noqa: E402
 from tests.recorded import without_device  # noqa: E402
 
@@ -118,6 +121,26 @@ def test_kernels_are_found_where_they_are_moved(asked: list[Wanted], tmp_path: P
         kernel = one.specialization.load(tmp_path / "moved")
         assert kernel is not None and kernel.asm["cubin"]
     assert asked[2].specialization.load(tmp_path / "moved") is None
+
+
+def test_skipped_layers_launch_what_others_do(asked: list[Wanted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V3.2's sizes: one dense layer, then six with experts."""
+    config, found = configured(arguments(["--model", "v3.2", "--layers", "7"])), []
+    config = replace(config, device="cuda", compile_cache_dir=str(tmp_path), **SETTINGS)
+    skipping, skipped = Decoder.skip_repeated_layers, set[int]()
+
+    @contextmanager
+    def seen(model: Decoder) -> Iterator[None]:
+        with skipping(model):
+            skipped.update(model.skipped)
+            yield
+
+    for skip in (seen, lambda model: nullcontext()):
+        monkeypatch.setattr(Decoder, "skip_repeated_layers", skip)
+        compile_ahead(config, "h200")
+        found.append({repr(one.specialization) for one in asked})
+        asked.clear()
+    assert skipped == {3, 4, 5, 6} and found[0] == found[1] and len(found[0]) > 60
 
 
 def test_gpus_that_are_not_known_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,7 @@ tokens, I expert width, V vocabulary.  Names are those of the official code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -294,13 +293,13 @@ class DeepseekMla(Decoder):
         """
         x_TD = self.embedded(batch.token_ids_T) if hidden_TD is None else hidden_TD
         for i, (layer, block) in enumerate(zip(self.shard.layers, self.blocks, strict=True)):
+            if layer in self.skipped:
+                continue
             x_TD = block(x_TD, batch, caches[i], experts_of(batch.chosen, layer), experts_of(batch.given, layer))
         return rms_norm(x_TD, self.norm, self.config.norm_eps) if self.shard.last else x_TD
 
-    @contextmanager
-    def skip_repeated_layers(self) -> Iterator[None]:
-        """Skip nothing: all layers run."""
-        yield
+    def kind_of(self, layer: int) -> Hashable:
+        return self.config.has_experts(layer)
 
     def logits(self, hidden_TD: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [T, V] of the next token, in ``out`` if given."""

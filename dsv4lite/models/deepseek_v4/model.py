@@ -6,8 +6,7 @@ E experts or entries, K experts per token or selected entries, I expert width, V
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -312,7 +311,6 @@ class DeepseekV4(Decoder):
             self.hc_head = Hc(c, numerics, head=True)
         self.blocks = tuple(Block(c, numerics, shard, i) for i in shard.layers)
         self.layers = nn.ModuleList(self.blocks)
-        self._skipped: frozenset[int] = frozenset()
         self.mtps = tuple(Mtp(c, numerics, shard, c.num_hidden_layers + i) for i in range(c.num_mtp_layers if drafts else 0))
         self.mtp = nn.ModuleList(self.mtps)
         self.dspark: DSparkDrafter | None = None
@@ -374,7 +372,7 @@ class DeepseekV4(Decoder):
         if taps_TK is None and drafter is not None:
             taps_TK = self.empty_taps(len(batch.token_ids_T))
         for i, (layer, block) in enumerate(zip(self.shard.layers, self.blocks, strict=True)):
-            if layer in self._skipped:
+            if layer in self.skipped:
                 continue
             block(streams, batch, caches[i], experts_of(batch.chosen, layer), experts_of(batch.given, layer))
             if taps_TK is not None and layer in self.targets:
@@ -384,16 +382,8 @@ class DeepseekV4(Decoder):
             drafter.store_kv(taps_TK, batch, caches[len(self.layers) :])
         return streams.final()
 
-    @contextmanager
-    def skip_repeated_layers(self) -> Iterator[None]:
-        """Skip layers after the second of a kind: they launch no other kernels than the first two. Results are meaningless."""
-        kinds = [(self.config.ratios[layer], self.config.hashed(layer), layer in self.targets) for layer in self.shard.layers]
-        repeated = (kinds[:i].count(kind) >= 2 for i, kind in enumerate(kinds))
-        self._skipped = frozenset(layer for layer, skip in zip(self.shard.layers, repeated, strict=True) if skip)
-        try:
-            yield
-        finally:
-            self._skipped = frozenset()
+    def kind_of(self, layer: int) -> Hashable:
+        return self.config.ratios[layer], self.config.hashed(layer), layer in self.targets
 
     def empty_taps(self, tokens: int) -> Tensor:
         """Allocate the taps of ``tokens`` tokens: for each target layer, the mean of the streams after it, side by side."""
