@@ -456,8 +456,6 @@ class Engine:
             if self._proposer is not None:
                 self._proposer.interrupt(idle=True)
             self._publish()
-            if timeout is None:
-                self._scheduler.check()
             try:
                 self._inbox.get(timeout=timeout)()
             except Empty:  # deadlines pass while the engine is paused, too

@@ -239,7 +239,7 @@ class Transaction:
         self._staging = staging
         self._quant_format = next((own for own in formats.values() if isinstance(own, QuantFormat)), None)
         self._staged: dict[str, FourBit | tuple[Tensor, ...]] = {}  # a weight, with its scale if it has one
-        self._waiting: dict[str, Described] = {}  # weights or scales without their partner, parts of packed matrices
+        self._waiting: dict[str, dict[str, Described]] = {}  # by matrix: a weight or a scale alone, some parts of a packed matrix
         self._incomplete: dict[str, list[str]] = {}  # packed matrices, with the leaves that have not arrived
         self._seen: set[str] = set()
         self._filled: set[str] = set()
@@ -262,14 +262,7 @@ class Transaction:
             if twice := self._seen.intersection(arrived):
                 raise _refused(unexpected=[f"{name}: given twice" for name in sorted(twice)])
             self._seen.update(arrived)
-            headers = {**self._waiting, **arrived}
-            ready = self._assembled(headers)
-            self._waiting = {
-                name: _lasting(info)
-                for name, info in headers.items()
-                if self._is_part(info) or (ready.get(name) is info and self._waits(info, headers))
-            }
-            ready = {name: info for name, info in ready.items() if name not in self._waiting}
+            ready = self._completed(arrived)
             slots = {name: self._slots[name] for name in ready if name in self._slots}
             found = fit(ready, slots, self._shards, self._formats)
         except CheckpointError as error:
@@ -293,19 +286,41 @@ class Transaction:
             raise _refused(mismatched=[f"{name}: cannot be opened: {error}"]) from error
         return HeldTensor(name=name, tensor=held)
 
-    def _assembled(self, headers: Mapping[str, Described]) -> Mapping[str, Header]:
-        """Return the tensors, with complete packed matrices in place of their parts and without incomplete ones."""
-        if self._quant_format is None:
-            return headers
-        found, self._incomplete, problems = assemble(headers, self._quant_format)
-        if problems:
-            raise _refused(mismatched=problems)
-        return found
+    def _completed(self, arrived: Mapping[str, Described]) -> dict[str, Header]:
+        """Return the tensors that can be stored: those that arrived, and earlier ones that waited for them.
+
+        A complete packed matrix takes the place of its parts. The others wait.
+        """
+        owners = dict.fromkeys(map(self._owner, arrived.values()))
+        headers = dict(arrived)
+        for owner in owners:
+            headers |= self._waiting.get(owner, {})
+        ready: dict[str, Header] = dict(headers)
+        if self._quant_format is not None:
+            ready, incomplete, problems = assemble(headers, self._quant_format)
+            if problems:
+                raise _refused(mismatched=problems)
+            for owner in owners:
+                self._incomplete.pop(owner, None)
+            self._incomplete |= incomplete
+        for owner in owners:
+            self._waiting.pop(owner, None)
+        for name, info in headers.items():
+            if self._is_part(info) or (ready.get(name) is info and self._waits(info, headers)):
+                self._waiting.setdefault(self._owner(info), {})[name] = _lasting(info) if name in arrived else info
+                ready.pop(name, None)
+        return ready
+
+    def _owner(self, info: Described) -> str:
+        """Return the name of the matrix that a tensor is a part of; for other tensors, any name."""
+        if self._quant_format is not None and self._quant_format.owns(info.name, info):
+            return f"{info.name.rpartition('.')[0]}.weight"
+        return weight_name(info.name)
 
     def _is_part(self, info: Described) -> bool:
         """Return whether a tensor is a part of an incomplete packed matrix."""
-        form, layer = self._quant_format, info.name.rpartition(".")[0]
-        return form is not None and f"{layer}.weight" in self._incomplete and form.owns(info.name, info)
+        form = self._quant_format
+        return form is not None and self._owner(info) in self._incomplete and form.owns(info.name, info)
 
     def _block_headers(self, parts: Sequence[Described]) -> dict[str, Described]:
         """Return a meta tensor, by official name, for each delta that these parts complete."""
@@ -380,7 +395,8 @@ class Transaction:
         Raises:
             WeightUpdateError: Lists the missing tensors.
         """
-        waiting = {weight_name(name): name for name, info in self._waiting.items() if not self._is_part(info)}
+        waits = [info for infos in self._waiting.values() for info in infos.values()]
+        waiting = {weight_name(info.name): info.name for info in waits if not self._is_part(info)}
         missing = [f"{name[: -len('weight')]}{leaf}: missing" for name, leaves in self._incomplete.items() for leaf in leaves]
         missing += [f"{scale_name(owner) if owner == name else owner}: missing; {name} came" for owner, name in waiting.items()]
         missing += [f"{name}: only {' and '.join(parts)} of its blocks came" for name, parts in self._parts.items()]
