@@ -314,31 +314,31 @@ def own_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    with lent_stream(device) as stream:
-        inside = torch.cuda.stream(stream)
-        inside.__enter__()
-        try:
-            yield
-        finally:
-            try:
-                inside.__exit__(None, None, None)
-                torch.cuda.empty_cache()
-            except RuntimeError as error:  # after a CUDA error, which was reported already, every call fails
-                log.warning("memory could not be returned to %s: %s", device, _first_line(error))
-
-
-@contextmanager
-def lent_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Lend a stream of a GPU that has no work, for the block."""
-    idle = _idle_streams(device)
+    stream = take_stream(device)
+    inside = torch.cuda.stream(stream)
+    inside.__enter__()
     try:
-        stream = idle.get_nowait()
-    except Empty:
-        stream = _new_stream(device)
-    try:
-        yield stream
+        yield
     finally:
-        idle.put(stream)
+        try:
+            inside.__exit__(None, None, None)
+            torch.cuda.empty_cache()
+            return_stream(device, stream)
+        except RuntimeError as error:  # after a CUDA error, which was reported already, every call fails
+            log.warning("memory could not be returned to %s: %s", device, _first_line(error))
+
+
+def take_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream of a GPU that has no work, for the caller alone until ``return_stream``."""
+    try:
+        return _idle_streams(device).get_nowait()
+    except Empty:
+        return _new_stream(device)
+
+
+def return_stream(device: torch.device, stream: torch.cuda.Stream) -> None:
+    """Let others take a stream."""
+    _idle_streams(device).put(stream)
 
 
 def _new_stream(device: torch.device) -> torch.cuda.ExternalStream:

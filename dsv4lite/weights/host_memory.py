@@ -16,7 +16,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from dsv4lite.device import lent_stream, storage_bytes
+from dsv4lite.device import return_stream, storage_bytes, take_stream
 from dsv4lite.errors import CapacityError
 
 PIECE = 256 << 20  # bytes locked at a time; a larger tensor gets a piece of its own size
@@ -61,17 +61,18 @@ class HostMemory:
             yield from groups
             return
         working = torch.cuda.current_stream(self._device)
-        with lent_stream(self._device) as copying:
-            sending = (self._send(window, working, copying) for window in _windows(groups))
-            try:
+        copying = take_stream(self._device)
+        sending = (self._send(window, working, copying) for window in _windows(groups))
+        try:
+            following = next(sending, None)
+            while following is not None:
+                copies, arrived = following  # frees the copies before them
                 following = next(sending, None)
-                while following is not None:
-                    copies, arrived = following  # frees the copies before them
-                    following = next(sending, None)
-                    working.wait_event(arrived)
-                    yield from copies
-            finally:
-                working.wait_stream(copying)  # memory that becomes free here is no longer written
+                working.wait_event(arrived)
+                yield from copies
+        finally:
+            working.wait_stream(copying)  # memory that becomes free here is no longer written
+            return_stream(self._device, copying)
 
     def _send(
         self, window: Sequence[Sequence[Tensor]], working: torch.cuda.Stream, copying: torch.cuda.Stream

@@ -97,6 +97,7 @@ def right(found: Tensor, parts: list[Tensor], dtype: torch.dtype) -> bool:
 
 def reported(function: Callable[..., None], rank: int, size: int, port: int, answers: Any) -> None:
     """Run one rank; an exception is its answer. Its memory stays open until all ranks have answered."""
+    torch.set_num_threads(4)  # the ranks check their results at the same time
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(seconds=300))
     try:
         function(rank, size, store, answers)
