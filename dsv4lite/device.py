@@ -359,7 +359,7 @@ def _new_stream(device: torch.device) -> torch.cuda.ExternalStream:
 
 @cache
 def _idle_streams(device: torch.device) -> SimpleQueue[torch.cuda.Stream]:
-    """Return the streams that are not lent.
+    """Return the streams that are not in use.
 
     They are not destroyed, because PyTorch keeps memory for a stream: blocks that results still use, and a workspace of 32 MiB if a
     product of cuBLAS ever ran on it.

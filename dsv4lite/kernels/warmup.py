@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -123,30 +124,21 @@ class _Gate:
     """Replaces a kernel's ``run`` permanently; in threads that record, launches are only recorded.
 
     Attributes:
-        recording: For each of these threads, the kernels that it would compile, by kernel and key.
+        recording: For each of these threads, what returns the kernel's twin; see ``recorder``.
     """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self.recording: dict[int, dict[tuple[str, str, str], Wanted]] = {}
-        self._recorders: dict[int, Any] = {}  # by thread
+        self.recording: dict[int, Callable[[], Any]] = {}
 
     def __call__(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        thread = threading.get_ident()
-        wanted = self.recording.get(thread)
-        if wanted is None:
+        twin = self.recording.get(threading.get_ident())
+        if twin is None:
             return JITFunction.run(self._kernel, *args, grid=grid, warmup=warmup, **options)
-        if thread not in self._recorders:
-            self._recorders[thread] = self._recorder(wanted)
-        return self._recorders[thread].run(*args, grid=None, warmup=True, **options)
+        return twin().run(*args, grid=None, warmup=True, **options)
 
-    def end(self, thread: int) -> None:
-        """Stop recording in a thread."""
-        del self.recording[thread]
-        self._recorders.pop(thread, None)
-
-    def _recorder(self, wanted: dict[tuple[str, str, str], Wanted]) -> Any:
-        """Return a twin of the kernel that records each specialization at its first launch, and launches nothing."""
+    def recorder(self, wanted: dict[tuple[str, str, str], Wanted]) -> Any:
+        """Return a twin of the kernel that launches nothing, and adds to ``wanted`` what a launch would compile."""
         kernel, device = self._kernel, triton.runtime.driver.active.get_current_device()
         compiled, keys, target, *others = kernel.device_caches[device]
         seen = dict(compiled)
@@ -185,12 +177,12 @@ def recording() -> Iterator[list[Wanted]]:
     # One gate per kernel, never removed, because several threads may record at the same time.
     gates = [vars(kernel).setdefault("run", _Gate(kernel)) for kernel in _kernels()]
     for gate in gates:
-        gate.recording[thread] = wanted
+        gate.recording[thread] = cache(partial(gate.recorder, wanted))  # most kernels are not launched
     try:
         yield found
     finally:
         for gate in gates:
-            gate.end(thread)
+            del gate.recording[thread]
     found += wanted.values()
 
 
@@ -292,9 +284,13 @@ def prepare(
     started, directory = time.monotonic(), Path(directory).absolute()
     _hash_in_order()
     missing = [one for one in wanted if not one.load(directory)]
-    # Kernels with many arguments take longest to compile, so they start first.
-    missing.sort(key=lambda one: -len(one.specialization.signature))
-    missing.sort(key=lambda one: int(one.specialization.place(directory)[0], 16) % ranks != rank)
+
+    def order(one: Wanted) -> tuple[bool, int]:
+        """This rank's share first; of each share kernels with many arguments, which take longest to compile."""
+        digest, _ = one.specialization.place(directory)
+        return int(digest, 16) % ranks != rank, -len(one.specialization.signature)
+
+    missing.sort(key=order)
     loaded = len(wanted) - len(missing)
     left, complaint = set(range(len(missing))), ""
     try:

@@ -93,7 +93,7 @@ class HostMemory:
                 shifts[piece] = used - first
                 used += end - first
             arrived = copying.record_event()
-        typed = {tensor.dtype: memory.view(tensor.dtype) for tensor in chain.from_iterable(window)}
+        typed = {dtype: memory.view(dtype) for dtype in {tensor.dtype for tensor in chain.from_iterable(window)}}
         copies = [
             [
                 typed[tensor.dtype].as_strided(tensor.shape, tensor.stride(), (begin + shifts[piece]) // tensor.itemsize)

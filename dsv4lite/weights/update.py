@@ -312,7 +312,7 @@ class Transaction:
         return ready
 
     def _owner(self, info: Described) -> str:
-        """Return the name of the matrix that a tensor is a part of; for other tensors, any name."""
+        """Return the name of the matrix that a tensor is a part of; for other tensors, a name of their own."""
         if self._quant_format is not None and self._quant_format.owns(info.name, info):
             return f"{info.name.rpartition('.')[0]}.weight"
         return weight_name(info.name)
