@@ -456,6 +456,8 @@ class Engine:
             if self._proposer is not None:
                 self._proposer.interrupt(idle=True)
             self._publish()
+            if timeout is None:
+                self._scheduler.check_released()
             try:
                 self._inbox.get(timeout=timeout)()
             except Empty:  # deadlines pass while the engine is paused, too

@@ -136,3 +136,8 @@ class Pools:
         self.window = IdPool("window page", window)
         self.slots = IdPool("slot", slots)
         self.snapshots = IdPool("snapshot", snapshots)
+
+    def check_released(self) -> None:
+        """Assert that no sequence holds an id. Compares counts only; ``IdPool.check`` looks at every id."""
+        for pool in (self.grow, self.window, self.slots, self.snapshots):
+            assert pool.num_available == pool.total, f"{pool.name}: {pool.total - pool.num_available} ids are lost"

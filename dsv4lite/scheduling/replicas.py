@@ -151,6 +151,11 @@ class Replicas:
         every = [scheduler.stats() for scheduler in self._schedulers]
         return SchedulerStats(**{f.name: sum(getattr(one, f.name) for one in every) for f in fields(SchedulerStats)})
 
+    def check_released(self) -> None:
+        """See ``Scheduler.check_released``."""
+        for scheduler in self._schedulers:
+            scheduler.check_released()
+
     def check(self) -> None:
         """Assert that every id and every sequence is accounted for."""
         for scheduler in self._schedulers:

@@ -755,6 +755,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------------------- integrity
 
+    def check_released(self) -> None:
+        """Assert that sequences that have ended hold no ids, if none is live. Takes no time, unlike ``check``."""
+        if not self._live:
+            self._pools.check_released()
+
     def check(self) -> None:
         """Assert that holders of ids are exactly the sequences and prefixes that list them, and each sequence is in one queue."""
         running, waiting = self._running, list(self._waiting)
