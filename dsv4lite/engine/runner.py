@@ -212,10 +212,12 @@ class Runner:
             self.dry_run(max_tokens, max_model_len)
         found = time.monotonic()
         mesh = self.model.shard.mesh
-        prepare(wanted, cache_dir, partial(report, "kernels"), rank=mesh.rank, ranks=mesh.layout.world)
+        ranks = mesh.layout.world
+        prepare(wanted, cache_dir, partial(report, "kernels"), rank=mesh.rank, ranks=ranks, device=self.cache.device)
         prepared, total = time.monotonic(), len(lengths) + len(captures)
         for done, length in enumerate(lengths):
-            self._run_padding(length, length)
+            with self.model.skip_repeated_layers():
+                self._run_padding(length, length)
             report("shapes", done + 1, total)
         ran = time.monotonic()
         for done, capture in enumerate(captures):

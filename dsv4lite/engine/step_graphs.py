@@ -266,8 +266,9 @@ class StepGraphs:
         return inputs
 
     def capture(self, shape: GraphShape) -> None:
-        """Capture the graphs of a shape, after a run without capture that compiles and loads all kernels."""
-        inputs = self.dry_run(shape)
+        """Capture the graphs of a shape, after a run without capture, of some layers, that compiles and loads all kernels."""
+        with self._model.skip_repeated_layers():
+            inputs = self.dry_run(shape)
         if self._cache.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         graph, output = self._record(partial(self._forward, inputs, shape))

@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -112,12 +112,16 @@ class Wanted:
     specialization: Specialization
     install: Callable[[Any], None]
 
-    def load(self, directory: Path) -> bool:
-        """Install the kernel if the directory has it; return whether it does."""
+    def load(self, directory: Path, device: torch.device | None) -> bool:
+        """Install the kernel, and load it on the device, if the directory has it; return whether it does."""
         kernel = self.specialization.load(directory)
-        if kernel is not None:
-            self.install(kernel)
-        return kernel is not None
+        if kernel is None:
+            return False
+        self.install(kernel)
+        if device is not None:
+            with torch.cuda.device(device):
+                _ = kernel.run  # loads it; Triton 3.6 also compiles a launcher in C for it, unless its cache has one
+        return True
 
 
 class _Gate:
@@ -266,6 +270,7 @@ def prepare(
     *,
     rank: int = 0,
     ranks: int = 1,
+    device: torch.device | None = None,
 ) -> int:
     """Load or compile kernels, so that their launches find them.
 
@@ -274,40 +279,47 @@ def prepare(
     Args:
         wanted: From ``recording``.
         directory: Cache of compiled kernels; created if it does not exist.
-        progress: Called with the number of kernels that are ready, and the number of all.
+        progress: Called with the number of kernels that are compiled, and the number of all.
         rank, ranks: If several ranks prepare kernels at the same time, each compiles its share first, and then finds the others
             compiled.
+        device: The GPU to load the kernels on; ``None`` if it is not in this machine.
 
     Returns:
         The number of kernels that are not ready.
     """
     started, directory = time.monotonic(), Path(directory).absolute()
     _hash_in_order()
-    missing = [one for one in wanted if not one.load(directory)]
 
     def order(one: Wanted) -> tuple[bool, int]:
         """This rank's share first; of each share kernels with many arguments, which take longest to compile."""
         digest, _ = one.specialization.place(directory)
         return int(digest, 16) % ranks != rank, -len(one.specialization.signature)
 
-    missing.sort(key=order)
-    loaded = len(wanted) - len(missing)
-    left, complaint = set(range(len(missing))), ""
-    try:
-        for index, error in _compile_apart([one.specialization for one in missing], directory) if missing else ():
-            if not error and missing[index].load(directory):
-                left.discard(index)
+    complaint = "compiled kernels were not found"
+    with ThreadPoolExecutor(MOST_PROCESSES) as loaders:  # Triton waits for the C compiler, or for the driver
+
+        def load(one: Wanted) -> bool:
+            return one.load(directory, device)
+
+        missing = [one for one, found in zip(wanted, loaders.map(load, wanted), strict=True) if not found]
+        missing.sort(key=order)
+        loaded, compiled = len(wanted) - len(missing), dict[int, Future[bool]]()
+        try:
+            for index, error in _compile_apart([one.specialization for one in missing], directory) if missing else ():
+                if error:
+                    complaint = f"{missing[index].specialization.name}: {error}"
+                    continue
+                compiled[index] = loaders.submit(load, missing[index])
                 if progress is not None:
-                    progress(len(wanted) - len(left), len(wanted))
-            else:
-                complaint = complaint or f"{missing[index].specialization.name}: {error or 'not found once compiled'}"
-    except (OSError, pickle.PicklingError, subprocess.SubprocessError) as error:
-        complaint = str(error)
+                    progress(loaded + len(compiled), len(wanted))
+        except (OSError, pickle.PicklingError, subprocess.SubprocessError) as error:
+            complaint = str(error)
+        left = len(missing) - sum(one.result() for one in compiled.values())
     if left:
-        log.warning("%d kernels could not be compiled ahead; their first launches will compile them: %s", len(left), complaint)
-    seconds, compiled = time.monotonic() - started, len(missing) - len(left)
-    log.info("loaded %d compiled kernels from %s, compiled %d more into it, in %.1f s", loaded, directory, compiled, seconds)
-    return len(left)
+        log.warning("%d kernels could not be compiled ahead; their first launches will compile them: %s", left, complaint)
+    count, seconds = len(missing) - left, time.monotonic() - started
+    log.info("loaded %d compiled kernels from %s, compiled %d more into it, in %.1f s", loaded, directory, count, seconds)
+    return left
 
 
 def _compile_apart(specializations: Sequence[Specialization], directory: Path) -> Iterator[tuple[int, str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import chain
 from weakref import finalize
 
@@ -20,7 +20,7 @@ from dsv4lite.device import return_stream, storage_bytes, take_stream
 from dsv4lite.errors import CapacityError
 
 PIECE = 256 << 20  # bytes locked at a time; a larger tensor gets a piece of its own size
-WINDOW = 64 << 20  # bytes sent to the device at a time
+WINDOW = 256 << 20  # bytes sent to the device at a time; two windows are there at once
 _ALIGN = 512
 
 
@@ -51,7 +51,7 @@ class HostMemory:
         begin, self._used = self._used, self._used + _aligned(size)
         return self._pieces[self._piece][begin : begin + size].view(dtype).view(tuple(shape))
 
-    def sent(self, groups: Sequence[Sequence[Tensor]]) -> Generator[Sequence[Tensor]]:
+    def sent(self, groups: Iterable[Sequence[Tensor]]) -> Generator[Sequence[Tensor]]:
         """Yield the copies on the device of each group of tensors; groups and tensors are in the order of ``take``.
 
         The next ``WINDOW`` bytes are copied while the current stream uses the last ones: its work with a group must be launched
@@ -127,7 +127,7 @@ class HostMemory:
         return piece
 
 
-def _windows(groups: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Sequence[Tensor]]]:
+def _windows(groups: Iterable[Sequence[Tensor]]) -> Iterator[Sequence[Sequence[Tensor]]]:
     """Split groups into runs of at least ``WINDOW`` bytes; the last may be smaller."""
     window: list[Sequence[Tensor]] = []
     size = 0

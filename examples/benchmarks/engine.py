@@ -193,7 +193,8 @@ async def decode(llm: AsyncLLM, batch: int, context: int, tokens: int, rng: rand
         return [rng.randrange(3, 4000) for _ in range(context)]
 
     times, host = [], []
-    others = [asyncio.create_task(llm.generate(prompt(), params(tokens + 64 + 8 * batch))) for _ in range(batch - 1)]
+    long_enough = min(tokens + 64 + 8 * batch, llm.config.max_model_len - context)
+    others = [asyncio.create_task(llm.generate(prompt(), params(long_enough))) for _ in range(batch - 1)]
     await asyncio.sleep(0.05)
     async with llm.stream(prompt(), params(tokens)) as stream:  # starts last: the others are decoding by then
         async for delta in stream:
