@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from struct import pack
 from typing import NamedTuple
 
 import torch
@@ -81,13 +82,20 @@ def write_paging(sequences: Sequence[SequencePlan], sizes: PagingSizes) -> Tenso
         ([s.drafts for s in sequences], _repeat(0, missing)),
         ([s.state_copy for s in sequences], _repeat(0, missing)),
         ([s.window_first for s in sequences], _repeat(0, missing)),
-        _table([s.window_pages for s in sequences], sizes.window_pages, -1, missing),
-        _table([s.pages for s in sequences], sizes.grow_pages, 0, missing),
     ]
     values = array("i")  # faster than a list: a prompt has thousands of integers in each part, and the device waits for them
     for column in columns:
         for part in column:
             values.extend(part)
+        values.extend([0] * (-len(values) % _ALIGNED))
+    for tables, width, filler in (
+        ([s.window_pages for s in sequences], sizes.window_pages, b"\xff"),  # -1: no page
+        ([s.pages for s in sequences], sizes.grow_pages, b"\0"),
+    ):
+        size = width * values.itemsize
+        rows = [pack(f"{len(table)}i", *table).ljust(size, filler) for table in tables]  # ``array`` takes twice as long
+        assert all([len(row) == size for row in rows]), (width, max(map(len, tables)))
+        values.frombytes(b"".join(rows).ljust(sizes.sequences * size, filler))
         values.extend([0] * (-len(values) % _ALIGNED))
     return torch.frombuffer(values, dtype=torch.int32)
 
@@ -127,15 +135,6 @@ def make_paging(sequences: Sequence[SequencePlan], device: torch.device) -> tupl
     spans = tuple(zip(first_rows(sequences), lens, [s.start for s in sequences], strict=True))
     token_ids_T, paging = read_paging(send(write_paging(sequences, sizes), device), sizes, width=int(max(lens) == 1), spans=spans)
     return token_ids_T.long(), paging, max(s.end for s in sequences)
-
-
-def _table(tables: Sequence[Sequence[int]], width: int, filler: int, missing: int) -> Iterator[Iterable[int]]:
-    """Yield tables padded to the same width, then ``missing`` empty ones."""
-    for table in tables:
-        assert len(table) <= width, (len(table), width)
-        yield table
-        yield _repeat(filler, width - len(table))
-    yield _repeat(filler, width * missing)
 
 
 def _repeat(value: int, count: int) -> array[int]:
