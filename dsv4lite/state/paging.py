@@ -92,9 +92,9 @@ def write_paging(sequences: Sequence[SequencePlan], sizes: PagingSizes) -> Tenso
         ([s.window_pages for s in sequences], sizes.window_pages, b"\xff"),  # -1: no page
         ([s.pages for s in sequences], sizes.grow_pages, b"\0"),
     ):
+        assert max(map(len, tables), default=0) <= width, (max(map(len, tables)), width)
         size = width * values.itemsize
         rows = [pack(f"{len(table)}i", *table).ljust(size, filler) for table in tables]  # ``array`` takes twice as long
-        assert all([len(row) == size for row in rows]), (width, max(map(len, tables)))
         values.frombytes(b"".join(rows).ljust(sizes.sequences * size, filler))
         values.extend([0] * (-len(values) % _ALIGNED))
     return torch.frombuffer(values, dtype=torch.int32)
