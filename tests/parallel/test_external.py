@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 import uuid
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -203,20 +202,10 @@ def hexadecimal(address: str) -> str:
     return socket.inet_aton(address)[::-1].hex().upper()
 
 
-def listening(port: int) -> dict[str, str]:
-    """Return the addresses at which programs of this machine listen to a port, with the inodes of their sockets."""
+def listening(port: int) -> set[str]:
+    """Return the addresses at which programs of this machine listen to a port."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
-    return {row[1].partition(":")[0]: row[9] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")}
-
-
-def owners(inode: str) -> set[str]:
-    """Return the processes that have a socket open."""
-    found = set()
-    for file in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # closed meanwhile
-            if os.readlink(file) == f"socket:[{inode}]":
-                found.add(file.parts[2])
-    return found
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")}
 
 
 class Crowd(Rendezvous):
@@ -225,11 +214,9 @@ class Crowd(Rendezvous):
     def exchange(self, mine: object) -> dict[int, Any]:
         known = super().exchange(mine)
         name, port, token = known[0]
-        if name != "127.0.0.1" and is_open("127.0.0.1", port):  # another program may have the port at this address
-            here, leader = hexadecimal("127.0.0.1"), hexadecimal(name)
-            inodes = listening(port)
-            assert leader in inodes and set(inodes) <= {here, leader}
-            assert here not in inodes or not owners(inodes[here]) & owners(inodes[leader])
+        if name != "127.0.0.1" and is_open("127.0.0.1", port):  # another program, or the leader's own Gloo, may have this place
+            found, leader = listening(port), hexadecimal(name)
+            assert leader in found and found <= {hexadecimal("127.0.0.1"), leader}  # and not all addresses, which is 0.0.0.0
         ends = [socket.create_connection((name, port)) for _ in range(3)]
         strangers.extend(ends[:1])
         ends[1].close()
