@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,10 +203,21 @@ def hexadecimal(address: str) -> str:
     return socket.inet_aton(address)[::-1].hex().upper()
 
 
-def listening(port: int) -> set[str]:
-    """Return the addresses at which programs of this machine listen to a port."""
+def listening() -> dict[tuple[str, int], str]:
+    """Return the addresses and ports to which programs of this machine listen, with the inodes of their sockets."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
-    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")}
+    places = [(row[1].partition(":"), row[9]) for row in rows if row[3] == "0A"]
+    return {(address, int(port, 16)): inode for (address, _, port), inode in places}
+
+
+def owners(inode: str) -> set[str]:
+    """Return the processes that have a socket open."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(file) == f"socket:[{inode}]":
+                found.add(file.parts[2])
+    return found
 
 
 class Crowd(Rendezvous):
@@ -214,9 +226,12 @@ class Crowd(Rendezvous):
     def exchange(self, mine: object) -> dict[int, Any]:
         known = super().exchange(mine)
         name, port, token = known[0]
-        if name != "127.0.0.1" and is_open("127.0.0.1", port):  # another program, or the leader's own Gloo, may have this place
-            found, leader = listening(port), hexadecimal(name)
-            assert leader in found and found <= {hexadecimal("127.0.0.1"), leader}  # and not all addresses, which is 0.0.0.0
+        if name != "127.0.0.1" and is_open("127.0.0.1", port):  # another program may have the port at this address
+            here, leader = hexadecimal("127.0.0.1"), hexadecimal(name)
+            inodes = {address: inode for (address, number), inode in listening().items() if number == port}
+            assert leader in inodes and set(inodes) <= {here, leader}
+            new = here in inodes and inodes[here] not in earlier
+            assert not new or not owners(inodes[here]) & owners(inodes[leader])
         ends = [socket.create_connection((name, port)) for _ in range(3)]
         strangers.extend(ends[:1])
         ends[1].close()
@@ -225,13 +240,15 @@ class Crowd(Rendezvous):
 
 
 strangers: list[socket.socket] = []
+earlier: set[str] = set()  # sockets that listened before the leader's: Gloo listens in the same process and may have the same port
 
 
 def among_strangers(model: Path, settings: Job, rank: int) -> tuple[str, str] | str:
     machine = settings.pop("machine")
-    config = EngineConfig(model=str(model), **settings)
+    host = Rendezvous.of(EngineConfig(model=str(model), **settings))
+    earlier.update(listening().values())
+    host.exchange(None)  # from here on the leader may listen
     if rank == 1:
-        host = Rendezvous.of(config)
         ends = join(Crowd(config=host.config, rank=1, groups=host.groups), 20.0)
         ends[0].send("ready")
         message = ends[1].receive(20.0)
@@ -239,7 +256,7 @@ def among_strangers(model: Path, settings: Job, rank: int) -> tuple[str, str] | 
         return str(message)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "_HELLO_S", 0.2)
-        place, found = lead(Rendezvous.of(config), {0: "here", 1: machine}, 20.0)
+        place, found = lead(host, {0: "here", 1: machine}, 20.0)
     assert list(found) == [1] and found[1].work.receive(20.0) == "ready"
     found[1].life.send("alive")
     return place
