@@ -212,13 +212,13 @@ class Runner:
             self.dry_run(max_tokens, max_model_len)
         found = time.monotonic()
         mesh = self.model.shard.mesh
-        ranks = mesh.layout.world
-        prepare(wanted, cache_dir, partial(report, "kernels"), rank=mesh.rank, ranks=ranks, device=self.cache.device)
+        rank, ranks = mesh.rank, mesh.layout.world
+        prepare(wanted, cache_dir, partial(report, "kernels"), rank=rank, ranks=ranks, device=self.cache.device)
         prepared, total = time.monotonic(), len(lengths) + len(captures)
-        for done, length in enumerate(lengths):
-            with self.model.skip_repeated_layers():
+        with self.model.skip_repeated_layers():
+            for done, length in enumerate(lengths):
                 self._run_padding(length, length)
-            report("shapes", done + 1, total)
+                report("shapes", done + 1, total)
         ran = time.monotonic()
         for done, capture in enumerate(captures):
             capture()
@@ -227,7 +227,7 @@ class Runner:
         self._tokens.begin([padding_place])  # connects the ranks
         self._tokens.await_tokens({padding_place})
         captured = time.monotonic()
-        if graphs is not None and mesh.layout.world == 1:  # several ranks would have to measure in step
+        if graphs is not None and ranks == 1:  # several ranks would have to measure in step
             self.step_costs = measure_steps(graphs, self.cache, self.model.config.vocab_size)
         layers = self.model.shard.layers
         self.warmed = (

@@ -266,7 +266,7 @@ class StepGraphs:
         return inputs
 
     def capture(self, shape: GraphShape) -> None:
-        """Capture the graphs of a shape, after a run without capture, of some layers, that compiles and loads all kernels."""
+        """Capture the graphs of a shape, after a dry run that loads all kernels; it skips layers with the same ones."""
         with self._model.skip_repeated_layers():
             inputs = self.dry_run(shape)
         if self._cache.device.type == "cuda":

@@ -49,7 +49,7 @@ from dsv4lite.kernels import dispatch
 
 log = logging.getLogger("dsv4lite.kernels")
 
-MOST_PROCESSES = 16
+MOST_AT_ONCE = 16  # kernels that are compiled or loaded at the same time
 _ABSENT_DEVICE = 1 << 20  # plus the capability: a device index that no real device has
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from dsv4lite.kernels.warmup import main; main()"
 
@@ -286,6 +286,9 @@ def prepare(
 
     Returns:
         The number of kernels that are not ready.
+
+    Raises:
+        Exception: The device cannot load a kernel, or the C compiler fails; a launch would raise the same.
     """
     started, directory = time.monotonic(), Path(directory).absolute()
     _hash_in_order()
@@ -295,26 +298,25 @@ def prepare(
         digest, _ = one.specialization.place(directory)
         return int(digest, 16) % ranks != rank, -len(one.specialization.signature)
 
-    complaint = "compiled kernels were not found"
-    with ThreadPoolExecutor(MOST_PROCESSES) as loaders:  # Triton waits for the C compiler, or for the driver
-
-        def load(one: Wanted) -> bool:
-            return one.load(directory, device)
-
+    load, complaint = partial(Wanted.load, directory=directory, device=device), ""
+    with ThreadPoolExecutor(MOST_AT_ONCE) as loaders:  # Triton waits for the C compiler, or for the driver
         missing = [one for one, found in zip(wanted, loaders.map(load, wanted), strict=True) if not found]
         missing.sort(key=order)
         loaded, compiled = len(wanted) - len(missing), dict[int, Future[bool]]()
         try:
             for index, error in _compile_apart([one.specialization for one in missing], directory) if missing else ():
                 if error:
-                    complaint = f"{missing[index].specialization.name}: {error}"
+                    complaint = complaint or f"{missing[index].specialization.name}: {error}"
                     continue
                 compiled[index] = loaders.submit(load, missing[index])
                 if progress is not None:
                     progress(loaded + len(compiled), len(wanted))
         except (OSError, pickle.PicklingError, subprocess.SubprocessError) as error:
             complaint = str(error)
-        left = len(missing) - sum(one.result() for one in compiled.values())
+        lost = [missing[index].specialization.name for index, found in compiled.items() if not found.result()]
+    left = len(missing) - len(compiled) + len(lost)
+    if lost:
+        complaint = complaint or f"{lost[0]}: not found once compiled"
     if left:
         log.warning("%d kernels could not be compiled ahead; their first launches will compile them: %s", left, complaint)
     count, seconds = len(missing) - left, time.monotonic() - started
@@ -363,7 +365,7 @@ def main() -> None:
             if record.exists() and specialization.load(Path(directory)) is None:
                 record.unlink(missing_ok=True)  # Triton fails on a list of files that no longer exist
         fork = "fork" in multiprocessing.get_all_start_methods()
-        processes = min(len(os.sched_getaffinity(0)) if fork else os.cpu_count() or 1, len(specializations), MOST_PROCESSES)
+        processes = min(len(os.sched_getaffinity(0)) if fork else os.cpu_count() or 1, len(specializations), MOST_AT_ONCE)
         with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork" if fork else "spawn")) as pool:
             under_way = {pool.submit(_compile, specialization): index for index, specialization in enumerate(specializations)}
             for future in as_completed(under_way):

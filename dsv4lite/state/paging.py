@@ -94,7 +94,8 @@ def write_paging(sequences: Sequence[SequencePlan], sizes: PagingSizes) -> Tenso
     ):
         assert max(map(len, tables), default=0) <= width, (max(map(len, tables)), width)
         size = width * values.itemsize
-        rows = [pack(f"{len(table)}i", *table).ljust(size, filler) for table in tables]  # ``array`` takes twice as long
+        # Extending the array by each table would take twice as long.
+        rows = [pack(f"{len(table)}i", *table).ljust(size, filler) for table in tables]
         values.frombytes(b"".join(rows).ljust(sizes.sequences * size, filler))
         values.extend([0] * (-len(values) % _ALIGNED))
     return torch.frombuffer(values, dtype=torch.int32)

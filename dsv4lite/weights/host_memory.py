@@ -20,7 +20,7 @@ from dsv4lite.device import return_stream, storage_bytes, take_stream
 from dsv4lite.errors import CapacityError
 
 PIECE = 256 << 20  # bytes locked at a time; a larger tensor gets a piece of its own size
-WINDOW = 256 << 20  # bytes sent to the device at a time; two windows are there at once
+WINDOW = 64 << 20  # bytes sent to the device at a time; two windows are there at once, which no plan has room for
 _ALIGN = 512
 
 

@@ -410,11 +410,11 @@ class Transaction:
         """Write the staged tensors to their slots, in place. The host waits for the device once, at the end."""
         if self._staging is None:
             return
-        whole = [(name, isinstance(staged, FourBit)) for name, staged in self._staged.items()]
-        # Each is forgotten while others are copied: to free thousands of tensors at the end takes milliseconds.
-        with closing(self._staging.sent(self._staged.pop(name) for name, _ in whole)) as copies:
-            for (name, packed), parts in zip(whole, copies, strict=True):
-                if packed:
+        weights = [(name, isinstance(staged, FourBit)) for name, staged in self._staged.items()]
+        # Each is freed while others are copied; to free all of them at the end takes milliseconds.
+        with closing(self._staging.sent(self._staged.pop(name) for name, _ in weights)) as copies:
+            for (name, four_bit), parts in zip(weights, copies, strict=True):
+                if four_bit:
                     self._slots[name].store(FourBit(*parts))
                 else:
                     self._slots[name].store(*parts)

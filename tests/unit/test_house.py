@@ -100,7 +100,7 @@ CACHES = {
     "kernels.gemm.triton.tile_for": "follows from its arguments alone; every launch asks",
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
-MAX_PACKAGE_LINES = 43_678
+MAX_PACKAGE_LINES = 43_681
 MAX_TEST_LINES = 43_146
 MAX_FUNCTION_LINES = 80
 
