@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -57,6 +58,9 @@ from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.checkpoint import Checkpoint
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import ModelSource
+
+if TYPE_CHECKING:
+    from dsv4lite.kernels.warmup import Compiler
 
 # Settings that may differ between ranks.
 _OWN_TO_A_RANK = "family quant_formats model tokenizer device device_mesh process_group executor progress compile_cache_dir".split()
@@ -189,36 +193,45 @@ class Probe:
         """
         try:
             config, device, drafting = self.config, self.numerics.device, self.drafting
-            model = self.source.build(
-                self.numerics,
-                mesh,
-                with_mtp=drafting.own is not None,
-                dispatcher=config.dispatcher,
-                redundant_experts=config.redundant_experts,
-                seed=config.seed,
-                progress=progress,
-            )
-            give_back_unused(device)
-            parts = RunnerParts.of(config, plan, mesh, drafting, model, self.source.family, grammars)
-            cache, graphs = parts.cache, parts.graphs
-            workspace = self.report.plan.per_device[0].workspace - SMALL_BLOCKS
-            if device.type == "cuda":
-                reserve(device, workspace)
-            balancer = None
-            if config.redundant_experts is not None:
-                refill = partial(self.source.fill, numerics=self.numerics, mesh=mesh, seed=config.seed)
-                balancer = Balancer(model, refill, config.rebalance_steps)
-            resident = Resident(model, cache, self.source, graphs=graphs, balancer=balancer, workspace=workspace)
-            runner = Runner(model, cache, parts.sampler, graphs, parts.drafter, mesh, balancer, resident)
-            with torch.inference_mode():
-                cache_dir = config.compile_cache_dir or default_cache_dir()
-                runner.warm_up(config.max_num_batched_tokens, plan.max_model_len, cache_dir, progress)
-            return runner
+            cache_dir = config.compile_cache_dir or default_cache_dir()
+            with _early_compiler(cache_dir, device) as compiler:
+                model = self.source.build(
+                    self.numerics,
+                    mesh,
+                    with_mtp=drafting.own is not None,
+                    dispatcher=config.dispatcher,
+                    redundant_experts=config.redundant_experts,
+                    seed=config.seed,
+                    progress=progress,
+                )
+                give_back_unused(device)
+                parts = RunnerParts.of(config, plan, mesh, drafting, model, self.source.family, grammars)
+                cache, graphs = parts.cache, parts.graphs
+                workspace = self.report.plan.per_device[0].workspace - SMALL_BLOCKS
+                if device.type == "cuda":
+                    reserve(device, workspace)
+                balancer = None
+                if config.redundant_experts is not None:
+                    refill = partial(self.source.fill, numerics=self.numerics, mesh=mesh, seed=config.seed)
+                    balancer = Balancer(model, refill, config.rebalance_steps)
+                resident = Resident(model, cache, self.source, graphs=graphs, balancer=balancer, workspace=workspace)
+                runner = Runner(model, cache, parts.sampler, graphs, parts.drafter, mesh, balancer, resident)
+                with torch.inference_mode():
+                    runner.warm_up(config.max_num_batched_tokens, plan.max_model_len, cache_dir, compiler, progress)
+                return runner
         except Exception as error:
             explained = start_error(error, plan=plan)
             if explained is error:
                 raise
             raise explained from error
+
+
+def _early_compiler(cache_dir: str, device: torch.device) -> AbstractContextManager[Compiler | None]:
+    if device.type == "cpu":
+        return nullcontext()
+    from dsv4lite.kernels.warmup import started_early  # needs Triton, which only GPUs require
+
+    return started_early(cache_dir)
 
 
 def _default_params(source: ModelSource) -> SamplingParams:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from dsv4lite.speculation.drafters import DeviceDrafter, draft
 from dsv4lite.state.paging import first_rows
 from dsv4lite.state.store import StateCache
 from dsv4lite.text.structured import StructuredOutputs
+
+if TYPE_CHECKING:
+    from dsv4lite.kernels.warmup import Compiler
 
 log = logging.getLogger("dsv4lite.engine")
 
@@ -189,10 +192,13 @@ class Runner:
         if self._graphs is not None:
             self._graphs.forget()
 
-    def warm_up(self, max_tokens: int, max_model_len: int, cache_dir: str, progress: Progress | None = None) -> None:
+    def warm_up(
+        self, max_tokens: int, max_model_len: int, cache_dir: str, compiler: Compiler | None, progress: Progress | None = None
+    ) -> None:
         """Compile and run the kernels of all steps of up to ``max_tokens`` tokens, and capture the graphs; on a CPU do nothing.
 
-        Compiled kernels are kept in ``cache_dir``; ``progress`` is called with counts of kernels, then of shapes.
+        Compiled kernels are kept in ``cache_dir``; see ``prepare`` for ``compiler``. ``progress`` is called with counts of kernels,
+        then of shapes.
         """
         if self.cache.device.type == "cpu":
             return
@@ -213,7 +219,8 @@ class Runner:
         found = time.monotonic()
         mesh = self.model.shard.mesh
         rank, ranks = mesh.rank, mesh.layout.world
-        prepare(wanted, cache_dir, partial(report, "kernels"), rank=rank, ranks=ranks, device=self.cache.device)
+        progressed = partial(report, "kernels")
+        prepare(wanted, cache_dir, progressed, rank=rank, ranks=ranks, device=self.cache.device, compiler=compiler)
         prepared, total = time.monotonic(), len(lengths) + len(captures)
         with self.model.skip_repeated_layers():
             for done, length in enumerate(lengths):

@@ -30,11 +30,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import triton
@@ -271,6 +271,7 @@ def prepare(
     rank: int = 0,
     ranks: int = 1,
     device: torch.device | None = None,
+    compiler: Compiler | None = None,
 ) -> int:
     """Load or compile kernels, so that their launches find them.
 
@@ -283,6 +284,7 @@ def prepare(
         rank, ranks: If several ranks prepare kernels at the same time, each compiles its share first, and then finds the others
             compiled.
         device: The GPU to load the kernels on; ``None`` if it is not in this machine.
+        compiler: A compiler for this directory that was started before; default: one is started if kernels are missing.
 
     Returns:
         The number of kernels that are not ready.
@@ -304,7 +306,7 @@ def prepare(
         missing.sort(key=order)
         loaded, compiled = len(wanted) - len(missing), dict[int, Future[bool]]()
         try:
-            for index, error in _compile_apart([one.specialization for one in missing], directory) if missing else ():
+            for index, error in _compile_apart([one.specialization for one in missing], directory, compiler) if missing else ():
                 if error:
                     complaint = complaint or f"{missing[index].specialization.name}: {error}"
                     continue
@@ -324,11 +326,44 @@ def prepare(
     return left
 
 
-def _compile_apart(specializations: Sequence[Specialization], directory: Path) -> Iterator[tuple[int, str]]:
-    """Compile in another process; yield the index of each kernel when it is done, and its error or "".
+@dataclass(slots=True, eq=False)
+class Compiler:
+    """A process that compiles kernels into a directory; mutable.
+
+    Attributes:
+        idle: It has no kernels to compile yet.
+    """
+
+    process: subprocess.Popen[bytes]
+    complaints: IO[bytes]
+    directory: Path
+    idle: bool = True
+
+    def compile(self, specializations: Sequence[Specialization]) -> Iterator[tuple[int, str]]:
+        """Yield the index of each kernel when it is done, and its error or ""; call this once.
+
+        Raises:
+            OSError, SubprocessError: The process ended early.
+        """
+        process, self.idle = self.process, False
+        assert process.stdin is not None and process.stdout is not None
+        with process.stdin:
+            pickle.dump((str(self.directory), list(specializations)), process.stdin)
+        for line in process.stdout:
+            index, error = json.loads(line)
+            yield index, error
+        if process.wait() != 0:
+            self.complaints.seek(0)
+            last = self.complaints.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise subprocess.SubprocessError(f"the compiling process ended with {process.returncode}: {''.join(last)}")
+
+
+@contextmanager
+def _running(directory: Path) -> Iterator[Compiler]:
+    """Run a compiling process until the end of the block.
 
     Raises:
-        OSError, SubprocessError: The process cannot start, or ended early.
+        OSError: It cannot start.
     """
     executable = os.fsdecode(multiprocessing.spawn.get_executable() or "")
     if getattr(sys, "frozen", False) or not Path(executable).name.startswith("python"):
@@ -341,23 +376,39 @@ def _compile_apart(specializations: Sequence[Specialization], directory: Path) -
         tempfile.TemporaryFile() as complaints,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints) as process,
     ):
-        assert process.stdin is not None and process.stdout is not None
-        with process.stdin:
-            pickle.dump((str(directory), list(specializations)), process.stdin)
-        for line in process.stdout:
-            index, error = json.loads(line)
-            yield index, error
-        if process.wait() != 0:
-            complaints.seek(0)
-            last = complaints.read().decode(errors="replace").strip().splitlines()[-1:]
-            raise subprocess.SubprocessError(f"{executable} ended with {process.returncode}: {''.join(last)}")
+        compiler = Compiler(process, complaints, directory)
+        try:
+            yield compiler
+        finally:
+            if compiler.idle:
+                process.kill()  # otherwise it ends by itself, after its forks
+
+
+@contextmanager
+def started_early(directory: str | Path) -> Iterator[Compiler | None]:
+    """Start a compiler for ``prepare``, which takes seconds, before it is needed; ``None`` if the directory has kernels already."""
+    directory = Path(directory).absolute()
+    with ExitStack() as stack:
+        compiler = None
+        if not (directory.exists() and any(directory.iterdir())):
+            with suppress(OSError):  # ``prepare`` tries again, and reports it
+                compiler = stack.enter_context(_running(directory))
+        yield compiler
+
+
+def _compile_apart(
+    specializations: Sequence[Specialization], directory: Path, compiler: Compiler | None
+) -> Iterator[tuple[int, str]]:
+    """See ``Compiler.compile``; without a compiler, run one."""
+    with ExitStack() as stack:
+        yield from (compiler or stack.enter_context(_running(directory))).compile(specializations)
 
 
 def main() -> None:
     """Entry point of the compiling process: reads kernels from stdin, writes a line of JSON to stdout when one is done."""
+    _hash_in_order()
     directory, specializations = pickle.load(sys.stdin.buffer)
     triton.knobs.cache.dir = directory
-    _hash_in_order()
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)  # other code's output goes to stderr
         for specialization in specializations:  # before forking, so that forks inherit loaded modules and Triton's own hash

@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from dsv4lite.kernels import warmup  # noqa: E402
 from dsv4lite.kernels.norm.triton import rms_norm_kernel, rms_norm_triton  # noqa: E402
 from dsv4lite.kernels.quantize.triton import quantize_fp8_triton, quantize_kernel  # noqa: E402
-from dsv4lite.kernels.warmup import Specialization, Wanted, prepare, recording  # noqa: E402
+from dsv4lite.kernels.warmup import Specialization, Wanted, prepare, recording, started_early  # noqa: E402
 
 DEVICE = 97  # no other test has kernels for it
 
@@ -157,7 +157,7 @@ def test_ranks_begin_with_different_kernels(tmp_path: Path, monkeypatch: pytest.
     """All ranks compile all kernels, so that none waits for another; what another one has compiled is found."""
     orders: list[list[str]] = []
 
-    def compile_apart(specializations: Any, directory: Path) -> list[tuple[int, str]]:
+    def compile_apart(specializations: Any, directory: Path, compiler: None) -> list[tuple[int, str]]:
         orders.append([one.place(directory)[0] for one in specializations])
         return []
 
@@ -175,6 +175,24 @@ def test_ranks_begin_with_different_kernels(tmp_path: Path, monkeypatch: pytest.
     assert set(first[: own[0]]) == set(second[own[1] :]) and set(first[own[0] :]) == set(second[: own[1]])
     assert prepare(wanted, tmp_path, rank=1, ranks=2) == 0
     assert len(list(tmp_path.rglob("*.cubin"))) == len(wanted)
+
+
+def test_compiler_starts_early_where_nothing_is_compiled_and_ends_with_its_block(tmp_path: Path) -> None:
+    with started_early(tmp_path / "ours") as compiler:
+        assert compiler is not None
+        assert prepare(record(), tmp_path / "ours", compiler=compiler) == 0
+    assert len(list(tmp_path.rglob("*.cubin"))) == 3
+    with started_early(tmp_path / "ours") as compiler:
+        assert compiler is None  # an engine that finds its kernels needs no process
+    with pytest.raises(ZeroDivisionError), started_early(tmp_path / "others") as compiler:
+        raise ZeroDivisionError
+    assert compiler is not None and children() == []
+
+
+def children() -> list[str]:
+    """Return the states of this process's children that have not been waited for."""
+    found = [status.read_text() for status in Path("/proc").glob("[0-9]*/status")]
+    return [text for text in found if f"\nPPid:\t{os.getpid()}\n" in text]
 
 
 def assert_mended(tmp_path: Path) -> None:

@@ -167,7 +167,6 @@ class AttentionInputs(NamedTuple):
             "RATIO": max(self.ratio, 1),
             "TOP_K": 0 if self.selected_TK is None else self.selected_TK.shape[1],
             "WINDOW": self.window_size,
-            "SPLITS": self.paging.splits,
             "ROWS": rows,
             "GPU": on_gpu(self.q_THC.device),
         }

@@ -235,7 +235,7 @@ def _decode_kernel(
     cos, sin, parts, stats, grow_columns, window_columns, q_row, scale, eps,
     H: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
     FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr,
-    ENTRY_ROWS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SINGLES: tl.constexpr,
+    ENTRY_ROWS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SINGLES: tl.constexpr,
     NORM: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
@@ -274,7 +274,8 @@ def _decode_kernel(
     zero = tl.zeros((HEADS, 128), tl.float32)
     sums = (zero, zero, zero, zero, tl.full((HEADS,), LOW, tl.float32), tl.zeros((HEADS,), tl.float32))
     sums = _added(sums, queries, raw, rows, scale, NOPE, ROWS, GPU)
-    for piece in tl.range(split + SPLITS, pieces, SPLITS, num_stages=1):
+    splits = tl.num_programs(1)  # no constant: the kernel takes long to compile
+    for piece in tl.range(split + splits, pieces, splits, num_stages=1):
         numbers = _page_numbers(piece, tables, grow_columns, window_columns, WINDOW_PIECES, ENTRY_ROWS, ROWS)
         data, scales, rows = _locate(
             piece, numbers, stores, tables, here, entry_rows, listed, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES,

@@ -112,6 +112,7 @@ def merged(given: AttentionInputs, parts: Tensor, stats: Tensor, rows: int, *, f
         given.sin,
         out,
         **given.layer(rows),
+        SPLITS=given.paging.splits,
         ENTRIES=given.entries is not None,
         FILLS=fills,
         PADDED=given.padded_width,

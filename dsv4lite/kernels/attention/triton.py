@@ -307,7 +307,7 @@ def paged_attention_triton(given: AttentionInputs) -> Tensor:
     _attend_kernel[(tokens * ceil_div(heads, tile.heads), splits)](
         *given.tensors(), given.sink_H, given.cos, given.sin, out, parts, stats,
         given.paging.grow_SP.stride(0), given.paging.window_SP.stride(0), given.scale * LOG2_E,
-        **given.layer(tile.rows), **given.row_layout(), HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages,
+        **given.layer(tile.rows), **given.row_layout(), SPLITS=splits, HEADS=tile.heads, SWAP=tile.swap, STAGES=tile.num_stages,
         PADDED=given.padded_width, ROPE=rope, PACKED=packed,
         num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip

@@ -120,7 +120,7 @@ def _poll(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
 
     There are at least as many sums as threads: two threads that read the same number could see it written at different times.
     """
-    total, missing = _poll_once(p, wanted, UNITS, RECORD)
+    total, missing = tl.zeros(p.shape, tl.float32), 1
     while missing > 0:
         total, missing = _poll_once(p, wanted, UNITS, RECORD)
     tl.debug_barrier()  # all threads have read
@@ -129,7 +129,7 @@ def _poll(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
 
 @triton.jit
 def _clear(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
-    for unit in tl.static_range(UNITS):
+    for unit in tl.range(UNITS):  # not unrolled: the compiler's time grows with the square of the number of loads and stores
         tl.store(p + unit * RECORD, tl.zeros(p.shape, tl.int32), mask=wanted)  # for the next kernel
 
 
