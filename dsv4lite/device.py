@@ -314,7 +314,11 @@ def own_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    stream = take_stream(device)
+    idle = _idle_streams(device)
+    try:
+        stream = idle.get_nowait()
+    except Empty:
+        stream = _new_stream(device)
     inside = torch.cuda.stream(stream)
     inside.__enter__()
     try:
@@ -323,22 +327,9 @@ def own_stream(device: torch.device) -> Iterator[None]:
         try:
             inside.__exit__(None, None, None)
             torch.cuda.empty_cache()
-            return_stream(device, stream)
+            idle.put(stream)
         except RuntimeError as error:  # after a CUDA error, which was reported already, every call fails
             log.warning("memory could not be returned to %s: %s", device, _first_line(error))
-
-
-def take_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream of a GPU that has no work, for the caller alone until ``return_stream``."""
-    try:
-        return _idle_streams(device).get_nowait()
-    except Empty:
-        return _new_stream(device)
-
-
-def return_stream(device: torch.device, stream: torch.cuda.Stream) -> None:
-    """Let others take a stream."""
-    _idle_streams(device).put(stream)
 
 
 def _new_stream(device: torch.device) -> torch.cuda.ExternalStream:

@@ -49,6 +49,7 @@ class AsyncWeightUpdate:
             WeightUpdateError: A tensor does not fit the model, the source raised, or the deadline has passed. Leaving the block
                 then rolls back.
             CheckpointError: A checkpoint cannot be found or read.
+            CapacityError: The host or the device has too little memory for the tensors.
             EngineStateError: The update is not open.
         """
         seconds = self._session.config.start_timeout_s if deadline is None else deadline

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dsv4lite.device import fill_storage, free_storage, give_back_unused, holds_storage, reserve, storage_bytes
+from dsv4lite.device import fill_storage, free_storage, give_back_unused, holds_storage, is_out_of_memory, reserve, storage_bytes
 from dsv4lite.engine.balancer import Balancer
 from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.errors import CapacityError, WeightUpdateError
@@ -87,25 +87,25 @@ class Resident:
         self._open = (serial, transaction)
 
     def take(self, serial: int, bucket: Bucket) -> None:
-        """Check tensors, and stage or store this rank's part of them; see ``Transaction.take``."""
-        self._transaction(serial).take(bucket)
+        """Check tensors, and stage or store this rank's part of them; see ``Transaction.take``.
+
+        Raises:
+            CapacityError: The host or the device has too little memory.
+        """
+        try:
+            self._transaction(serial).take(bucket)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(f"{self._device} has too little memory for an update: {error}", advice=("free memory",)) from error
 
     def check(self, serial: int, partial: bool) -> None:
         """Require that the transaction is complete; see ``Transaction.check``."""
         self._transaction(serial).check(partial=partial)
 
     def write(self, serial: int) -> None:
-        """Write the staged tensors, and end the update.
-
-        Raises:
-            CapacityError: There was too little memory; some tensors are new.
-        """
-        transaction = self._transaction(serial)
-        try:
-            transaction.write()
-        except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError where there is no memory
-            advice = ("free memory, and give all weights again",)
-            raise CapacityError(f"{self._device}: the weights could not be written: {error}", advice=advice) from error
+        """Copy the staged weights to their slots, and end the update. It needs no memory: only the device itself can fail."""
+        self._transaction(serial).write()
         self._open = None
         self._host.clear()
         if self._balancer is not None:

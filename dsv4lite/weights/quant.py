@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -15,6 +16,7 @@ from dsv4lite.kernels.experts import Tiles
 from dsv4lite.kernels.four_bit import FourBit, four_bit_linear, round_four_bit
 from dsv4lite.kernels.gemm import (
     ROW_TILE,
+    dequantize_fp8_rows,
     float_linear,
     fp8_linear,
     fp8_weight_linear,
@@ -193,71 +195,96 @@ class Matrix(nn.Module):
         return MatrixSlot(self, 0, prod(self.shape[:-1]))
 
 
+class _Stored(ABC):
+    """A slot: the home of one checkpoint tensor, in its resident form.
+
+    Each slot has ``shape``, of a matrix ``(out, in)``; ``tensors``, in which its numbers lie; and ``values()``, the numbers in
+    float32, or ids as they are.
+    """
+
+    __slots__ = ()
+    kind: Literal["matrix", "tensor"] = "matrix"
+
+    @property
+    def fills(self) -> bool:
+        """Whether the tensor fills ``places``; otherwise another slot has the rest of them."""
+        return True
+
+    @property
+    @abstractmethod
+    def places(self) -> tuple[Tensor, ...]:
+        """Views of the parts of ``tensors`` that ``store`` writes; each is contiguous."""
+
+    @abstractmethod
+    def converted(self, weight: Tensor | FourBit, scale: Tensor | None, room: Iterator[Tensor]) -> Sequence[Tensor]:
+        """Return what ``store`` copies to each of ``places``: tensors of their shapes, which the copy casts.
+
+        Args:
+            weight, scale: See ``store``.
+            room: A tensor for each place, with its present bytes, which may be overwritten and returned; few conversions need it.
+        """
+
+    def store(self, weight: Tensor | FourBit, scale: Tensor | None = None) -> None:
+        """Convert a checkpoint tensor to the resident form and write it.
+
+        Raises:
+            CheckpointError: The resident form cannot hold it.
+        """
+        places = self.places
+        for place, part in zip(places, self.converted(weight, scale, iter(places)), strict=True):
+            place.copy_(part)  # does nothing if ``part`` is ``place``
+
+
 @dataclass(frozen=True, slots=True)
-class MatrixSlot:
+class MatrixSlot(_Stored):
     """Rows of a ``Matrix`` that hold one checkpoint matrix, which may arrive in any format; rows of a stack are counted through."""
 
     matrix: Matrix
     begin: int
     end: int
-    kind: Literal["matrix"] = "matrix"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Logical ``(out, in)``."""
         return (self.end - self.begin, self.matrix.shape[-1])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors in which its rows lie."""
+        return tuple(self.matrix.parameters())
+
+    @property
+    def places(self) -> tuple[Tensor, ...]:
         if isinstance(stored := self.matrix.stored, FourBit):
-            return tuple(stored)
-        return (self.matrix.weight,) if self.matrix.scale is None else (self.matrix.weight, self.matrix.scale)
+            return tuple(stored.rows(self.begin, self.end))
+        home, scales = self.matrix.weight.detach().flatten(0, -2)[self.begin : self.end], self.matrix.scale
+        if scales is None:
+            return (home,)
+        per = scale_rows(self.matrix.weight, scales)
+        return home, scales[self.begin // per : (self.end - 1) // per + 1]
 
     def values(self) -> Tensor:
-        """Return the numbers of the matrix, float32."""
+        home, *scales = self.places
+        if self.matrix.groups is not None:
+            return FourBit(home, *scales).dequantize()
+        return dequantize_fp8_rows(home, *scales) if scales else home.float()
+
+    def converted(self, weight: Tensor | FourBit, scale: Tensor | None, room: Iterator[Tensor]) -> Sequence[Tensor]:
         if isinstance(stored := self.matrix.stored, FourBit):
-            return stored.rows(self.begin, self.end).dequantize()
-        home, scales = self.matrix.weight.detach().flatten(0, -2)[self.begin : self.end], self.matrix.scale
-        if scales is None:
-            return home.float()
-        if self._scale_per_row(scales):
-            return dequantize_fp8(home, scales[self.begin : self.end], FP8_GROUP)
-        first, last = self.begin // FP8_GROUP, (self.end - 1) // FP8_GROUP
-        return dequantize_matrix(home, scales[first : last + 1])
-
-    def _scale_per_row(self, scales: Tensor) -> bool:
-        return len(scales) == prod(self.matrix.weight.shape[:-1])
-
-    def store(self, weight: Tensor | FourBit, scale: Tensor | None = None) -> None:
-        """Convert a checkpoint matrix to the resident form and write it; a four-bit slot rounds floats.
-
-        Raises:
-            CheckpointError: The resident form is FP8, and the matrix is not FP8 with scales that it can hold.
-        """
-        if isinstance(stored := self.matrix.stored, FourBit):
-            if not isinstance(weight, FourBit):
-                weight = round_four_bit(weight, group=stored.group, scale_dtype=stored.scales.dtype)
-            for place, part in zip(stored.rows(self.begin, self.end), weight, strict=True):
-                place.detach().copy_(part)
-            return
+            if isinstance(weight, FourBit):
+                return weight
+            return round_four_bit(weight, group=stored.group, scale_dtype=stored.scales.dtype)
         weight = weight.dequantize() if isinstance(weight, FourBit) else weight
-        home, scales = self.matrix.weight.detach().flatten(0, -2)[self.begin : self.end], self.matrix.scale
+        scales = self.matrix.scale
         if scales is None:
             unquantized = weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
-            home.copy_(weight if unquantized else dequantize_matrix(weight, scale))
-            return
+            return (weight if unquantized else dequantize_matrix(weight, scale),)
         wide = scales.dtype == torch.float32
         wanted = [torch.float8_e8m0fnu, *([torch.float32] if wide else [])]
         if scale is None or weight.dtype != torch.float8_e4m3fn or scale.dtype not in wanted:
             raise _misfit(weight, scale, f"float8_e4m3fn with {' or '.join(str(d).removeprefix('torch.') for d in wanted)} scales")
-        home.copy_(weight)
-        source, rows = e8m0_to_float(scale) if wide else scale.view(torch.uint8), self.end - self.begin
-        if self._scale_per_row(scales):
-            scales.detach()[self.begin : self.end].copy_(source.repeat_interleave(FP8_GROUP, 0)[:rows])
-        else:
-            first = self.begin // FP8_GROUP
-            scales.detach()[first : first + len(source)].copy_(source)
+        source = e8m0_to_float(scale) if wide else scale.view(torch.uint8)
+        if scale_rows(self.matrix.weight, scales) == 1:
+            source = source.repeat_interleave(FP8_GROUP, 0)[: self.end - self.begin]
+        return weight, source
 
 
 def _misfit(weight: Tensor, scale: Tensor | None, wanted: str) -> CheckpointError:
@@ -288,50 +315,50 @@ class TiledStack(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class TileSlot:
+class TileSlot(_Stored):
     """One matrix of a ``TiledStack``, or one half of its rows, which holds one checkpoint matrix."""
 
     stack: TiledStack
     expert: int
     half: int | None
-    kind: Literal["matrix"] = "matrix"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Logical ``(out, in)``."""
         _, rows, columns = self.stack.shape
         return (rows if self.half is None else rows // 2, columns)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors in which its tiles lie."""
         return self.stack.codes, self.stack.scales
 
+    @property
+    def fills(self) -> bool:
+        return self.half is None
+
+    @property
+    def places(self) -> tuple[Tensor, ...]:
+        expert = slice(self.expert, self.expert + 1)
+        return self.stack.codes[expert], self.stack.scales[expert]
+
     def values(self) -> Tensor:
-        """Return the numbers of the matrix, float32."""
         return self.stack.stored.dequantize(self.expert, self.half)
 
-    def store(self, weight: Tensor | FourBit, scale: Tensor | None = None) -> None:
-        """Write a checkpoint matrix into its tiles.
-
-        Raises:
-            CheckpointError: The format of the matrix is not that of the tiles.
-        """
+    def converted(self, weight: Tensor | FourBit, scale: Tensor | None, room: Iterator[Tensor]) -> Sequence[Tensor]:
         assert isinstance(weight, Tensor)
-        tiles = self.stack.stored
-        if scale is None or weight.dtype not in ((torch.int8, torch.uint8) if tiles.fp4 else (torch.float8_e4m3fn,)):
-            raise _misfit(
-                weight, scale, "int8 with scales per 32 inputs" if tiles.fp4 else "float8_e4m3fn with scales per 128 x 128"
-            )
-        tiles.store(self.expert, weight, scale, self.half)
+        fp4 = self.stack.stored.fp4
+        if scale is None or weight.dtype not in ((torch.int8, torch.uint8) if fp4 else (torch.float8_e4m3fn,)):
+            raise _misfit(weight, scale, "int8 with scales per 32 inputs" if fp4 else "float8_e4m3fn with scales per 128 x 128")
+        tiles = Tiles(next(room), next(room))
+        tiles.store(0, weight, scale, self.half)
+        return tiles.codes, tiles.scales
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSlot:
+class TensorSlot(_Stored):
     """A tensor that holds one checkpoint tensor, cast to its dtype."""
 
     tensor: Tensor
-    kind: Literal["tensor"] = "tensor"
+    kind = "tensor"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -339,23 +366,23 @@ class TensorSlot:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensor itself."""
         return (self.tensor,)
 
+    @property
+    def places(self) -> tuple[Tensor, ...]:
+        return (self.tensor.detach(),)
+
     def values(self) -> Tensor:
-        """Return floats as float32, and ids as they are."""
         return self.tensor.detach().float() if self.tensor.is_floating_point() else self.tensor
 
-    def store(self, weight: Tensor | FourBit, scale: Tensor | None = None) -> None:
-        """Copy the tensor, cast to the resident dtype."""
+    def converted(self, weight: Tensor | FourBit, scale: Tensor | None, room: Iterator[Tensor]) -> Sequence[Tensor]:
         assert scale is None and isinstance(weight, Tensor)
-        with torch.no_grad():
-            self.tensor.copy_(weight)
+        return (weight,)
 
 
 @dataclass(frozen=True, slots=True)
 class IdSlot(TensorSlot):
-    """A table of ids [N, K]. ``store`` checks it, because kernels use the ids as indices without checks.
+    """A table of ids [N, K]. ``converted`` checks it, because kernels use the ids as indices without checks.
 
     Attributes:
         name: Official name of the table.
@@ -365,7 +392,7 @@ class IdSlot(TensorSlot):
     name: str = ""
     limit: int = 0
 
-    def problem(self, weight: Tensor) -> str:
+    def _problem(self, weight: Tensor) -> str:
         """Return what is wrong with a table; the empty string for a valid one."""
         wrong = ((weight < 0) | (weight >= self.limit)).nonzero()
         if len(wrong):
@@ -378,42 +405,41 @@ class IdSlot(TensorSlot):
             return f"{self.name}: {len(repeated)} rows have an id twice, the first one row {row}: {weight[row].tolist()}"
         return ""
 
-    def store(self, weight: Tensor | FourBit, scale: Tensor | None = None) -> None:
-        """Copy the table.
-
-        Raises:
-            CheckpointError: An id is out of range, or twice in a row.
-        """
+    def converted(self, weight: Tensor | FourBit, scale: Tensor | None, room: Iterator[Tensor]) -> Sequence[Tensor]:
         assert isinstance(weight, Tensor)
-        if problem := self.problem(weight):
-            raise CheckpointError(f"{problem}. Fetch the checkpoint again, or take the config.json that came with it")
-        TensorSlot.store(self, weight, scale)  # super() does not work in dataclasses with slots
+        if problem := self._problem(weight):
+            advice = "fetch the checkpoint again, or take the config.json that came with it"
+            raise CheckpointError(f"a table of experts is wrong; {advice}:", problems=[problem])
+        return (weight,)
 
 
 @dataclass(frozen=True, slots=True)
-class CopiedSlot:
+class CopiedSlot(_Stored):
     """The slots of one checkpoint matrix that is stored several times: an expert with copies."""
 
-    places: tuple[MatrixSlot | TileSlot, ...]
-    kind: Literal["matrix"] = "matrix"
+    copies: tuple[MatrixSlot | TileSlot, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.places[0].shape
+        return self.copies[0].shape
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors in which the copies lie."""
-        return tuple(tensor for place in self.places for tensor in place.tensors)
+        return tuple(tensor for copy in self.copies for tensor in copy.tensors)
+
+    @property
+    def fills(self) -> bool:
+        return self.copies[0].fills
+
+    @property
+    def places(self) -> tuple[Tensor, ...]:
+        return tuple(place for copy in self.copies for place in copy.places)
 
     def values(self) -> Tensor:
-        """Return the numbers of the matrix, float32."""
-        return self.places[0].values()
+        return self.copies[0].values()
 
-    def store(self, weight: Tensor | FourBit, scale: Tensor | None = None) -> None:
-        """Store the matrix in every slot."""
-        for place in self.places:
-            place.store(weight, scale)
+    def converted(self, weight: Tensor | FourBit, scale: Tensor | None, room: Iterator[Tensor]) -> Sequence[Tensor]:
+        return [*self.copies[0].converted(weight, scale, room)] * len(self.copies)
 
 
 Slot = MatrixSlot | TileSlot | TensorSlot | CopiedSlot

@@ -74,8 +74,8 @@ def progress_of(config: EngineConfig) -> Progress | None:
     return log_progress if config.progress is True else config.progress or None
 
 
-def _places(slot: Slot) -> tuple[Slot, ...]:
-    return slot.places if isinstance(slot, CopiedSlot) else (slot,)
+def _copies(slot: Slot) -> tuple[Slot, ...]:
+    return slot.copies if isinstance(slot, CopiedSlot) else (slot,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +249,7 @@ class ModelSource:
             return
         self._fill_stacks(slots, shards, seed)
         form: dict[str, Any] = {"expert_format": self.expert_format, "quantized": self.model.quantized}
-        names = {name for name, slot in slots.items() if not isinstance(_places(slot)[0], TileSlot)}
+        names = {name for name, slot in slots.items() if not isinstance(_copies(slot)[0], TileSlot)}
         made: dict[str, HeldTensor] = {}
         for name, tensor in dummy_tensors(self.model, self.family.tensors, **form, seed=seed, device=numerics.device, names=names):
             made[name] = HeldTensor(name=name, tensor=tensor)
@@ -273,7 +273,7 @@ class ModelSource:
         """Fill tiled experts with random numbers: a whole stack at once if all its matrices are among ``slots``."""
         stacks: dict[int, dict[int, tuple[str, TileSlot]]] = {}
         for name, slot in slots.items():
-            for place in _places(slot):
+            for place in _copies(slot):
                 if isinstance(place, TileSlot) and place.half != 1:  # w1 stands for the matrix that holds w1 and w3
                     stacks.setdefault(id(place.stack), {})[place.expert] = (name, place)
         hidden, width = self.model.hidden_size, self.model.expert_width

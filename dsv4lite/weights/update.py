@@ -1,14 +1,14 @@
 """New weights for a loaded model: the sources of tensors, and the transaction that replaces one rank's weights.
 
 An update follows the same path as loading: names are translated, each tensor is compared with its slot and cut, and the slot stores
-it. In addition, tensors may arrive in any order, floats are quantized to the model's own format, and all tensors can be staged in
-host memory until every rank has received and checked its part.
+it. In addition, tensors may arrive in any order, floats are quantized to the model's own format, and all tensors can be staged:
+converted to their resident bytes, which host memory keeps until every rank has received and checked its part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,8 +25,9 @@ from dsv4lite.weights.delta import MARK, Blocks
 from dsv4lite.weights.formats import Header, PackedCut, QuantFormat, assemble
 from dsv4lite.weights.host_memory import HostMemory
 from dsv4lite.weights.loader import MATRIX_FORMATS, OwnFormat, fit, read_assigned, scale_name, weight_name
+from dsv4lite.weights.mirror import Mirror
 from dsv4lite.weights.names import NameTables
-from dsv4lite.weights.quant import IdSlot, Slot
+from dsv4lite.weights.quant import Slot
 from dsv4lite.weights.shared import SharedTensor
 from dsv4lite.weights.tensors import FORMATS
 
@@ -221,8 +222,8 @@ class Transaction:
         names: Translates the source's names.
         formats: How the model stores its quantized matrices.
         shards: Which part of each tensor this rank holds.
-        device: Device of the slots, on which floats are quantized.
-        staging: Memory that holds tensors until ``write``; ``None`` stores them in their slots at once.
+        device: Device of the slots, on which tensors are converted.
+        staging: Memory for resident bytes until ``write``; ``None`` stores tensors in their slots at once.
     """
 
     def __init__(
@@ -236,9 +237,8 @@ class Transaction:
         staging: HostMemory | None,
     ) -> None:
         self._slots, self._names, self._formats, self._shards, self._device = slots, names, formats, shards, device
-        self._staging = staging
+        self._mirror = None if staging is None else Mirror(staging)
         self._quant_format = next((own for own in formats.values() if isinstance(own, QuantFormat)), None)
-        self._staged: dict[str, FourBit | tuple[Tensor, ...]] = {}  # a weight, with its scale if it has one
         self._waiting: dict[str, dict[str, Described]] = {}  # by matrix: a weight or a scale alone, some parts of a packed matrix
         self._incomplete: dict[str, list[str]] = {}  # packed matrices, with the leaves that have not arrived
         self._seen: set[str] = set()
@@ -252,6 +252,7 @@ class Transaction:
         Raises:
             WeightUpdateError: They do not fit the model. Without staging, some tensors of the bucket may have been stored.
             CheckpointError: A file cannot be read.
+            CapacityError: The host has too little memory to stage them.
         """
         given = [self._opened(name, tensor) for name, tensor in bucket]
         for device in {info.tensor.device for info in given if isinstance(info, HeldTensor) and info.tensor.is_cuda}:
@@ -271,11 +272,13 @@ class Transaction:
             raise _refused(mismatched=[str(error)]) from error
         if found.missing or found.unexpected or found.mismatched:
             raise _refused(missing=found.missing, unexpected=found.unexpected, mismatched=found.mismatched)
-        for name, slot, weight, scale in read_assigned(found.assignments):
-            if isinstance(weight, Tensor) and weight.is_meta:
-                weight = self._patched(name, slot, weight)
-            self._accept(name, slot, weight, scale, packed=isinstance(found.assignments[name].weight, PackedCut))
-        self._synchronize()
+        try:
+            for name, slot, weight, scale in read_assigned(found.assignments):
+                if isinstance(weight, Tensor) and weight.is_meta:
+                    weight = self._patched(name, slot, weight)
+                self._accept(name, slot, weight, scale, packed=isinstance(found.assignments[name].weight, PackedCut))
+        finally:
+            self._synchronize()  # the device reads the tensors' memory and writes the staging memory, which others use next
 
     def _opened(self, name: str, tensor: Given) -> Described:
         if isinstance(tensor, TensorInfo):
@@ -331,7 +334,7 @@ class Transaction:
             owner, _, part = name.rpartition(MARK)
             if part not in Blocks._fields or owner.endswith(".scale"):
                 raise _refused(unexpected=[f"{name}: unexpected; blocks of weights have {', '.join(Blocks._fields)}"])
-            if self._staging is None:
+            if self._mirror is None:
                 raise _refused(mismatched=[f"{name}: blocks change only some numbers, so they need a staged update"])
             found = self._parts.setdefault(owner, {})
             found[part] = tensor.clone()
@@ -373,21 +376,16 @@ class Transaction:
             assert isinstance(weight, Tensor)
             weight, scale = quantize_matrix(weight.to(self._device), fp4=own.form is FORMATS["fp4"])
             scale = scale.float() if own.scale == "F32" else scale
-        if isinstance(slot, IdSlot) and isinstance(weight, Tensor) and (problem := slot.problem(weight)):
-            raise _refused(mismatched=[problem])
-        if self._staging is None:
-            if scale is not None and isinstance(weight, Tensor):
-                scale = scale.to(weight.device)  # a source may have the two on different devices
-            slot.store(weight, scale)
-        else:
-            parts = weight if isinstance(weight, FourBit) else (weight,) if scale is None else (weight, scale)
-            staged = tuple(map(self._stage, parts))
-            self._staged[name] = FourBit(*staged) if isinstance(weight, FourBit) else staged
+        if scale is not None and isinstance(weight, Tensor):
+            weight, scale = weight.to(self._device), scale.to(self._device)
+        try:
+            if self._mirror is None:
+                slot.store(weight, scale)
+            else:
+                self._mirror.store(slot, weight, scale)
+        except CheckpointError as error:
+            raise _refused(mismatched=error.problems or [f"{name}: {error}"]) from error
         self._filled.add(name)
-
-    def _stage(self, tensor: Tensor) -> Tensor:
-        assert self._staging is not None
-        return self._staging.take(tensor.shape, tensor.dtype).copy_(tensor)
 
     def check(self, *, partial: bool) -> None:
         """Require a tensor for every slot; with ``partial``, only that each tensor that arrived is complete.
@@ -407,21 +405,12 @@ class Transaction:
             raise _refused(missing=missing)
 
     def write(self) -> None:
-        """Write the staged tensors to their slots, in place. The host waits for the device once, at the end."""
-        if self._staging is None:
-            return
-        weights = [(name, isinstance(staged, FourBit)) for name, staged in self._staged.items()]
-        # Each is freed while others are copied; to free all of them at the end takes milliseconds.
-        with closing(self._staging.sent(self._staged.pop(name) for name, _ in weights)) as copies:
-            for (name, four_bit), parts in zip(weights, copies, strict=True):
-                if four_bit:
-                    self._slots[name].store(FourBit(*parts))
-                else:
-                    self._slots[name].store(*parts)
-        self._synchronize()
+        """Copy what was staged to the slots, in place. The host waits for the device once, at the end."""
+        if self._mirror is not None:
+            self._mirror.send()
+            self._synchronize()
 
     def _synchronize(self) -> None:
-        """Wait until the device has read the memory that the host may overwrite next."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

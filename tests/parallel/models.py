@@ -117,7 +117,7 @@ def rebalanced(mesh: Mesh, job: Job) -> tuple[Tensor | None, Tensor | None, int,
         assert [sum(load) for load in loads] == [tokens * job.config.experts_per_token] * len(loads)
     moved, imbalances = model.rebalance()
     for slot in moved.values():
-        for place in slot.places if isinstance(slot, CopiedSlot) else (slot,):
+        for place in slot.copies if isinstance(slot, CopiedSlot) else (slot,):
             forget(place)
     shards = shards_of(job.config, V4_TENSORS, mesh.layout, mesh.rank)
     load(Checkpoint.open(job.folder, names=v4_names), moved, shards=shards, whole=False)

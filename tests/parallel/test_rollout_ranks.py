@@ -26,7 +26,7 @@ from dsv4lite.request import Phase
 from dsv4lite.weights import host_memory
 from dsv4lite.weights import update as update_file
 from dsv4lite.weights.delta import DeltaSource
-from dsv4lite.weights.quant import TensorSlot
+from dsv4lite.weights.quant import MatrixSlot
 from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors, ProcessGroupSource, broadcast_weights
 from tests.e2e.engines import MODEST, prompts_of, same_outputs, write_model
 from tests.e2e.test_sleep import engine_of_any, failing
@@ -152,12 +152,12 @@ def test_failed_sleep_and_wake_up_of_one_rank_leave_all_as_they_were(
 def test_write_that_fails_midway_leaves_no_valid_weights_until_a_full_update(
     models: tuple[Path, Path], fresh: list[Any], monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    """On the only rank or on one of two: then tensors of both versions are in memory."""
+    """On the only rank or on one of two, when the device fails: then tensors of both versions are in memory."""
     with LLM(str(models[0]), **SETTINGS, tensor_parallel_size=ranks, executor="thread") as llm:
-        with monkeypatch.context() as patch, pytest.raises(CapacityError, match=r"could not be written: .* can't"):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't allocate memory"):
             with llm.update_weights(1) as update:
                 update.load(DiskSource(str(models[1])))
-                failing(patch, TensorSlot, "store", after=3)
+                failing(patch, Tensor, "copy_", after=3)
         assert (llm.state, llm.weight_version) == (Phase.WEIGHTS_INVALID, 0)
         with pytest.raises(WeightsNotLoadedError):
             ask(llm)
@@ -165,6 +165,25 @@ def test_write_that_fails_midway_leaves_no_valid_weights_until_a_full_update(
             update.load(DiskSource(str(models[1])))
         assert (llm.state, llm.weight_version, llm.weight_checksums()) == (Phase.READY, 2, fresh[1][1])
         same_outputs(llm.generate_batch(PROMPTS, GREEDY), fresh[1][0], tolerance=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tensor_that_the_device_cannot_convert_for_lack_of_memory_changes_nothing(
+    models: tuple[Path, Path], fresh: list[Any], monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    with LLM(str(models[0]), **SETTINGS, tensor_parallel_size=ranks, executor="thread") as llm:
+        with monkeypatch.context() as patch, pytest.raises(CapacityError, match="too little memory for an update: CUDA out of"):
+            with llm.update_weights(1) as update:
+                patch.setattr(MatrixSlot, "converted", out_of_memory)
+                update.load(DiskSource(str(models[1])))
+        assert (llm.state, llm.weight_version, llm.weight_checksums()) == (Phase.READY, 0, fresh[0][1])
+        same_outputs(llm.generate_batch(PROMPTS, GREEDY), fresh[0][0], tolerance=1e-4)
+        with llm.update_weights(2) as update:
+            update.load(DiskSource(str(models[1])))
+        assert (llm.weight_version, llm.weight_checksums()) == (2, fresh[1][1])
 
 
 def trainer_and_rollout(mesh: Mesh, models: tuple[Path, Path], store: str) -> list[dict[str, str]]:

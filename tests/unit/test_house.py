@@ -100,8 +100,8 @@ CACHES = {
     "kernels.gemm.triton.tile_for": "follows from its arguments alone; every launch asks",
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
-MAX_PACKAGE_LINES = 43_749
-MAX_TEST_LINES = 43_164
+MAX_PACKAGE_LINES = 43_773
+MAX_TEST_LINES = 43_351
 MAX_FUNCTION_LINES = 80
 
 # Debts. These may only shrink: public names that docs/api.md does not describe yet and ops without tests

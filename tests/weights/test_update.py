@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -14,11 +16,14 @@ from dsv4lite.errors import WeightUpdateError
 from dsv4lite.kernels.quantize import dequantize_matrix
 from dsv4lite.models.deepseek_mla import config as mla_config
 from dsv4lite.models.deepseek_mla.model import DeepseekMla
+from dsv4lite.models.deepseek_mla.names import mla_names
+from dsv4lite.models.deepseek_mla.tensors import MLA_SHARDING
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.names import V4_NAMES
 from dsv4lite.models.deepseek_v4.tensors import V4_SHARDING, V4_TENSORS
 from dsv4lite.parallel.shard import Shards
+from dsv4lite.weights import mirror
 from dsv4lite.weights.checkpoint import ExpertFormat, HeldTensor
 from dsv4lite.weights.delta import Blocks, DeltaSource
 from dsv4lite.weights.dummy import dummy_tensors
@@ -27,7 +32,7 @@ from dsv4lite.weights.loader import own_formats
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.update import NamedTensors, Transaction, buckets, checksum
 from tests.golden import OFFICIAL, fill, poisoned, rounded
-from tests.mla import raw_config
+from tests.mla import BLOCKS, filled, quantized_checkpoint, raw_config
 from tests.tiny import TINY_REFRESHED
 
 CPU = torch.device("cpu")
@@ -52,10 +57,19 @@ def widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in wide.items() if not name.endswith(".scale")}
 
 
-def transaction(model: DeepseekV4, tensors: Mapping[str, Tensor], *, staged: bool) -> Transaction:
-    headers = {name: HeldTensor(name=name, tensor=tensor) for name, tensor in tensors.items()}
-    shards = Shards(table=V4_SHARDING, axes={}, num_experts=model.config.num_experts)
-    return Transaction(model.slots(), V4_NAMES, own_formats(headers), shards, CPU, staging=HostMemory(CPU) if staged else None)
+def transaction(
+    model: DeepseekV4 | DeepseekMla, tensors: Mapping[str, Tensor], *, staged: bool, memory: HostMemory | None = None
+) -> Transaction:
+    formats = own_formats({name: HeldTensor(name=name, tensor=tensor) for name, tensor in tensors.items()})
+    v4 = isinstance(model, DeepseekV4)
+    shards = Shards(table=V4_SHARDING if v4 else MLA_SHARDING, axes={}, num_experts=model.config.num_experts)
+    names, staging = V4_NAMES if v4 else mla_names(BLOCKS), memory or HostMemory(CPU)
+    return Transaction(model.slots(), names, formats, shards, CPU, staging=staging if staged else None)
+
+
+def bytes_of(model: DeepseekV4 | DeepseekMla) -> dict[str, bytes]:
+    """Return copies of a model's tensors in memory."""
+    return {name: tensor.view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in model.state_dict().items()}
 
 
 @torch.no_grad()
@@ -66,17 +80,88 @@ def test_new_numbers_get_into_every_resident_form(form: str, floats: bool) -> No
     config, experts, numerics = FORMS[form]
     old, new = (checkpoint(config, experts, seed) for seed in (0, 1))
     model = fill(poisoned(config, numerics, with_mtp=True), old)
-    before, slots = {name: tensor.clone() for name, tensor in model.state_dict().items()}, model.slots()
+    before, slots = bytes_of(model), model.slots()
     update = transaction(model, old, staged=True)
     given = widened(new) if floats else new
     for bucket in buckets(reversed(given.items())):
         update.take(bucket)
     update.check(partial=False)
-    assert all(torch.equal(held.view(torch.uint8), before[name].view(torch.uint8)) for name, held in model.state_dict().items())
+    assert bytes_of(model) == before
     update.write()
     wanted = widened(new)
     for name, slot in slots.items():
         assert slot.values().float().equal(wanted[name].float()), name
+
+
+MLA = mla_config.parse_config(BLOCKS)
+MLA_NUMERICS = replace(rounded(), resident_fp8=True, resident_experts="fp8", scale_dtype=torch.float32)
+
+
+def filled_with(form: str, seeds: Iterable[int]) -> tuple[Callable[[], DeepseekV4 | DeepseekMla], list[dict[str, Tensor]]]:
+    """Return checkpoints, and what makes a model with the first one's numbers."""
+    if form == "mla":
+        sets = [{n: t for n, t in quantized_checkpoint(MLA, powers=False, seed=seed).items() if "mtp." not in n} for seed in seeds]
+        return lambda: filled(MLA, MLA_NUMERICS, sets[0]), sets
+    config, experts, numerics = FORMS[form]
+    sets = [checkpoint(config, experts, seed) for seed in seeds]
+    return lambda: fill(poisoned(config, numerics, with_mtp=True), sets[0]), sets
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("form", [*FORMS, "mla"])
+def test_staged_update_writes_the_bytes_that_an_update_in_place_does(form: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some tensors, quantized or floats, in any order and in buckets of any size, after another update was interrupted."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(mirror, "SEGMENT", rng.choice([1 << 12, 1 << 16, 1 << 26]))
+    build, (old, new, other) = filled_with(form, range(3))
+    staged, stored, memory = build(), build(), HostMemory(CPU)
+    before, floats, weights = bytes_of(staged), widened(new), sorted(staged.slots())
+    interrupted = transaction(staged, old, staged=True, memory=memory)
+    for bucket in buckets(other.items()):
+        interrupted.take(bucket)
+    memory.clear()
+    given: list[tuple[str, Tensor]] = []
+    for name in rng.sample(weights, rng.choice([3, len(weights) // 2, len(weights)])):
+        pair = {each: new[each] for each in (name, name.removesuffix("weight") + "scale") if each in new}
+        given += pair.items() if rng.random() < 0.7 else [(name, floats[name])]
+    for model in (staged, stored):
+        update = transaction(model, old, staged=model is staged, memory=memory)
+        rng.shuffle(given)
+        rest = list(given)
+        while rest:
+            size = rng.randrange(1, 9)
+            update.take(rest[:size])
+            rest = rest[size:]
+        update.check(partial=True)
+        assert (bytes_of(model) == before) is (model is staged)
+        update.write()
+    after = bytes_of(staged)
+    assert after == bytes_of(stored)
+    touched = {id(tensor) for name, _ in given if name in weights for tensor in staged.slots()[name].tensors}
+    kept = [name for name, tensor in staged.named_parameters() if id(tensor) not in touched]
+    assert all(after[name] == before[name] for name in kept)
+
+
+@torch.no_grad()
+def test_matrix_that_cannot_be_converted_is_refused_and_nothing_changes() -> None:
+    """Floats for tiles, of a model that does not say how to quantize; the next update has nothing of this one."""
+    config, experts, numerics = FORMS["fp8 and fp4 tiles"]
+    old, new = (checkpoint(config, experts, seed) for seed in (0, 1))
+    model, memory = fill(poisoned(config, numerics, with_mtp=True), old), HostMemory(CPU)
+    before = bytes_of(model)
+    update = Transaction(model.slots(), V4_NAMES, {}, whole_shards(config), CPU, staging=memory)
+    kept = r"a matrix is torch.bfloat16 with scales None, where this model keeps int8 with scales per 32 inputs"
+    with pytest.raises(WeightUpdateError) as caught:
+        update.take([("norm.weight", new["norm.weight"] + 1), (W1, widened(new)[W1].bfloat16())])
+    assert len(caught.value.mismatched) == 1 and re.fullmatch(f"{W1}: {kept}", caught.value.mismatched[0])
+    assert bytes_of(model) == before
+    memory.clear()
+    update = transaction(model, old, staged=True, memory=memory)
+    update.take([("layers.0.attn_norm.weight", new["layers.0.attn_norm.weight"] + 2)])
+    update.check(partial=True)
+    update.write()
+    assert [name for name, found in bytes_of(model).items() if found != before[name]] == ["layers.0.attn_norm"]
 
 
 def test_what_a_trainer_gives_may_change_once_it_is_taken() -> None:
