@@ -398,7 +398,7 @@ class Transaction:
         missing = [f"{name[: -len('weight')]}{leaf}: missing" for name, leaves in self._incomplete.items() for leaf in leaves]
         missing += [f"{scale_name(owner) if owner == name else owner}: missing; {name} came" for owner, name in waiting.items()]
         missing += [f"{name}: only {' and '.join(parts)} of its blocks came" for name, parts in self._parts.items()]
-        if not partial:
+        if not partial and len(self._filled) < len(self._slots):
             known = {*self._filled, *waiting, *self._incomplete}
             missing += [f"{name}: missing" for name in self._slots if name not in known]
         if missing:
