@@ -34,6 +34,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 import torch
@@ -41,6 +42,7 @@ import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.runtime import build
 from triton.runtime.cache import get_cache_key
 from triton.runtime.jit import JITFunction
 
@@ -263,6 +265,24 @@ def _hash_in_order() -> None:
         visit(kernel)
 
 
+@cache
+def _load_launchers_one_by_one() -> None:
+    """Let threads of this process load launchers at the same time, also those of other engines and of the host.
+
+    Triton 3.6 loads the launchers of all kernels as modules of one name. Python gives a launcher that was loaded before the module
+    which has this name now: a thread that has loaded another launcher, but not yet read its function, would read this one's.
+    """
+    lock, load = threading.Lock(), build._load_module_from_path
+
+    def load_alone(name: str, path: str) -> ModuleType:
+        with lock:
+            found = ModuleType(name)  # no other thread has it
+            vars(found).update(vars(load(name, path)))
+            return found
+
+    build._load_module_from_path = load_alone
+
+
 def prepare(
     wanted: Sequence[Wanted],
     directory: str | Path,
@@ -294,6 +314,7 @@ def prepare(
     """
     started, directory = time.monotonic(), Path(directory).absolute()
     _hash_in_order()
+    _load_launchers_one_by_one()
 
     def order(one: Wanted) -> tuple[bool, int]:
         """This rank's share first; of each share kernels with many arguments, which take longest to compile."""

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402  only where there is Triton
+from triton.runtime.build import compile_module_from_src  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from dsv4lite.kernels import warmup  # noqa: E402
@@ -187,6 +189,24 @@ def test_compiler_starts_early_where_nothing_is_compiled_and_ends_with_its_block
     with pytest.raises(ZeroDivisionError), started_early(tmp_path / "others") as compiler:
         raise ZeroDivisionError
     assert compiler is not None and children() == []
+
+
+_MODULE = """
+#include <Python.h>
+static PyObject *launch(PyObject *module, PyObject *arguments) { return PyLong_FromLong(%d); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&definition); }
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_launchers_of_one_name_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
+    """Python gives two launchers that were loaded before one module, and kernels are loaded in several threads."""
+    prepare([], tmp_path)
+    for _ in range(2):
+        loaded = [compile_module_from_src(_MODULE % number, "__triton_launcher") for number in range(3)]
+        assert [module.launch() for module in loaded] == [0, 1, 2]
 
 
 def children() -> list[str]:
