@@ -869,8 +869,8 @@ def check_request(
     if length >= max_model_len + (not generate):  # the last token of a scored completion is not run
         message = f"prompt and completion have {length} tokens, more than max_model_len={max_model_len}; score a shorter one"
         if generate:
-            allowed = f"allows at most {max_model_len - 1} and one to generate"
-            message = f"the prompt has {length} tokens; max_model_len={max_model_len} {allowed}"
+            most = max_model_len - 1
+            message = f"the prompt has {length} tokens; max_model_len={max_model_len} allows at most {most} and one to generate"
         raise ContextLengthError(message, length=length, limit=max_model_len)
     if params.max_tokens is not None and length + params.max_tokens > max_model_len:
         message = (

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dsv4lite.errors import InvalidRequestError, UnsupportedError
+from dsv4lite.errors import UnsupportedError
 from dsv4lite.request import FinishReason, Request, SequenceUpdate
 from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
 
@@ -53,13 +53,11 @@ class Preparing:
         """Start to compile the grammar of a request; return whether the request can be added now.
 
         Raises:
-            InvalidRequestError: Its grammar cannot be compiled, or its id is in use.
+            InvalidRequestError: Its grammar cannot be compiled.
             UnsupportedError: There is no compiler.
         """
         grammar = request.params.structured_outputs
-        if request.request_id in self._waiting:
-            problem = f"request_id={request.request_id!r} is in use; it must be unique among live requests"
-            raise InvalidRequestError(problem, parameter="request_id", value=request.request_id)
+        assert request.request_id not in self._waiting
         if grammar is None:
             return True
         if self._grammars is None:

@@ -64,7 +64,7 @@ class Replicas:
 
     def add(self, request: Request) -> None:
         """Queue a request with one of the replicas."""
-        home = self._homes.get(request.request_id) or self._choose(request)  # the replica of a live id rejects it
+        home = self._choose(request)
         home.add(request)
         self._homes[request.request_id] = home
 

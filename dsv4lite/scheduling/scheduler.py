@@ -17,7 +17,7 @@ from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from dsv4lite.errors import CapacityError, DSV4LiteError, InvalidRequestError
+from dsv4lite.errors import DSV4LiteError
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.request import FinishReason, Request, SequenceUpdate, TokenLogprob
 from dsv4lite.scheduling.kv_manager import KVManager
@@ -137,13 +137,10 @@ class Scheduler:
 
     Args:
         limits: Settings.
-        pools: Ids of pages and slots; the scheduler is their only user.
+        pools: Ids of pages and slots, enough for one sequence of ``max_model_len``; the scheduler is their only user.
         propose: Returns at most a given number of draft tokens for a sequence whose tokens are all known. With it and one stage,
             a plan needs the results of the previous one, unless the scheduler ``foresees`` the step.
         first_seq_id: Id of the first sequence; later ids count up from it.
-
-    Raises:
-        CapacityError: The pools cannot hold a single sequence of ``max_model_len``.
     """
 
     def __init__(
@@ -155,12 +152,7 @@ class Scheduler:
         first_seq_id: int = 0,
     ) -> None:
         needs = ((pools.grow, pages_for(limits.max_model_len - 1)), (pools.window, limits.window_pages), (pools.slots, 1))
-        for pool, need in needs:
-            if pool.total < need:
-                raise CapacityError(
-                    f"a sequence of max_model_len={limits.max_model_len} tokens takes {need} {pool.name}s; there are {pool.total}",
-                    advice=("lower max_model_len", "give more memory to sequence state"),
-                )
+        assert all(pool.total >= need for pool, need in needs)
         self._limits = limits
         self._pools = pools
         self._propose = propose
@@ -186,18 +178,8 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------- requests
 
     def add(self, request: Request) -> None:
-        """Queue the ``n`` sequences of a request.
-
-        Raises:
-            InvalidRequestError: Its id is in use, or it asks for a score of several completions or of a prompt of one token.
-            ContextLengthError: Its prompt leaves no room in ``max_model_len``.
-        """
-        if request.request_id in self._groups:
-            raise InvalidRequestError(
-                f"request_id={request.request_id!r} is in use; it must be unique among live requests",
-                parameter="request_id",
-                value=request.request_id,
-            )
+        """Queue the ``n`` sequences of a checked request, whose id is not in use."""
+        assert request.request_id not in self._groups
         sequences = make_sequences(request, first_id=self._next_seq_id, max_model_len=self._limits.max_model_len)
         self._next_seq_id += len(sequences)
         self._live.update((seq.seq_id, seq) for seq in sequences)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dsv4lite.errors import ContextLengthError, InvalidRequestError
 from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.request import FinishReason, Request, SamplingParams, SequenceUpdate
 from dsv4lite.scheduling.prefix_cache import CachedPrefix, PrefixChain
@@ -137,26 +136,9 @@ class Sequence:
 
 
 def make_sequences(request: Request, *, first_id: int, max_model_len: int) -> list[Sequence]:
-    """Return the ``n`` completions of a request, whose ids count on from ``first_id``.
-
-    Raises:
-        InvalidRequestError: It asks for a score of several completions or of a prompt of one token.
-        ContextLengthError: Its prompt leaves no room in ``max_model_len``.
-    """
-    params, prompt_len = request.params, len(request.prompt_token_ids)
-    least, most = 1 if request.generate else 2, max_model_len - request.generate
-    if prompt_len > most:
-        raise ContextLengthError(
-            f"the prompt has {prompt_len} tokens; max_model_len={max_model_len} allows at most {most}",
-            length=prompt_len,
-            limit=most,
-        )
-    if prompt_len < least:
-        raise InvalidRequestError(
-            f"the prompt has {prompt_len} tokens; it needs at least {least}", parameter="prompt", value=request.prompt_token_ids
-        )
-    if not request.generate and params.n != 1:
-        raise InvalidRequestError(f"n={params.n}: a prompt that is only scored has one sequence", parameter="n", value=params.n)
+    """Return the ``n`` completions of a checked request, whose ids count on from ``first_id``."""
+    params, prompt_len, generate = request.params, len(request.prompt_token_ids), request.generate
+    assert 2 - generate <= prompt_len <= max_model_len - generate and (generate or params.n == 1)
     longest = max_model_len if params.max_tokens is None else min(max_model_len, prompt_len + params.max_tokens)
     end_ids = set(params.stop_token_ids)
     if not params.ignore_eos:
@@ -171,7 +153,7 @@ def make_sequences(request: Request, *, first_id: int, max_model_len: int) -> li
             request=request,
             tokens=list(request.prompt_token_ids),
             prompt_len=prompt_len,
-            last_run=longest - 1 if request.generate else prompt_len - 1,
+            last_run=longest - 1 if generate else prompt_len - 1,
             end_ids=frozenset(end_ids),
             order=(request.priority, request.arrival, first_id + index),
             score_next=score_next if index == 0 else None,
