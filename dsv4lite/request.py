@@ -779,7 +779,7 @@ class SequenceUpdate:
         accepted: How many of ``token_ids`` were draft tokens.
         routed_experts, index_entries: What the model chose, on the last update of a sequence that records it; the entries with the
             position of the first token that has any.
-        error: Why the sequence failed, with ``finish_reason="error"``.
+        error: Why the sequence failed, with ``finish_reason="error"``; or the whole request, before any has ``started``.
     """
 
     request_id: str

@@ -286,7 +286,7 @@ class FakeEngine:
         if not request.generate:
             return self._end(key, "stop", **more)
         if POISON in request.prompt_token_ids and sequence.count == 2:
-            return self._end(key, "error", error=RequestFailedError("logits are not finite"))
+            return self._end(key, "error", error=RequestFailedError("logits are not finite"), started=time.monotonic())
         token = next(sequence.tokens)
         sequence.count += 1
         reason: FinishReason | None = None

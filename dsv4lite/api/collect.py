@@ -37,8 +37,6 @@ from dsv4lite.text.tokenizer import Detokenizer, StopStrings, Tokenizer
 if TYPE_CHECKING:
     import torch
 
-REFUSALS = (InvalidRequestError, ConfigError, CapacityError)
-"""Errors that concern a request as a whole, not one of its sequences."""
 _MOST_DEFERRED = 64
 ParserFactory = Callable[[str], ChatParser]
 """Makes the parser of one completion, given the prefix for the ids of its tool calls."""
@@ -315,7 +313,7 @@ class _Completion:
 
 def _with_output(error: DSV4LiteError, output: RequestOutput) -> DSV4LiteError:
     """Return the error to raise: a failure of one request carries its partial output, other errors pass unaltered."""
-    if isinstance(error, (*REFUSALS, EngineStateError, EngineDeadError)):
+    if isinstance(error, (InvalidRequestError, ConfigError, CapacityError, EngineStateError, EngineDeadError)):
         return error
     failure = RequestFailedError(str(error), output=output)
     failure.__cause__ = error

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakSet
 
 from dsv4lite.api.bridge import Bridge, Callback, Signal
-from dsv4lite.api.collect import REFUSALS, Collector
+from dsv4lite.api.collect import Collector
 from dsv4lite.api.prepare import Job
 from dsv4lite.bare import import_torch
 from dsv4lite.checks import require
@@ -740,7 +740,7 @@ class Session:
         ticket = self._in_engine.get(update.request_id)
         if ticket is None:
             return
-        refused = isinstance(update.error, REFUSALS)
+        refused = update.error is not None and not update.started
         if update.finish_reason is not None:
             ticket.open_sequences = 0 if refused else ticket.open_sequences - 1
             if ticket.open_sequences == 0:

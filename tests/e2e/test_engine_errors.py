@@ -35,6 +35,7 @@ from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.planning import memory
 from dsv4lite.planning.memory import MemoryPlan
 from dsv4lite.request import RequestOutput, SamplingParams
+from dsv4lite.scheduling import scheduler
 from dsv4lite.text import structured
 from dsv4lite.weights.source import ModelSource
 from tests.e2e.engines import (
@@ -312,6 +313,16 @@ def test_poison_in_one_completion_leaves_the_others(model: Path) -> None:
             failed = completion.token_ids[-1] == POISON and len(completion.token_ids) < 30
             assert completion.finish_reason == ("error" if failed else "length")
             assert POISON not in completion.token_ids[:-1]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_request_that_cannot_be_added_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """With several completions the caller once waited for ever."""
+    monkeypatch.setattr(scheduler, "make_sequences", raising(AssertionError("a flaw")))
+    with pytest.raises(RequestFailedError, match="other requests are unaffected: AssertionError: a flaw"):
+        llm.generate(SHORT, some(n=n))
+    monkeypatch.undo()
+    assert len(llm.generate(SHORT, some(n=n)).outputs) == n
 
 
 # ------------------------------------------------------------------------------------------------- failures of the engine
