@@ -217,7 +217,7 @@ def test_launches_take_every_tile(chip: int, work: Work) -> None:
         wanted = {(tile.rows, tile.outs, tile.num_warps) for tile in gemm_prefill_triton._TILES}
         assert wanted == tiles("gemm.prefill_triton", "_many_rows_kernel", *names)
     blocks = {(block.rows, block.tiles, block.num_warps) for _, block in (*experts_triton.DECODE_BLOCKS, *experts_triton.BLOCKS)}
-    for kernel in ("_gate_up_kernel", "_down_kernel"):
+    for kernel in ("gate_up_tile", "down_tile"):
         assert blocks <= tiles("experts.triton", kernel, "ROWS", "TILES", "num_warps")
     few = {(block.tiles, block.num_stages) for _, block in decode_small_triton.GATE_UP}
     assert few <= tiles("experts.decode_small_triton", "_experts_kernel", "TILES", "STAGES")

@@ -145,8 +145,8 @@ def _experts_kernel(
     program = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
     if program < gate_up_programs:
         gate_up_tile(
-            program, x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals,
-            pairs, limit, HIDDEN, WIDTH, TOP_K, ROWS, True, TILES, FP4, NATIVE, STAGES, UNROLL, done,
+            x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals,
+            pairs, limit, HIDDEN, WIDTH, TOP_K, ROWS, True, TILES, FP4, NATIVE, STAGES, UNROLL, program, done,
         )  # fmt: skip
     elif program < gate_up_programs + shared_programs:
         product_tile(
@@ -155,8 +155,8 @@ def _experts_kernel(
         )  # fmt: skip
     else:
         down_tile(
-            program - gate_up_programs - shared_programs, u_numbers, u_words, w2_codes, w2_scales, block_pairs, block_expert,
-            num_blocks, y, pairs, HIDDEN, WIDTH, ROWS, DOWN_TILES, FP4, NATIVE, DOWN_STAGES, DOWN_UNROLL, done,
+            u_numbers, u_words, w2_codes, w2_scales, block_pairs, block_expert, num_blocks, y, pairs, HIDDEN, WIDTH, ROWS,
+            DOWN_TILES, FP4, NATIVE, DOWN_STAGES, DOWN_UNROLL, program - gate_up_programs - shared_programs, done,
         )  # fmt: skip
 
 

@@ -132,13 +132,16 @@ def _quantize_last(
             tl.atomic_add(done + block, 1, sem="release", scope="gpu")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def gate_up_tile(
-    program, x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
+    x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, BY_TOKEN: tl.constexpr,
-    TILES: tl.constexpr, FP4: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, done=None,
+    TILES: tl.constexpr, FP4: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    program=None, done=None,
 ):  # fmt: skip
     """Compute ``TILES * 32`` columns of ``u`` for one block; ``done`` counts the groups of 128 that are quantized."""
+    if program is None:  # it is launched on its own
+        program = tl.program_id(0)
     PROGRAMS: tl.constexpr = WIDTH // 32 // TILES
     CHUNKS: tl.constexpr = HIDDEN // 128
     block = (program // PROGRAMS).to(tl.int64)
@@ -188,24 +191,14 @@ def gate_up_tile(
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _gate_up_kernel(
-    x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
-    NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    gate_up_tile(
-        tl.program_id(0), x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals,
-        pairs, limit, HIDDEN, WIDTH, TOP_K, ROWS, False, TILES, FP4, NATIVE, STAGES, UNROLL,
-    )  # fmt: skip
-
-
-@triton.jit
 def down_tile(
-    program, u_codes, u_words, codes, scales, block_pairs, block_expert, num_blocks, y, pairs,
+    u_codes, u_words, codes, scales, block_pairs, block_expert, num_blocks, y, pairs,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
-    NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, done=None,
+    NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, program=None, done=None,
 ):  # fmt: skip
     """Compute ``TILES * 64`` columns of the result for one block; with ``done``, wait first until it counts all input groups."""
+    if program is None:  # it is launched on its own
+        program = tl.program_id(0)
     PROGRAMS: tl.constexpr = HIDDEN // 64 // TILES
     CHUNKS: tl.constexpr = WIDTH // 128
     block = (program // PROGRAMS).to(tl.int64)
@@ -245,18 +238,6 @@ def down_tile(
             out = to_bf16(out, NATIVE)
         column = program * (TILES * 64) + tl.arange(0, TILES * 64)
         tl.store(y + pair[None, :] * HIDDEN + column[:, None], out, mask=valid[None, :])
-
-
-@triton.jit(do_not_specialize=["pairs"])
-def _down_kernel(
-    u_codes, u_words, codes, scales, block_pairs, block_expert, num_blocks, y, pairs,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
-    NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    down_tile(
-        tl.program_id(0), u_codes, u_words, codes, scales, block_pairs, block_expert, num_blocks, y, pairs,
-        HIDDEN, WIDTH, ROWS, TILES, FP4, NATIVE, STAGES, UNROLL,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -350,7 +331,7 @@ class Work:
     def gate_up_arguments(
         self, x_codes: Tensor, weight_TK: Tensor, w13: Tiles, limit: float, u_codes: Tensor
     ) -> tuple[Tensor | int | float, ...]:
-        """Return the arguments of ``gate_up_tile`` after ``program``; it writes ``u`` to ``u_codes`` and ``u_words``."""
+        """Return the arguments of ``gate_up_tile``; it writes ``u`` to ``u_codes`` and ``u_words``."""
         groups, u = self.groups, self.empty_rows(self.w2.shape[2], torch.bfloat16)
         blocks = (groups.block_pairs, groups.block_expert, groups.num_blocks)
         results = (weight_TK, u, u_codes, self.u_words, groups.arrivals, groups.pairs, limit)
@@ -392,11 +373,11 @@ def experts_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None = N
     groups, u_codes = work.groups, work.empty_rows(width, torch.uint8)
     group_triton(given.slots_TK, given.x_scales, experts, groups)
     arguments = work.gate_up_arguments(given.x, given.weight_TK, w13, given.limit, u_codes)
-    _gate_up_kernel[(work.gate_up_programs,)](*arguments, TOP_K=top_k, **work.constants(w13))
+    gate_up_tile[(work.gate_up_programs,)](*arguments, TOP_K=top_k, BY_TOKEN=False, **work.constants(w13))
     del arguments  # frees ``u``, so that ``y`` can reuse its memory
     y, blocks = work.empty_rows(hidden, given.dtype), (groups.block_pairs, groups.block_expert, groups.num_blocks)
     down = (work.as_operand(u_codes), work.u_words, w2.codes, w2.scales, *blocks, y, groups.pairs)
-    _down_kernel[(work.down_programs(work.block),)](*down, **work.constants(w2))
+    down_tile[(work.down_programs(work.block),)](*down, **work.constants(w2))
     return y.view(shape)
 
 
