@@ -26,8 +26,8 @@ from tests.kernels.test_experts import matrix
 pytest.importorskip("triton")
 
 from dsv4lite.kernels.experts import grouping_triton
-from dsv4lite.kernels.experts.grouping_triton import BlockConfig, Groups, block_for, group_triton, max_blocks
-from dsv4lite.kernels.experts.triton import BLOCKS, DECODE_BLOCKS, combine_triton, experts_outputs_triton
+from dsv4lite.kernels.experts.grouping_triton import BlockConfig, Groups, group_triton, max_blocks
+from dsv4lite.kernels.experts.triton import BLOCKS, DECODE_BLOCKS, block_for, combine_triton, experts_outputs_triton
 from dsv4lite.kernels.experts.unquantized_triton import UNQUANTIZED_BLOCKS
 
 pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("poison")]
@@ -213,9 +213,9 @@ def test_tokens_without_experts_get_the_shared_one_alone() -> None:
 
 
 def test_blocks_grow_with_the_pairs_of_each_expert() -> None:
-    few = [block_for(pairs, 256, DECODE_BLOCKS, BLOCKS) for pairs in (1, 8, 9, 16, 17, 24, 25, 96)]
+    few = [block_for(pairs, 256) for pairs in (1, 8, 9, 16, 17, 24, 25, 96)]
     assert few == [DECODE_BLOCKS[at][1] for at in (0, 0, 1, 1, 2, 2, 3, 3)]
-    many = [block_for(pairs, 8, DECODE_BLOCKS, BLOCKS) for pairs in (97, 128, 129, 256, 257, 10**6)]
+    many = [block_for(pairs, 8) for pairs in (97, 128, 129, 256, 257, 10**6)]
     assert [block.rows for block in many] == [16, 16, 32, 32, 64, 64]
 
 

@@ -48,18 +48,6 @@ class BlockConfig:
 BlockTable = tuple[tuple[int | None, BlockConfig], ...]
 
 
-def block_for(pairs: int, experts: int, by_pairs: BlockTable, by_load: BlockTable) -> BlockConfig:
-    """Return the block for a number of pairs of token and expert, and of experts.
-
-    Args:
-        pairs: Pairs of token and expert.
-        by_pairs: Tried first. Limits are numbers of pairs.
-        by_load: Tried next. Limits are pairs per expert; the last is ``None``.
-    """
-    found = [block for most, block in by_pairs if most is None or pairs <= most]
-    return found[0] if found else next(block for most, block in by_load if most is None or pairs <= most * experts)
-
-
 @triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(chosen, counts, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)

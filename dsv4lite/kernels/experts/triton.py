@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import ceil_div
+from dsv4lite.kernels.dispatch import by_most, ceil_div
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.experts import HALF_ROWS, TILE_ROWS, ExpertInputs, ExpertSum, Tiles
-from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, block_for, group_triton
+from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
 from dsv4lite.kernels.experts.unquantized_triton import unquantized_outputs_triton
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.four_bit.triton import four_bit_outputs_triton
@@ -45,6 +45,11 @@ BLOCKS: BlockTable = (
     (32, BlockConfig(rows=32, tiles=2, num_warps=4, num_stages=4)),
     (None, BlockConfig(rows=64, tiles=2, num_warps=4, num_stages=3)),
 )
+
+
+def block_for(pairs: int, experts: int) -> BlockConfig:
+    """Return the block for a number of pairs of token and expert, and of experts."""
+    return by_most((*DECODE_BLOCKS, (None, by_most(BLOCKS, pairs / experts))), pairs)
 
 
 @triton.jit
@@ -300,7 +305,7 @@ class Work:
     def allocate(cls, tokens: int, top_k: int, w2: Tiles, block: BlockConfig | None = None, *, by_token: bool = False) -> Work:
         """Allocate for some tokens; ``by_token`` stores the inputs' scales by token instead of by block."""
         (experts, hidden, width), device = w2.shape, w2.codes.device
-        block = block or block_for(tokens * top_k, experts, DECODE_BLOCKS, BLOCKS)
+        block = block or block_for(tokens * top_k, experts)
         groups = Groups.allocate(tokens, top_k, experts, (hidden, width), block.rows, device, by_token=by_token)
         return cls(
             block=block,

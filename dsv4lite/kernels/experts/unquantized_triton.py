@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import ceil_div, on_gpu
+from dsv4lite.kernels.dispatch import by_most, ceil_div, on_gpu
 from dsv4lite.kernels.experts import ExpertInputs
-from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, block_for, group_triton
+from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
 from dsv4lite.kernels.rows.triton import rounded
 
 OUTS = 64
@@ -112,7 +112,7 @@ def unquantized_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None
     y = torch.empty(tokens, top_k, hidden, dtype=given.dtype, device=device)
     if tokens == 0:
         return y
-    block = block or block_for(pairs, experts, (), UNQUANTIZED_BLOCKS)
+    block = block or by_most(UNQUANTIZED_BLOCKS, pairs / experts)
     groups = Groups.allocate(tokens, top_k, experts, (0, 0), block.rows, device, by_token=False)
     group_triton(given.slots_TK, None, experts, groups)
     u = torch.empty(pairs, width, dtype=x.dtype, device=device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import by_most, ceil_div, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_values
 from dsv4lite.kernels.experts import ExpertInputs
-from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, block_for, group_triton
+from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
 from dsv4lite.kernels.experts.unquantized_triton import OUTS, times
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.rows.triton import rounded
@@ -122,7 +122,7 @@ def four_bit_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None = 
     y = torch.empty(tokens, top_k, hidden, dtype=given.dtype, device=device)
     if tokens == 0:
         return y
-    block = block or block_for(pairs, experts, (), FOUR_BIT_BLOCKS)
+    block = block or by_most(FOUR_BIT_BLOCKS, pairs / experts)
     groups = Groups.allocate(tokens, top_k, experts, (0, 0), block.rows, device, by_token=False)
     group_triton(given.slots_TK, None, experts, groups)
     u = torch.empty(pairs, width, dtype=x.dtype, device=device)
