@@ -130,8 +130,11 @@ class FakeEngine:
     def dump_step(self, path: Path) -> Future[None]:
         return self.call(lambda: self.dumps.append(path))
 
-    def begin_update(self, serial: int, *, staged: bool) -> Future[None]:
-        return self._told("begin", serial, staged)
+    def ask(self, method: str, *arguments: Any) -> Future[Any]:
+        if method == "apply":
+            function, given = arguments
+            return self.call(lambda: [function("model", 0, *given)])
+        return self._told(method, *arguments)
 
     def load_weights(self, serial: int, source: Any) -> None:
         for name, _ in source.tensors():
@@ -139,9 +142,6 @@ class FakeEngine:
 
     def commit_update(self, serial: int, version: int, *, partial: bool, recompute: bool) -> Future[None]:
         return self._told("commit", serial, version, partial, recompute)
-
-    def roll_back_update(self, serial: int) -> Future[None]:
-        return self._told("roll_back", serial)
 
     def sleep(self, level: int) -> Future[None]:
         return self._told("sleep", level)
@@ -152,18 +152,12 @@ class FakeEngine:
     def weight_checksums(self) -> Future[dict[str, str]]:
         return self.call(lambda: {"w": "0" * 16})
 
-    def apply(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[list[Any]]:
-        return self.call(lambda: [function("model", 0, *arguments)])
-
-    def capture_steps(self) -> Future[None]:
-        return self.call(lambda: self.told.append(("capture_steps",)))
-
     def _told(self, *call: Any) -> Future[None]:
         def do() -> None:
             self.told.append(call)
             if (failure := self.failing.pop(call[0], None)) is not None:
                 raise failure
-            assert call[0] in ("begin", "take", "roll_back") or self.paused, f"{call} while steps run"
+            assert call[0] in ("begin", "take", "roll_back", "capture") or self.paused, f"{call} while steps run"
 
         return self.call(do)
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 from weakref import WeakSet
 
 from dsv4lite.api.bridge import Bridge, Callback, Signal
@@ -57,7 +57,6 @@ from dsv4lite.request import (
 )
 
 if TYPE_CHECKING:
-    from dsv4lite.engine.contract import ExecutionContract
     from dsv4lite.engine.engine import Engine
 
 T = TypeVar("T")
@@ -538,7 +537,7 @@ class Session:
         """Make the engine ready for new weights. If the update is not staged, the present weights are invalid from now on."""
         with self._lock:
             engine = self._engine_in("update_weights", *STARTED)
-            answer = engine.begin_update(update.serial, staged=update.staged)
+            answer = engine.ask("begin", update.serial, update.staged)
             self._valid = self._valid and update.staged
             return answer
 
@@ -598,7 +597,7 @@ class Session:
             return
         if not committed:
             with contextlib.suppress(EngineDeadError, EngineStateError):
-                self._engine.roll_back_update(update.serial)
+                self._engine.ask("roll_back", update.serial)
         if not self._valid and self._hold is None:
             lost = WeightsNotLoadedError("an update of the weights failed", state=Phase.WEIGHTS_INVALID.value)
             self._abort_in_engine(None)
@@ -607,26 +606,13 @@ class Session:
         if update.pause is not None:
             self._drop_pause(update.pause)
 
-    def weight_checksums(self) -> Future[dict[str, str]]:
-        """Ask for the checksums of the weights, if there are any."""
+    def with_weights(self, call: str, ask: Callable[[Engine], Future[T]]) -> Future[T]:
+        """Let ``ask`` call the engine, before any later ``sleep``, if the weights are there."""
         with self._lock:
-            return self._engine_with_weights("weight_checksums").weight_checksums()
-
-    def apply(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> Future[list[T]]:
-        """Run a function of the model on every rank, if the weights are there."""
-        with self._lock:
-            return self._engine_with_weights("apply").apply(function, arguments)
-
-    def execution_contract(self) -> Future[ExecutionContract]:
-        """Ask for all that the bits of results depend on, the weights included."""
-        with self._lock:
-            return self._engine_with_weights("execution_contract").execution_contract()
-
-    def _engine_with_weights(self, call: str) -> Engine:
-        engine = self._engine_in(call, *STARTED)
-        if "weights" in self._released or not self._valid:
-            raise self._refusal(f"{call}: the weights are not in memory, or not valid", self._state, SERVING)
-        return engine
+            engine = self._engine_in(call, *STARTED)
+            if "weights" in self._released or not self._valid:
+                raise self._refusal(f"{call}: the weights are not in memory, or not valid", self._state, SERVING)
+            return ask(engine)
 
     def sleeps(self, level: int) -> bool:
         """Return whether ``sleep`` has no effect: the engine sleeps at this level or a higher one."""

@@ -220,12 +220,8 @@ class Engine:
         return self.call(lambda engine: engine._dump_step(path))
 
     def ask(self, method: ResidentMethod, *arguments: Any) -> Future[Any]:
-        """Call a method of every rank's ``Resident`` between two steps."""
+        """Call a method of every rank's ``Resident`` between two steps; return the results by rank."""
         return self.call(lambda engine: engine._ask(method, *arguments))
-
-    def begin_update(self, serial: int, *, staged: bool) -> Future[None]:
-        """Open a weight update on every rank; it replaces an open one. See ``Resident`` for the methods that an update calls."""
-        return self.ask("begin", serial, staged)
 
     def load_weights(self, serial: int, source: WeightSource) -> None:
         """Send a source's tensors to every rank, one bucket at a time. Blocks the caller; the engine can step between two buckets.
@@ -246,10 +242,6 @@ class Engine:
         """
         return self.call(lambda engine: engine._commit(serial, version, partial, recompute))
 
-    def roll_back_update(self, serial: int) -> Future[None]:
-        """Drop the staged tensors of an update; do nothing if it has ended."""
-        return self.ask("roll_back", serial)
-
     def sleep(self, level: int) -> Future[None]:
         """Release the memory of weights and KV cache; level 1 keeps the weights in host memory. An error changes nothing."""
         return self.call(lambda engine: engine._sleep(level))
@@ -257,14 +249,6 @@ class Engine:
     def wake_up(self, tags: Sequence[MemoryTag]) -> Future[None]:
         """Allocate memory that ``sleep`` released, and restore the weights from host memory. An error changes nothing."""
         return self.call(lambda engine: engine._wake_up(tags))
-
-    def apply(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> Future[list[T]]:
-        """Run ``function(model, rank, *arguments)`` on every rank; return the results by rank."""
-        return self.ask("apply", function, arguments)
-
-    def capture_steps(self) -> Future[None]:
-        """Capture all steps that have no graphs."""
-        return self.ask("capture")
 
     def weight_checksums(self) -> Future[dict[str, str]]:
         """Return the checksums of whole tensors by their official names."""

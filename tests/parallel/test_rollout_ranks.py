@@ -128,7 +128,7 @@ def test_failed_sleep_and_wake_up_of_one_rank_leave_all_as_they_were(
     models: tuple[Path, Path], fresh: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(str(models[0]), **SETTINGS, **LAYOUTS["tp"]) as llm:
-        measure: Any = lambda: engine_of_any(llm).apply(held, ()).result()
+        measure: Any = lambda: engine_of_any(llm).ask("apply", held, ()).result()
         awake = measure()
         with monkeypatch.context() as patch:
             patch.setattr(host_memory, "PIECE", 1)
