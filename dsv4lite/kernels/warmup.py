@@ -269,8 +269,9 @@ def _hash_in_order() -> None:
 def _load_launchers_one_by_one() -> None:
     """Let threads of this process load launchers at the same time, also those of other engines and of the host.
 
-    Triton 3.6 loads the launchers of all kernels as modules of one name. Python gives a launcher that was loaded before the module
-    which has this name now: a thread that has loaded another launcher, but not yet read its function, would read this one's.
+    Triton 3.6 loads the launcher of each kernel as a module, all with one name. If Python has loaded a launcher before, it writes
+    its function into the module that has the name in ``sys.modules``. Another thread may have just loaded that module for its own
+    launcher, and would read the wrong function.
     """
     lock, load = threading.Lock(), build._load_module_from_path
 

@@ -274,7 +274,7 @@ def _decode_kernel(
     zero = tl.zeros((HEADS, 128), tl.float32)
     sums = (zero, zero, zero, zero, tl.full((HEADS,), LOW, tl.float32), tl.zeros((HEADS,), tl.float32))
     sums = _added(sums, queries, raw, rows, scale, NOPE, ROWS, GPU)
-    splits = tl.num_programs(1)  # no constant: the kernel takes long to compile
+    splits = tl.num_programs(1)  # no constant, so that one compiled kernel serves all
     for piece in tl.range(split + splits, pieces, splits, num_stages=1):
         numbers = _page_numbers(piece, tables, grow_columns, window_columns, WINDOW_PIECES, ENTRY_ROWS, ROWS)
         data, scales, rows = _locate(

@@ -129,7 +129,7 @@ def _poll(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
 
 @triton.jit
 def _clear(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
-    for unit in tl.range(UNITS):  # not unrolled: the compiler's time grows with the square of the number of loads and stores
+    for unit in tl.range(UNITS):  # not unrolled: many stores make Triton's compilation slow
         tl.store(p + unit * RECORD, tl.zeros(p.shape, tl.int32), mask=wanted)  # for the next kernel
 
 
