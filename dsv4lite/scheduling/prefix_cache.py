@@ -15,10 +15,10 @@ _KEY_BYTES = 16
 
 
 class PrefixChain:
-    """Hashes of all whole-page prefixes of one growing token list.
+    """Hashes of all whole-page prefixes of one growing sequence of tokens.
 
     The key of k pages covers all their tokens, the weight epoch and the salt: equal keys mean equal state. Each page is hashed
-    once, when its key is first requested. The list is the sequence's own and may only grow.
+    once, when its key is first requested. The tokens may only grow.
 
     Attributes:
         epoch: The weight epoch that the keys stand for.
@@ -27,7 +27,7 @@ class PrefixChain:
 
     __slots__ = ("_token_ids", "epoch", "keys")
 
-    def __init__(self, token_ids: list[int], *, epoch: int, salt: str | None) -> None:
+    def __init__(self, token_ids: Sequence[int], *, epoch: int, salt: str | None) -> None:
         self.epoch = epoch
         self._token_ids = token_ids
         seed = epoch.to_bytes(8, "little") + (b"-" if salt is None else b"+" + salt.encode("utf-8", "surrogatepass"))
@@ -40,11 +40,11 @@ class PrefixChain:
             end = len(keys) * PAGE_TOKENS
             page = self._token_ids[end - PAGE_TOKENS : end]
             assert len(page) == PAGE_TOKENS, f"the tokens before {end} are not all known"
-            keys.append(hashlib.blake2b(array("q", page).tobytes(), key=keys[-1], digest_size=_KEY_BYTES).digest())
+            keys.append(hashlib.blake2b(array("i", page).tobytes(), key=keys[-1], digest_size=_KEY_BYTES).digest())
         return keys[num_pages]
 
-    def fork(self, token_ids: list[int]) -> PrefixChain:
-        """Return a chain over another list that begins with the same tokens as far as this one has been hashed."""
+    def fork(self, token_ids: Sequence[int]) -> PrefixChain:
+        """Return a chain over another sequence, equal to this one as far as that has been hashed."""
         twin = PrefixChain.__new__(PrefixChain)
         twin.epoch = self.epoch
         twin._token_ids = token_ids
@@ -94,8 +94,8 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def chain(self, token_ids: list[int], salt: str | None) -> PrefixChain:
-        """Return the chain of a token list in the present epoch."""
+    def chain(self, token_ids: Sequence[int], salt: str | None) -> PrefixChain:
+        """Return the chain of tokens in the present epoch."""
         return PrefixChain(token_ids, epoch=self.epoch, salt=salt)
 
     def longest(self, chain: PrefixChain, max_tokens: int) -> int:

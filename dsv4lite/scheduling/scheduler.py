@@ -250,7 +250,7 @@ class Scheduler:
     def cached_prefix(self, request: Request) -> int:
         """Return how many tokens of a request's prompt are cached."""
         most = len(request.prompt_token_ids) - 1
-        return self._cache.longest(self._cache.chain(list(request.prompt_token_ids), request.cache_salt), most)
+        return self._cache.longest(self._cache.chain(request.prompt_token_ids, request.cache_salt), most)
 
     def has_work(self) -> bool:
         """Return whether any sequence has not ended."""
@@ -634,7 +634,7 @@ class Scheduler:
         if ends or error is not None or seq.pending is not None or (after and (logprob is not None or after[-1].error is not None)):
             token_ids, logprobs, finish, stop, error = self._append_one_by_one(seq, sampled)
         else:
-            tokens += token_ids
+            tokens.extend(token_ids)
         accepted = len(token_ids) - 1
         if planned and finish is None and seq.state is State.RUNNING:  # it may have been preempted since
             if accepted and not seq.in_flight:  # a span in flight takes the copy on the device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ class Sequence:
     """One completion; the scheduler's only mutable record.
 
     Attributes:
-        tokens: Prompt and completion, as far as the host knows them.
+        tokens: Prompt and completion, as far as the host knows them. In lists Python's garbage collector would visit every token.
         last_run: Computed length at which the sequence ends.
         end_ids: Tokens that end it after ``min_tokens``.
         num_computed: KV computed length once the steps planned so far have run, if all their drafts are accepted.
@@ -70,7 +71,7 @@ class Sequence:
     seq_id: int
     index: int
     request: Request
-    tokens: list[int]
+    tokens: array[int]
     prompt_len: int
     last_run: int
     end_ids: frozenset[int]
@@ -151,7 +152,7 @@ def make_sequences(request: Request, *, first_id: int, max_model_len: int) -> li
             seq_id=first_id + index,
             index=index,
             request=request,
-            tokens=list(request.prompt_token_ids),
+            tokens=array("i", request.prompt_token_ids),
             prompt_len=prompt_len,
             last_run=longest - 1 if generate else prompt_len - 1,
             end_ids=frozenset(end_ids),

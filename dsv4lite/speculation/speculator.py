@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
@@ -57,14 +58,15 @@ class _ReadOnly(Tokens[int]):
 
     __slots__ = ("_tokens",)
 
-    def __init__(self, tokens: list[int]) -> None:
+    def __init__(self, tokens: array[int]) -> None:
         self._tokens = tokens
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._tokens[index]
+        found = self._tokens[index]
+        return found.tolist() if isinstance(index, slice) else found
 
 
 def make_drafting(speculative: Any, own: MTP | DSpark | None) -> Drafting:

@@ -323,7 +323,7 @@ class Harness:
 
     def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
         assert self.right is not None and 0 < most <= self.limits.max_drafts
-        assert seq.tokens == self.device.truths[seq.seq_id].tokens
+        assert list(seq.tokens) == self.device.truths[seq.seq_id].tokens
         if self.ahead:
             return seq.drafts[:most]
         return self.device.draft(seq.seq_id, most - (self.right() and most > 1), self.right)
