@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -171,7 +172,7 @@ class _Completion:
         self, index: int, params: SamplingParams, tokenizer: Tokenizer, parser: ChatParser | None, streaming: bool
     ) -> None:
         self.index = index
-        self.token_ids: list[int] = []
+        self.token_ids = array("i")
         self.finish_reason: FinishReason | None = None
         self._ended_in_engine = not params.records_choices
         self._stop_reason: str | int | None = None
@@ -206,7 +207,7 @@ class _Completion:
             same = bool(self._versions) and self._versions[-1][0] == update.weight_version
             start = self._versions.pop()[1] if same else len(self.token_ids)
             self._versions.append((update.weight_version, start, len(self.token_ids) + kept))
-        self.token_ids += ids
+        self.token_ids.extend(ids)
         self._logprobs += logprobs
         self.finish_in_engine(update)
         return self._delta(text, ids, self._stack(logprobs) if ids and self._streaming else None)

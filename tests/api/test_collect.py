@@ -35,7 +35,7 @@ def test_collector_output_does_not_depend_on_the_cuts(text: str, stops: list[str
     ids = SHIPPED.encode(text)
     params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=include)
     outputs = []
-    for sizes in (cuts, [1] * 60, [1000]):
+    for sizes in ([*cuts, len(ids)], [1] * len(ids), [1000]):
         got = collector(params, streaming=True)
         deltas, rest = "", list(ids)
         for size in sizes:
