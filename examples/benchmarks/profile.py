@@ -30,8 +30,9 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -400,32 +401,29 @@ async def decode(llm: AsyncLLM, profiler: Profiler, args: argparse.Namespace, ba
     # At the higher temperature the noise alone decides, as ``accepting`` needs it.
     sampled = params(args.max_model_len - args.context - 1).replace(temperature=1e9 if args.drafts else 1.0)
     prompts = [[rng.randrange(3, 4000) for _ in range(args.context)] for _ in range(batch)]
-    running = [asyncio.create_task(llm.generate(prompt, sampled)) for prompt in prompts]
-    begun = llm.stats().generated_tokens
-
-    async def until(done: Callable[[], bool]) -> None:
-        while not done():
-            await asyncio.wait(running, timeout=0.001, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.gather(*(task for task in running if task.done()))  # raises the error of a request
-
-    await until(lambda: llm.stats().num_running == batch and llm.stats().generated_tokens >= begun + STEPS_BEFORE * batch)
-    await llm.pause()
     hosts: list[float] = []
+    async with AsyncExitStack() as stack:
 
-    def reached(last: int) -> bool:
-        hosts.append(llm.stats().host_s)
-        return llm.stats().steps >= last
+        async def begin(prompt: list[int]) -> None:
+            stream = await stack.enter_async_context(llm.stream(prompt, sampled))
+            await anext(aiter(stream))
 
-    async def steps() -> None:
-        last = llm.stats().steps + args.steps
+        async def steps(count: int) -> None:
+            last = llm.stats().steps + count
+            await llm.resume()
+            while llm.stats().steps < last:
+                assert llm.stats().num_running == batch, "a request has ended"
+                await asyncio.sleep(0.001)
+                hosts.append(llm.stats().host_s)
+            await llm.pause()
+
+        await asyncio.gather(*map(begin, prompts))  # until each has a token, steps may have prompts
+        await steps(STEPS_BEFORE)
+        hosts.clear()
+        name = f"decode, batch {batch}, context {args.context}"
+        result = await profiler.during(name, length, partial(steps, args.steps), per_step=True)
+        llm.abort()
         await llm.resume()
-        await until(lambda: reached(last))
-        await llm.pause()
-
-    result = await profiler.during(f"decode, batch {batch}, context {args.context}", length, steps, per_step=True)
-    llm.abort()
-    await llm.resume()
-    await asyncio.gather(*running)
     return {**result, "host_s": statistics.median(hosts)}
 
 

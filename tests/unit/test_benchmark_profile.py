@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from dsv4lite import AsyncLLM
 from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.kernels.dispatch import Op
 from dsv4lite.kernels.gemm import float_linear
 from dsv4lite.models.deepseek_v4.config import parse_config
 from examples.benchmarks import profile
+from examples.benchmarks.engine import configured
 from examples.benchmarks.profile import COLLECTIVES, Call, Costs, Kernel, Tape, Watch, op_times
 from tests import tiny
 
@@ -112,6 +115,22 @@ def test_a_profile_on_a_cpu_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
         assert losses == sorted(losses, reverse=True)
     printed = capsys.readouterr().out
     assert "decode, batch 2, context 8:" in printed and "collectives 0.000" in printed and "float_linear 4096x256" in printed
+
+
+async def test_every_sequence_decodes_in_the_watched_steps() -> None:
+    """Prompts that take many steps are done before."""
+    args = profile.arguments([*SMALL, "--context", "300", "--batch", "8", "--steps", "5"])
+
+    class Profiler:
+        async def during(self, name: str, length: int, work: Callable[[], Awaitable[None]], *, per_step: bool) -> dict[str, Any]:
+            before = llm.stats()
+            await work()
+            after = llm.stats()
+            return {"steps": after.steps - before.steps, "tokens": after.generated_tokens - before.generated_tokens}
+
+    async with AsyncLLM(replace(configured(args), max_num_batched_tokens=64)) as llm:
+        found = await profile.decode(llm, cast(Any, Profiler()), args, 8)
+    assert found["steps"] >= 5 and found["tokens"] == 8 * found["steps"], found
 
 
 def test_a_step_with_drafts_has_a_layer_more_for_each() -> None:
