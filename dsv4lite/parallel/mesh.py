@@ -81,10 +81,7 @@ class Axis:
     memory: PeerMemory | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise ConfigError(f"axis {self.name}: rank {self.rank} is not below the size {self.size}")
-        if self.size > 1 and self.group is None:
-            raise ConfigError(f"axis {self.name} has {self.size} ranks and no process group")
+        assert 0 <= self.rank < self.size and (self.size == 1 or self.group is not None), self
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over the axis; ``x`` may be overwritten with it."""
@@ -197,14 +194,8 @@ class Mesh:
     replica: Axis | None = field(default_factory=lambda: Axis("replica"))
 
     def __post_init__(self) -> None:
-        place = self.place
-        for name in AXES:
-            axis, expected = getattr(self, name), (getattr(place, name), getattr(self.layout, name))
-            if (axis.rank, axis.size) != expected:
-                raise ConfigError(
-                    f"rank {self.rank} of {self.layout} is number {expected[0]} of {expected[1]} along {name}, "
-                    f"but its group says {axis.rank} of {axis.size}"
-                )
+        axes = [(name, getattr(self, name)) for name in AXES]
+        assert all((axis.rank, axis.size) == (getattr(self.place, n), getattr(self.layout, n)) for n, axis in axes), self
 
     @classmethod
     def outline(cls, layout: Layout, rank: int) -> Mesh:

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dsv4lite.errors import ConfigError
 from dsv4lite.layout import Layout
 from dsv4lite.parallel.mesh import Axis, Mesh
 from tests.parallel.ranks import RankError, Ranks
@@ -172,13 +171,7 @@ def test_single_axes_return_what_they_get() -> None:
     assert mesh.groups() == () and (mesh.tp.rank, mesh.tp.size) == (0, 1)
 
 
-def test_axis_without_a_group_is_refused() -> None:
-    with pytest.raises(ConfigError, match="2 ranks and no process group"):
-        Axis("tp", 0, 2)
-    with pytest.raises(ConfigError, match="rank 2 is not below"):
-        Axis("tp", 2, 2)
-
-
-def test_mesh_with_an_axis_in_another_place_is_refused() -> None:
-    with pytest.raises(ConfigError, match="number 1 of 2 along tp"):
-        Mesh(layout=Layout(tp=2), rank=1)
+def test_axes_without_a_group_or_in_another_place_are_refused() -> None:
+    for make in (lambda: Axis("tp", 0, 2), lambda: Axis("tp", 2, 2), lambda: Mesh(layout=Layout(tp=2), rank=1)):
+        with pytest.raises(AssertionError):
+            make()
