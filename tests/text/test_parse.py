@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dsv4lite.text.chat import render_messages
 from dsv4lite.text.parse import ChatParser, ParsedChat, ToolCall
+from tests.text.parsing import Calls, check_output, parse, parse_in_cuts, words
 
 EOS = "<｜end▁of▁sentence｜>"
 OPEN, CLOSE = "\n\n<｜DSML｜tool_calls>\n", "\n</｜DSML｜tool_calls>"
@@ -42,32 +43,15 @@ def invoke(name: str, *parameters: str) -> str:
     return f'<｜DSML｜invoke name="{name}">\n' + "\n".join(parameters) + "\n</｜DSML｜invoke>"
 
 
-def parse(text: str, *, thinking: bool = False, tools: Sequence[dict[str, Any]] | None = None) -> ParsedChat:
-    parser = ChatParser(thinking, tools)
-    parser.push(text)
-    parser.finish()
-    return parser.result()
-
-
 def one_call(*parameters: str, tools: Sequence[dict[str, Any]] | None = (TOOL,)) -> str:
     """Return the arguments of a single call."""
     (only,) = parse(OPEN + invoke("f", *parameters) + CLOSE, tools=tools).tool_calls
     return only.arguments
 
 
-def joined(pieces: Sequence[ParsedChat]) -> ParsedChat:
-    """Put the pieces of a stream together as a client would."""
-    return ParsedChat(
-        reasoning="".join(piece.reasoning for piece in pieces),
-        content="".join(piece.content for piece in pieces),
-        tool_calls=tuple(call for piece in pieces for call in piece.tool_calls),
-    )
-
-
 # ---- reasoning and content ----
 
 
-Calls = list[tuple[str, str]]
 F: Calls = [("f", "{}")]
 A: Calls = [("f", '{"a": "1"}')]
 V: Calls = [("f", '{"text": "v"}')]
@@ -124,17 +108,12 @@ OUTPUTS: list[tuple[bool, str, str, str, Calls]] = [
 
 @pytest.mark.parametrize(("thinking", "text", "reasoning", "content", "calls"), OUTPUTS)
 def test_output_has_reasoning_content_and_calls(thinking: bool, text: str, reasoning: str, content: str, calls: Calls) -> None:
-    parsed = parse(text, thinking=thinking)
-    assert (parsed.reasoning, parsed.content, [(call.name, call.arguments) for call in parsed.tool_calls]) == (
-        reasoning,
-        content,
-        calls,
-    )
+    check_output(text, thinking, reasoning, content, calls)
 
 
 @given(st.text("<｜DSML/think>\n ab", max_size=40).filter(lambda t: "think>" not in t), st.booleans())
 def test_text_without_markup_is_kept_whole(text: str, thinking: bool) -> None:
-    parsed = parse(text, thinking=thinking)
+    parsed = parse(text, thinking)
     assert (parsed.reasoning, parsed.content) == ((text, "") if thinking else ("", text))
 
 
@@ -234,14 +213,6 @@ def test_wrapper_stays_if_it_may_be_meant() -> None:
 # ---- properties ----
 
 
-def streamed(text: str, thinking: bool, cuts: Sequence[int]) -> ParsedChat:
-    parser = ChatParser(thinking, [TOOL])
-    pieces = [parser.push(text[a:b]) for a, b in zip([0, *cuts], [*cuts, len(text)])]
-    pieces.append(parser.finish())
-    assert joined(pieces) == parser.result()
-    return parser.result()
-
-
 fragments = st.sampled_from(
     [
         *("<think>", "</think>", EOS, "\n", "\n\n", OPEN, CLOSE, "<｜DSML｜tool_calls>"),
@@ -258,14 +229,9 @@ fragments = st.sampled_from(
 @settings(max_examples=400, deadline=None)
 @given(st.lists(fragments, max_size=14).map("".join), st.booleans(), st.data())
 def test_any_text_parses_the_same_however_it_is_cut(text: str, thinking: bool, data: st.DataObject) -> None:
-    whole = streamed(text, thinking, [])
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
-    assert streamed(text, thinking, cuts) == streamed(text, thinking, range(len(text) + 1)) == whole
-    for call in whole.tool_calls:
-        assert isinstance(json.loads(call.arguments), dict)
+    parse_in_cuts(data, text, thinking, tools=[TOOL])
 
 
-words = st.text("ab <>\n\"'{é", max_size=6)
 scalars = st.one_of(words, st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False, allow_infinity=False))
 values = scalars | st.lists(scalars, max_size=3)
 calls = st.tuples(st.sampled_from(["f", "g"]), st.dictionaries(st.text("pqé _", min_size=1, max_size=3), values, max_size=4))
@@ -285,8 +251,6 @@ def test_parser_inverts_the_encoder(
     question = {"role": "user", "content": "q"}
     mode = "high" if thinking else "none"
     prompt, whole = ("".join(render_messages(turns, reasoning=mode)) for turns in ([question], [question, message]))
-    text = whole.removeprefix(prompt)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
-    parsed = streamed(text, thinking, cuts)
+    parsed = parse_in_cuts(data, whole.removeprefix(prompt), thinking, tools=[TOOL])
     assert (parsed.reasoning, parsed.content) == (reasoning if thinking else "", content)
     assert [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls] == made

@@ -17,10 +17,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from dsv4lite.errors import InvalidRequestError
 from dsv4lite.text.forms import FORMS, ChatForm, find_form
-from dsv4lite.text.parse import ChatParser, ParsedChat
+from dsv4lite.text.parse import ChatParser
 from dsv4lite.text.releases import RELEASES
 from dsv4lite.text.tokenizer import Tokenizer
 from tests.e2e.engines import write_tokenizer
+from tests.text.parsing import Calls, check_output, parse_in_cuts, words
 
 Message = dict[str, Any]
 
@@ -219,17 +220,6 @@ def test_arguments_may_be_an_object() -> None:
 # --------------------------------------------------------------------------------------------------------------- parser
 
 
-def parse(text: str, thinking: bool | None, cuts: Sequence[int] = ()) -> ParsedChat:
-    parser = ChatParser(thinking, syntax="tokens")
-    pieces = [parser.push(text[a:b]) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    pieces.append(parser.finish())
-    whole = parser.result()
-    assert "".join(p.reasoning for p in pieces) == whole.reasoning and "".join(p.content for p in pieces) == whole.content
-    assert tuple(call for p in pieces for call in p.tool_calls) == whole.tool_calls
-    return whole
-
-
-Calls = list[tuple[str, str]]
 COLOGNE: Calls = [("weather", '{"city": "Köln"}')]
 READ: list[tuple[bool | None, str, str, str, Calls]] = [
     (True, f"why</think>so{E}", "why", "so", []),
@@ -257,10 +247,7 @@ READ: list[tuple[bool | None, str, str, str, Calls]] = [
 def test_output_has_reasoning_content_and_calls(
     thinking: bool | None, text: str, reasoning: str, content: str, calls: Calls
 ) -> None:
-    parsed = parse(text, thinking)
-    assert (parsed.reasoning, parsed.content) == (reasoning, content)
-    assert [(call.name, call.arguments) for call in parsed.tool_calls] == calls
-    assert parse(text, thinking, range(len(text) + 1)) == parsed
+    check_output(text, thinking, reasoning, content, calls, syntax="tokens")
 
 
 def test_other_syntaxes_are_text() -> None:
@@ -296,14 +283,9 @@ fragments = st.sampled_from(
 @settings(max_examples=400, deadline=None)
 @given(st.lists(fragments, max_size=14).map("".join), st.sampled_from([True, False, None]), st.data())
 def test_any_text_parses_the_same_however_it_is_cut(text: str, thinking: bool | None, data: st.DataObject) -> None:
-    whole = parse(text, thinking)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
-    assert parse(text, thinking, cuts) == parse(text, thinking, range(len(text) + 1)) == whole
-    for call in whole.tool_calls:
-        assert isinstance(json.loads(call.arguments), dict)
+    parse_in_cuts(data, text, thinking, syntax="tokens")
 
 
-words = st.text("ab <>\n\"'{é", max_size=6)
 objects = st.dictionaries(st.text("pqé _", min_size=1, max_size=3), words | st.integers() | st.booleans(), max_size=4)
 
 
@@ -320,12 +302,7 @@ def test_parser_inverts_the_encoder(name: str, content: str, made: list[tuple[st
     form = FORMS[name]
     opened = "".join(form.render([question, {**assistant("", "r"), "wo_eos": True}]))
     text = "".join(form.render([question, assistant(content, "r", tool_calls=calls)])).removeprefix(opened)
-    parser = ChatParser(False, syntax=form.syntax)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
-    for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        parser.push(text[a:b])
-    parser.finish()
-    parsed = parser.result()
+    parsed = parse_in_cuts(data, text, syntax=form.syntax)
     assert (parsed.reasoning, parsed.content) == ("", content)
     assert [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls] == made
 

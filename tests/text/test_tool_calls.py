@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from dsv4lite.errors import InvalidRequestError, UnsupportedError
 from dsv4lite.text.forms import FORMS
-from dsv4lite.text.parse import ChatParser, ParsedChat
+from dsv4lite.text.parse import ParsedChat
 from dsv4lite.text.releases import CallForm
 from dsv4lite.text.structured import GrammarCompiler, GrammarMatcher
 from dsv4lite.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 from dsv4lite.text.tool_calls import call_grammar
+from tests.text import parsing
 from tests.text.release import REAL
 from tests.text.shipped import SHIPPED
 
@@ -81,6 +82,12 @@ def start(name: str, tools: list[dict[str, Any]], **options: Any) -> GrammarMatc
     return COMPILERS[name].matcher(COMPILERS[name].begin(grammar))
 
 
+def accept(matcher: GrammarMatcher, text: str) -> GrammarMatcher:
+    for id in SHIPPED.encode(text):
+        matcher.accept(id)
+    return matcher
+
+
 def walk(matcher: GrammarMatcher, tokenizer: Tokenizer, seed: int, limit: int = 400) -> tuple[str, bool]:
     """Sample allowed tokens; return the text with its markup, and whether it ended."""
     draw, ids, added = random.Random(seed), list[int](), torch.tensor(sorted(tokenizer.added_ids))
@@ -97,11 +104,7 @@ def walk(matcher: GrammarMatcher, tokenizer: Tokenizer, seed: int, limit: int = 
 
 
 def parse(name: str, text: str, tools: list[dict[str, Any]]) -> ParsedChat:
-    parser = ChatParser(False, tools, syntax=FORMS[name].syntax, guarded=True)
-    for character in text:
-        parser.push(character)
-    parser.finish()
-    return parser.result()
+    return parsing.parse(text, False, range(1, len(text)), tools=tools, syntax=FORMS[name].syntax, guarded=True)
 
 
 def check_calls(parsed: ParsedChat, *, ended: bool) -> None:
@@ -160,10 +163,7 @@ def test_texts_of_the_release_are_accepted() -> None:
         ("It is <b>5</b>. I will look.\n\n<" + TWO_CALLS[3:], False),
         ("Only text\n\n<", False),
     ):
-        matcher = start("deepseek_v4", TOOLS, must_call=must_call)
-        for id in SHIPPED.encode(text):
-            matcher.accept(id)
-        assert matcher.mask()[1]
+        assert accept(start("deepseek_v4", TOOLS, must_call=must_call), text).mask()[1]
         parsed = parse("deepseek_v4", text, TOOLS)
         assert bool(parsed.tool_calls) == ("DSML" in text)
         if parsed.tool_calls:
@@ -189,17 +189,14 @@ def test_texts_of_the_release_are_accepted() -> None:
 def test_calls_that_do_not_fit_are_rejected(wrong: str) -> None:
     matcher = start("deepseek_v4", TOOLS)
     with pytest.raises(InvalidRequestError, match="does not allow token"):
-        for id in SHIPPED.encode(wrong):
-            matcher.accept(id)
+        accept(matcher, wrong)
 
 
 def test_markup_spelled_with_other_tokens_is_rejected() -> None:
     """The parser sees text, in which it would close the parameter, or open calls."""
     spelled = SHIPPED.encode(f"</{DSML}parameter>", allow_special=False)
-    city = SHIPPED.encode(TWO_CALLS.partition("a </b>")[0])
-    for matcher, before in ((start("deepseek_v4", TOOLS), city), (start("deepseek_v4", TOOLS, must_call=False), [])):
-        for id in before:
-            matcher.accept(id)
+    city = TWO_CALLS.partition("a </b>")[0]
+    for matcher in (accept(start("deepseek_v4", TOOLS), city), start("deepseek_v4", TOOLS, must_call=False)):
         with pytest.raises(InvalidRequestError, match="does not allow token"):
             for id in spelled:
                 matcher.accept(id)
@@ -208,18 +205,14 @@ def test_markup_spelled_with_other_tokens_is_rejected() -> None:
 def test_one_call_is_one_call() -> None:
     matcher = start("deepseek_v4", [NOTHING], several=False)
     one = f'\n\n<{DSML}tool_calls>\n<{DSML}invoke name="get_weather_now">\n\n</{DSML}invoke>\n</{DSML}tool_calls>'
-    for id in SHIPPED.encode(one):
-        matcher.accept(id)
-    assert matcher.is_terminated()
+    assert accept(matcher, one).is_terminated()
 
 
 def test_tool_without_strictness_takes_any_arguments() -> None:
     loose = tool("get_weather", WEATHER["function"]["parameters"], strict=False)
     text = TWO_CALLS.partition(f'\n<{DSML}invoke name="get_weather_now')[0].replace('"city"', '"town"').replace(">3<", ">[3, {}]<")
     matcher = start("deepseek_v4", [loose])
-    for id in SHIPPED.encode(text + f"\n</{DSML}tool_calls>"):
-        matcher.accept(id)
-    assert matcher.is_terminated()
+    assert accept(matcher, text + f"\n</{DSML}tool_calls>").is_terminated()
 
 
 def test_model_that_opens_its_reasoning_may_do_so() -> None:
@@ -279,18 +272,15 @@ def test_properties_that_calls_cannot_enforce_are_refused_by_name(schema: dict[s
     start("deepseek_v4", [tool("f", schema, strict=False)])
 
 
-def test_choice_with_another_rule_obeys_both() -> None:
-    rules = {"type": "string", "enum": ["a", "abc"], "minLength": 3}
-    text = f'\n\n<{DSML}tool_calls>\n<{DSML}invoke name="f">\n<{DSML}parameter name="a" string="false">"abc"</{DSML}parameter>'
-    matcher = start("deepseek_v4", [tool("f", {"properties": {"a": rules}, "required": ["a"]})])
-    for id in SHIPPED.encode(text):
-        matcher.accept(id)
-
-
-def test_references_of_a_parameter_lead_to_definitions_of_the_tool() -> None:
-    """A parameter's own definitions once hid those of the tool."""
-    rules = {"$ref": "#/$defs/d", "$defs": {"d": {"const": 4}}}
-    text = f'\n\n<{DSML}tool_calls>\n<{DSML}invoke name="f">\n<{DSML}parameter name="a" string="false">5</{DSML}parameter>'
-    matcher = start("deepseek_v4", [tool("f", {"properties": {"a": rules}, "required": ["a"], "$defs": {"d": {"const": 5}}})])
-    for id in SHIPPED.encode(text):
-        matcher.accept(id)
+@pytest.mark.parametrize(
+    ("rules", "more", "value"),
+    [
+        # A choice with another rule obeys both.
+        ({"type": "string", "enum": ["a", "abc"], "minLength": 3}, {}, '"abc"'),
+        # References lead to definitions of the tool: a parameter's own once hid these.
+        ({"$ref": "#/$defs/d", "$defs": {"d": {"const": 4}}}, {"$defs": {"d": {"const": 5}}}, "5"),
+    ],
+)
+def test_value_that_obeys_every_rule_is_accepted(rules: dict[str, Any], more: dict[str, Any], value: str) -> None:
+    text = f'\n\n<{DSML}tool_calls>\n<{DSML}invoke name="f">\n<{DSML}parameter name="a" string="false">{value}</{DSML}parameter>'
+    accept(start("deepseek_v4", [tool("f", {"properties": {"a": rules}, "required": ["a"], **more})]), text)
