@@ -15,11 +15,13 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dsv4lite.models.config import ModelConfig
+from dsv4lite.models.deepseek_mla.model import DeepseekMla
 from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config, Yarn
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.tensors import official_shapes
@@ -99,11 +101,14 @@ def rounded(deterministic: bool = False) -> Numerics:
     return Numerics.choose(dtype=torch.bfloat16, quantized=True, deterministic=deterministic, device=torch.device("cpu"))
 
 
-def fill(model: DeepseekV4, checkpoint: Mapping[str, Tensor]) -> DeepseekV4:
+M = TypeVar("M", DeepseekV4, DeepseekMla)
+
+
+def fill(model: M, checkpoint: Mapping[str, Tensor]) -> M:
     """Store every tensor of a checkpoint in its slot; names must match exactly."""
     slots = model.slots()
     weights = {name for name in checkpoint if not name.endswith(".scale")}
-    if not model.mtp and model.dspark is None:
+    if not model.mtp and getattr(model, "dspark", None) is None:
         weights = {name for name in weights if not name.startswith("mtp.")}
     assert weights == set(slots), weights ^ set(slots)
     for name, slot in slots.items():
@@ -111,22 +116,18 @@ def fill(model: DeepseekV4, checkpoint: Mapping[str, Tensor]) -> DeepseekV4:
     return model
 
 
-def poisoned(
-    config: V4Config,
-    numerics: Numerics,
-    mesh: Mesh | None = None,
-    *,
-    dispatcher: str = "auto",
-    redundant_experts: int | None = None,
-    with_mtp: bool = False,
-) -> DeepseekV4:
-    """Build a model whose every parameter is NaN (or expert -1), so that a missing tensor shows in the results."""
-    model = DeepseekV4(config, numerics, mesh, dispatcher=dispatcher, redundant_experts=redundant_experts, with_mtp=with_mtp)
+def poison(model: M) -> M:
+    """Make every parameter NaN (or expert -1), so that a missing tensor shows in the results."""
     buffers = [buffer for name, buffer in model.named_buffers() if ".map." not in name]
     with torch.no_grad():
         for tensor in (*model.parameters(), *buffers):
             tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
     return model
+
+
+def poisoned(config: V4Config, numerics: Numerics, mesh: Mesh | None = None, **options: Any) -> DeepseekV4:
+    """Build a poisoned model; options are those of its class."""
+    return poison(DeepseekV4(config, numerics, mesh, **options))
 
 
 def tiny_model(*, config: V4Config = TINY, deterministic: bool = False, with_mtp: bool = True) -> DeepseekV4:

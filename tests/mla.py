@@ -17,8 +17,9 @@ from dsv4lite.models.deepseek_mla.names import mla_names
 from dsv4lite.models.deepseek_mla.tensors import official_shapes
 from dsv4lite.weights.names import translate
 from dsv4lite.weights.quant import Numerics
+from tests import tiny
 from tests.e2e.engines import write_tokenizer
-from tests.golden import plain
+from tests.golden import fill, plain, poison
 from tests.tiny import write_checkpoint
 
 YARN: Mapping[str, Any] = {
@@ -271,33 +272,8 @@ def random_model(variant: str, *, deterministic: bool = False, fp8_rows: bool = 
 
 def trainer_model(variant: str, *, seed: int = 0, **settings: Any) -> Any:
     """Build transformers' own model in float32, with random weights that let every part of it affect the output."""
-    import transformers
-
-    name, sizes = VARIANTS[variant]
-    extra = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    config = getattr(transformers, name + "Config")(**{**sizes, **settings}, **extra)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = getattr(transformers, name + "ForCausalLM")(config).float().eval()
-        with torch.no_grad():
-            for key, tensor in (*model.named_parameters(), *model.named_buffers()):
-                _randomize(key, tensor)
-    return model
-
-
-def _randomize(name: str, tensor: Tensor) -> None:
-    if name.endswith("inv_freq"):
-        return
-    if name.endswith("e_score_correction_bias"):
-        tensor.normal_(-0.5, 0.3)  # some scores with bias are negative
-    elif name.endswith(("norm.weight", "layernorm.weight")):
-        tensor.normal_(1.0, 0.3)
-    elif name.endswith("k_norm.bias"):
-        tensor.normal_(0.0, 0.3)
-    elif name.endswith("embed_tokens.weight"):
-        tensor.normal_()
-    else:
-        tensor.normal_(0.0, (2.0 if "gate_proj" in name else 1.0) * tensor.shape[-1] ** -0.5)
+    kind, sizes = VARIANTS[variant]
+    return tiny.trainer_model({**sizes, **settings}, seed=seed, kind=kind)
 
 
 def their_config(model: Any, variant: str) -> dict[str, Any]:
@@ -314,16 +290,7 @@ def official(named: Mapping[str, Tensor], raw: Mapping[str, Any]) -> dict[str, T
 
 def filled(config: MlaConfig, numerics: Numerics, checkpoint: Mapping[str, Tensor], *, with_mtp: bool = False) -> DeepseekMla:
     """Return a model with every tensor of a checkpoint in its slot, and NaN where none came."""
-    model = DeepseekMla(config, numerics, with_mtp=with_mtp)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan") if parameter.dtype.is_floating_point else -1 & 0xFF)
-    slots = model.slots()
-    weights = {name for name in checkpoint if not name.endswith(".scale") and (with_mtp or not name.startswith("mtp."))}
-    assert weights == set(slots), weights ^ set(slots)
-    for name, slot in slots.items():
-        slot.store(checkpoint[name], checkpoint.get(name.removesuffix("weight") + "scale"))
-    return model
+    return fill(poison(DeepseekMla(config, numerics, with_mtp=with_mtp)), checkpoint)
 
 
 def our_model(theirs: Any, variant: str, numerics: Numerics) -> DeepseekMla:

@@ -211,21 +211,22 @@ def trainer_settings(*, ratios: Sequence[int], original_positions: int = 65536, 
     }
 
 
-def trainer_model(settings: Mapping[str, Any], *, seed: int) -> Any:
+def trainer_model(settings: Mapping[str, Any], *, seed: int, kind: str = "DeepseekV4") -> Any:
     """Build transformers' own model in float32, with random weights that let every part of it affect the output."""
     import transformers
 
-    config = transformers.DeepseekV4Config(**settings, attn_implementation="eager", experts_implementation="eager")
+    extra = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    config = getattr(transformers, f"{kind}Config")(**settings, **extra)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = transformers.DeepseekV4ForCausalLM(config).float().eval()
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
         with torch.no_grad():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                _randomize(name, tensor, config.n_routed_experts)
+                _randomize(name, tensor, config.n_routed_experts, v4=kind == "DeepseekV4")
     return model
 
 
-def _randomize(name: str, tensor: Tensor, experts: int) -> None:
+def _randomize(name: str, tensor: Tensor, experts: int, *, v4: bool) -> None:
     if name.endswith("inv_freq"):
         return
     if name.endswith("tid2eid"):
@@ -233,13 +234,16 @@ def _randomize(name: str, tensor: Tensor, experts: int) -> None:
         tensor.copy_(order[:, : tensor.shape[1]])
     elif name.endswith("norm.weight"):
         tensor.normal_(1.0, 0.3)
+    elif name.endswith("k_norm.bias"):
+        tensor.normal_(0.0, 0.3)
     elif name.endswith("scale"):
         tensor.normal_(1.0, 0.2)
     elif name.endswith("e_score_correction_bias"):
-        tensor.normal_(0.0, 0.3)
+        tensor.normal_(0.0 if v4 else -0.5, 0.3)  # some scores of an MLA model with bias are negative
     elif name.endswith("sinks"):
         tensor.normal_(0.0, 2.0)
     elif name.endswith(("base", "position_bias", "embed_tokens.weight")):
         tensor.normal_()
     else:
-        tensor.normal_(0.0, (2.0 if "gate_proj" in name and "compressor" in name else 1.0) * tensor.shape[-1] ** -0.5)
+        wide = "gate_proj" in name and ("compressor" in name or not v4)
+        tensor.normal_(0.0, (2.0 if wide else 1.0) * tensor.shape[-1] ** -0.5)
