@@ -26,6 +26,7 @@ from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config, Yarn
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.tensors import official_shapes
 from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.weights.names import NameTables, translate
 from dsv4lite.weights.quant import Numerics
 
 OFFICIAL_OUTPUTS = Path(__file__).parent / "data" / "v4-official-A.safetensors"
@@ -114,6 +115,11 @@ def fill(model: M, checkpoint: Mapping[str, Tensor]) -> M:
     for name, slot in slots.items():
         slot.store(checkpoint[name], checkpoint.get(name.removesuffix(".weight") + ".scale"))
     return model
+
+
+def official_names(named: Mapping[str, Tensor], names: NameTables) -> dict[str, Tensor]:
+    """Return tensors by other names under the official ones."""
+    return {piece.name: tensor[piece.index] for name, tensor in named.items() for piece in translate(name, tensor.shape, names)}
 
 
 def poison(model: M) -> M:

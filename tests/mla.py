@@ -15,11 +15,10 @@ from dsv4lite.models.deepseek_mla.config import MlaConfig, parse_config
 from dsv4lite.models.deepseek_mla.model import DeepseekMla
 from dsv4lite.models.deepseek_mla.names import mla_names
 from dsv4lite.models.deepseek_mla.tensors import official_shapes
-from dsv4lite.weights.names import translate
 from dsv4lite.weights.quant import Numerics
 from tests import tiny
 from tests.e2e.engines import write_tokenizer
-from tests.golden import fill, plain, poison
+from tests.golden import fill, official_names, plain, poison
 from tests.tiny import write_checkpoint
 
 YARN: Mapping[str, Any] = {
@@ -284,8 +283,7 @@ def their_config(model: Any, variant: str) -> dict[str, Any]:
 
 def official(named: Mapping[str, Tensor], raw: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return tensors by transformers' names under the official ones."""
-    names = mla_names(raw)
-    return {piece.name: tensor[piece.index] for name, tensor in named.items() for piece in translate(name, tensor.shape, names)}
+    return official_names(named, mla_names(raw))
 
 
 def filled(config: MlaConfig, numerics: Numerics, checkpoint: Mapping[str, Tensor], *, with_mtp: bool = False) -> DeepseekMla:

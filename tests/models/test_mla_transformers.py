@@ -2,64 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4lite.models.deepseek_mla.config import parse_config
-from dsv4lite.models.deepseek_mla.model import DeepseekMla
+from dsv4lite.models.deepseek_mla.names import mla_names
 from tests.golden import plain
 from tests.mla import VARIANTS, filled, official, our_model, their_config, trainer_model
-from tests.models.gradients import gradient
-from tests.models.paged import run_in_cuts
+from tests.models.pairs import Pair
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The same weights in both implementations."""
-
-    variant: str
-    theirs: Any
-    ours: DeepseekMla
-
-    def ids(self, count: int) -> list[int]:
-        generator = torch.Generator().manual_seed(count)
-        return torch.randint(self.ours.config.vocab_size, (count,), generator=generator).tolist()
+def make_pair(variant: str, *, deterministic: bool = False) -> Pair:
+    theirs = trainer_model(variant)
+    return Pair(variant, theirs, our_model(theirs, variant, plain(deterministic)), mla_names(their_config(theirs, variant)))
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def pair(request: pytest.FixtureRequest) -> Pair:
-    theirs = trainer_model(request.param)
-    return Pair(request.param, theirs, our_model(theirs, request.param, plain()))
-
-
-def their_logits(pair: Pair, ids: list[int]) -> Tensor:
-    with torch.no_grad():
-        return pair.theirs(torch.tensor([ids]), use_cache=False).logits[0]
+    return make_pair(request.param)
 
 
 @pytest.mark.parametrize("count", [1, 2, 6, 7, 40, 130, 300])
 def test_logits_of_one_pass_agree(pair: Pair, count: int) -> None:
     """A selection among 300 tokens has boundaries within the rounding of scores: there most tokens agree, and those before it."""
-    ids = pair.ids(count)
-    with torch.no_grad():
-        ours = pair.ours.logits(pair.ours.one_pass(ids))
-    theirs = their_logits(pair, ids)
-    assert theirs.abs().max() > 1  # a model that says nothing would agree as well
-    apart_T = (ours - theirs).abs().amax(1) >= 1e-4
+    apart_T = ~(pair.distances(count) < 1e-4)
     assert not apart_T.any() or (pair.ours.config.selects and count == 300 and apart_T.sum() <= 15 and not apart_T[:100].any())
 
 
 @pytest.mark.parametrize(("count", "cuts"), [(67, (1, 2, 9, 14, 30, 31)), (130, (60, 61, 128))])
 def test_logits_of_chunks_agree(pair: Pair, count: int, cuts: tuple[int, ...]) -> None:
     """Chunks are up-projected or absorbed, whichever costs less."""
-    ids = pair.ids(count)
-    with torch.no_grad():
-        ours = pair.ours.logits(run_in_cuts(pair.ours, ids, cuts))
-    assert (ours - their_logits(pair, ids)).abs().max() < 1e-4
+    assert pair.distances(count, cuts).max() < 1e-4
 
 
 def test_sequences_of_one_pass_are_as_each_alone(pair: Pair) -> None:
@@ -82,25 +55,7 @@ def test_absorbed_and_up_projected_models_agree(pair: Pair) -> None:
 @pytest.mark.parametrize("variant", ["v2_lite", "v3", "v32"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_of_all_weights_agree(variant: str, deterministic: bool) -> None:
-    theirs = trainer_model(variant)
-    ours, raw = our_model(theirs, variant, plain(deterministic)), their_config(theirs, variant)
-    ids = torch.randint(96, (41,), generator=torch.Generator().manual_seed(1))
-    loss = torch.nn.functional.cross_entropy(theirs(ids[None], use_cache=False).logits[0, :-1], ids[1:])
-    loss.backward()  # selection has no gradient, so the indexer learns nothing
-    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in theirs.named_parameters()}
-    wanted = official(found, raw)
-    mine = torch.nn.functional.cross_entropy(ours.logits(ours.one_pass(ids.tolist()))[:-1], ids[1:])
-    assert (mine - loss).abs() < 1e-5
-    mine.backward()
-    slots = ours.slots()
-    assert slots.keys() - wanted.keys() == {name for name in slots if name.endswith("gate.bias")}
-    for name, expected in wanted.items():
-        if ".indexer." in name:
-            assert not expected.any()
-            continue
-        got = gradient(slots[name])
-        assert got.shape == expected.shape and (got - expected).norm() <= 1e-3 * expected.norm() + 1e-9, name
-        assert expected.norm() > 0 or ".experts." in name, name  # no token chose the expert
+    make_pair(variant, deterministic=deterministic).check_gradients()
 
 
 def test_mtp_block_agrees() -> None:
