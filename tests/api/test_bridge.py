@@ -12,54 +12,46 @@ import anyio.to_thread
 import pytest
 
 from dsv4lite.api.bridge import AsyncioBridge, LoopBridge, ThreadBridge, TrioBridge, current_loop
+from tests.loops import LOOPS, both_loops
 
-LOOPS = pytest.mark.parametrize(("backend", "kind"), [("asyncio", AsyncioBridge), ("trio", TrioBridge)])
 
-
-@LOOPS
-def test_loop_bridge_runs_posts_at_home_in_order(backend: str, kind: type[LoopBridge]) -> None:
+@both_loops
+async def test_loop_bridge_runs_posts_at_home_in_order(backend: str) -> None:
     seen: list[tuple[int, bool]] = []
+    bridge = current_loop()
+    assert type(bridge) is {"asyncio": AsyncioBridge, "trio": TrioBridge}[backend] and bridge.is_current()
+    home, done = threading.get_ident(), anyio.Event()
 
-    async def main() -> None:
-        bridge = current_loop()
-        assert type(bridge) is kind and bridge.is_current()
-        home, done = threading.get_ident(), anyio.Event()
+    def work() -> None:
+        assert not bridge.is_current()
+        for number in range(100):
+            assert bridge.post(lambda n=number: seen.append((n, threading.get_ident() == home)))  # type: ignore[misc]
+        bridge.run(done.set)
 
-        def work() -> None:
-            assert not bridge.is_current()
-            for number in range(100):
-                assert bridge.post(lambda n=number: seen.append((n, threading.get_ident() == home)))  # type: ignore[misc]
-            bridge.run(done.set)
-
-        await anyio.to_thread.run_sync(work)
-        await done.wait()
-
-    anyio.run(main, backend=backend)
+    await anyio.to_thread.run_sync(work)
+    await done.wait()
     assert seen == [(number, True) for number in range(100)]
 
 
-@LOOPS
-def test_loop_bridge_waits_for_futures_of_other_threads(backend: str, kind: type[LoopBridge]) -> None:
-    async def main() -> None:
-        bridge = current_loop()
-        future: Future[int] = Future()
-        with anyio.move_on_after(0.001) as scope:
-            await bridge.wait(future)
-        assert scope.cancelled_caught and not future.done()
-        thread = threading.Thread(target=lambda: future.set_result(5))
-        thread.start()
-        assert await bridge.wait(future) == 5 == await bridge.wait(future)
-        thread.join()
-        failed: Future[int] = Future()
-        failed.set_exception(ZeroDivisionError())
-        with pytest.raises(ZeroDivisionError):
-            await bridge.wait(failed)
-
-    anyio.run(main, backend=backend)
+@both_loops
+async def test_loop_bridge_waits_for_futures_of_other_threads() -> None:
+    bridge = current_loop()
+    future: Future[int] = Future()
+    with anyio.move_on_after(0.001) as scope:
+        await bridge.wait(future)
+    assert scope.cancelled_caught and not future.done()
+    thread = threading.Thread(target=lambda: future.set_result(5))
+    thread.start()
+    assert await bridge.wait(future) == 5 == await bridge.wait(future)
+    thread.join()
+    failed: Future[int] = Future()
+    failed.set_exception(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        await bridge.wait(failed)
 
 
 @LOOPS
-def test_loop_bridge_swallows_posts_to_a_loop_that_is_gone(backend: str, kind: type[LoopBridge]) -> None:
+def test_loop_bridge_swallows_posts_to_a_loop_that_is_gone(backend: str) -> None:
     async def main() -> LoopBridge:
         bridge = current_loop()
         bridge.post_later(3600, lambda: pytest.fail("ran"))
@@ -72,32 +64,26 @@ def test_loop_bridge_swallows_posts_to_a_loop_that_is_gone(backend: str, kind: t
     bridge.post_later(0, lambda: pytest.fail("ran"))
 
 
-@LOOPS
-def test_loop_bridge_runs_later_what_is_posted_for_later(backend: str, kind: type[LoopBridge]) -> None:
-    async def main() -> None:
-        bridge, done, order = current_loop(), anyio.Event(), list[str]()
-        bridge.post_later(0.02, done.set)
-        bridge.post_later(0.01, lambda: order.append("first"))
-        await done.wait()
-        assert order == ["first"]
-
-    anyio.run(main, backend=backend)
+@both_loops
+async def test_loop_bridge_runs_later_what_is_posted_for_later() -> None:
+    bridge, done, order = current_loop(), anyio.Event(), list[str]()
+    bridge.post_later(0.02, done.set)
+    bridge.post_later(0.01, lambda: order.append("first"))
+    await done.wait()
+    assert order == ["first"]
 
 
-@LOOPS
-def test_loop_bridge_that_is_closed_leaves_no_timer(backend: str, kind: type[LoopBridge]) -> None:
-    async def main() -> None:
-        bridge = current_loop()
-        before = anyio.get_running_tasks() if backend == "asyncio" else []
-        for seconds in (1e12, 1e300):
-            bridge.post_later(seconds, lambda: pytest.fail("ran"))
-        await anyio.sleep(0.01)
-        bridge.close()
-        bridge.close()
-        await anyio.sleep(0.01)
-        assert backend == "trio" or len(anyio.get_running_tasks()) == len(before)
-
-    anyio.run(main, backend=backend)
+@both_loops
+async def test_loop_bridge_that_is_closed_leaves_no_timer(backend: str) -> None:
+    bridge = current_loop()
+    before = anyio.get_running_tasks() if backend == "asyncio" else []
+    for seconds in (1e12, 1e300):
+        bridge.post_later(seconds, lambda: pytest.fail("ran"))
+    await anyio.sleep(0.01)
+    bridge.close()
+    bridge.close()
+    await anyio.sleep(0.01)
+    assert backend == "trio" or len(anyio.get_running_tasks()) == len(before)
 
 
 def test_current_loop_needs_one() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,12 @@ from tests.e2e.engines import (
     write_tokenizer,
 )
 from tests.e2e.test_llm_api import until
+from tests.loops import both_loops
 from tests.mla import BLOCKS, write_random_model
 
 VOCAB = SMALL["vocab_size"]
 LENGTH = 24
 PROMPT, OTHER = prompts_of((37, 300), VOCAB, seed=3)
-LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 OVERLAP = pytest.mark.parametrize("overlap", [False, True])
 
 
@@ -353,14 +353,6 @@ def test_routed_experts_of_a_single_token_prompt(llm: LLM) -> None:
 # ------------------------------------------------------------------------------------------------- order, time and control
 
 
-def in_loop(backend: str, scenario: Callable[[], Awaitable[None]]) -> None:
-    async def guarded() -> None:
-        with anyio.fail_after(120):
-            await scenario()
-
-    anyio.run(guarded, backend=backend)
-
-
 def serving(model: Path, **settings: Any) -> AsyncLLM:
     return AsyncLLM(str(model), **{**MODEST, **settings})
 
@@ -369,104 +361,94 @@ async def check_idle(llm: AsyncLLM) -> None:
     await anyio.to_thread.run_sync(engine_of(llm).call(assert_idle).result)
 
 
-def test_more_urgent_requests_run_first(model: Path) -> None:
-    async def scenario() -> None:
-        order: list[int] = []
-        async with serving(model, max_num_seqs=1) as llm:
+@both_loops
+async def test_more_urgent_requests_run_first(model: Path) -> None:
+    order: list[int] = []
+    async with serving(model, max_num_seqs=1) as llm:
 
-            async def ask(priority: int) -> None:
-                await llm.generate(PROMPT, seeded(max_tokens=3), priority=priority)
-                order.append(priority)
+        async def ask(priority: int) -> None:
+            await llm.generate(PROMPT, seeded(max_tokens=3), priority=priority)
+            order.append(priority)
 
-            async with anyio.create_task_group() as group:
-                async with llm.stream(PROMPT, seeded(max_tokens=900)) as blocker:
-                    await anext(blocker)
-                    for i, priority in enumerate((5, 1, 3, -2)):
-                        group.start_soon(ask, priority)
-                        await until(lambda i=i: llm.stats().num_waiting == i + 1)  # type: ignore[misc]
-            await check_idle(llm)
-        assert order == [-2, 1, 3, 5]
-
-    in_loop("asyncio", scenario)
+        async with anyio.create_task_group() as group:
+            async with llm.stream(PROMPT, seeded(max_tokens=900)) as blocker:
+                await anext(blocker)
+                for i, priority in enumerate((5, 1, 3, -2)):
+                    group.start_soon(ask, priority)
+                    await until(lambda i=i: llm.stats().num_waiting == i + 1)  # type: ignore[misc]
+        await check_idle(llm)
+    assert order == [-2, 1, 3, 5]
 
 
-def test_deadline_ends_with_what_there_is(model: Path) -> None:
-    async def scenario() -> None:
-        async with serving(model) as llm:
-            endless = seeded(max_tokens=None)
-            out = await llm.generate(PROMPT, endless.replace(n=2), deadline=0.1)
-            assert {c.finish_reason for c in out.outputs} == {"deadline"}
-            if out.token_ids:
-                whole = await llm.generate(PROMPT, endless.replace(max_tokens=len(out.token_ids)))
-                assert out.token_ids == whole.token_ids
-            late = await llm.generate(PROMPT, endless, deadline=1e-9)
-            assert late.outputs[0].finish_reason == "deadline" and late.token_ids == ()
-            async with anyio.create_task_group() as group:
-                outs = []
+@both_loops
+async def test_deadline_ends_with_what_there_is(model: Path) -> None:
+    async with serving(model) as llm:
+        endless = seeded(max_tokens=None)
+        out = await llm.generate(PROMPT, endless.replace(n=2), deadline=0.1)
+        assert {c.finish_reason for c in out.outputs} == {"deadline"}
+        if out.token_ids:
+            whole = await llm.generate(PROMPT, endless.replace(max_tokens=len(out.token_ids)))
+            assert out.token_ids == whole.token_ids
+        late = await llm.generate(PROMPT, endless, deadline=1e-9)
+        assert late.outputs[0].finish_reason == "deadline" and late.token_ids == ()
+        async with anyio.create_task_group() as group:
+            outs = []
 
-                async def ask() -> None:
-                    outs.append(await llm.generate(PROMPT, endless, deadline=0.3, request_id="kept"))
+            async def ask() -> None:
+                outs.append(await llm.generate(PROMPT, endless, deadline=0.3, request_id="kept"))
 
-                group.start_soon(ask)
-                await until(lambda: llm.stats().num_running == 1)
-                await llm.pause()  # time goes on
-            assert outs[0].outputs[0].finish_reason == "deadline"
-            waiting = await llm.generate(PROMPT, endless, deadline=0.05)
-            assert waiting.outputs[0].finish_reason == "deadline" and waiting.token_ids == ()
-            await llm.resume()
-            await check_idle(llm)
-
-    in_loop("asyncio", scenario)
+            group.start_soon(ask)
+            await until(lambda: llm.stats().num_running == 1)
+            await llm.pause()  # time goes on
+        assert outs[0].outputs[0].finish_reason == "deadline"
+        waiting = await llm.generate(PROMPT, endless, deadline=0.05)
+        assert waiting.outputs[0].finish_reason == "deadline" and waiting.token_ids == ()
+        await llm.resume()
+        await check_idle(llm)
 
 
-def test_pause_changes_nothing_but_the_time(model: Path) -> None:
-    async def scenario() -> None:
-        async with serving(model, deterministic=True) as llm:
-            params = seeded(max_tokens=30, logprobs=2)
-            expected = await llm.generate(OTHER, params)
-            async with llm.stream(OTHER, params) as stream:
-                tokens: list[int] = []
-                async for delta in stream:
-                    tokens += delta.token_ids
-                    if len(tokens) in (3, 20):
-                        async with llm.paused():
-                            assert llm.state == "paused"
-                            steps = llm.stats().steps
-                            await llm.reset_prefix_cache()
-                            assert llm.stats().steps == steps
-                final = await stream.final()
-            assert tuple(tokens) == final.token_ids == expected.token_ids
-            ours, theirs = final.outputs[0].logprobs, expected.outputs[0].logprobs
-            assert ours is not None and theirs is not None and torch.equal(ours.sampled, theirs.sampled)
-            await check_idle(llm)
-
-    in_loop("asyncio", scenario)
+@both_loops
+async def test_pause_changes_nothing_but_the_time(model: Path) -> None:
+    async with serving(model, deterministic=True) as llm:
+        params = seeded(max_tokens=30, logprobs=2)
+        expected = await llm.generate(OTHER, params)
+        async with llm.stream(OTHER, params) as stream:
+            tokens: list[int] = []
+            async for delta in stream:
+                tokens += delta.token_ids
+                if len(tokens) in (3, 20):
+                    async with llm.paused():
+                        assert llm.state == "paused"
+                        steps = llm.stats().steps
+                        await llm.reset_prefix_cache()
+                        assert llm.stats().steps == steps
+            final = await stream.final()
+        assert tuple(tokens) == final.token_ids == expected.token_ids
+        ours, theirs = final.outputs[0].logprobs, expected.outputs[0].logprobs
+        assert ours is not None and theirs is not None and torch.equal(ours.sampled, theirs.sampled)
+        await check_idle(llm)
 
 
-@LOOPS
-def test_main_calls_agree_in_both_loops(model: Path, llm: LLM, backend: str) -> None:
+@both_loops
+async def test_main_calls_agree_in_both_loops(model: Path, llm: LLM) -> None:
     """asyncio and Trio give what a thread gets."""
-
-    async def scenario() -> None:
-        async with serving(model, max_num_seqs=8) as mine:
-            prompts = [PROMPT, OTHER, PROMPT[:5]]
-            params = seeded(logprobs=0)
-            outs = await mine.generate_batch(prompts, params)
-            assert [o.token_ids for o in outs] == [o.token_ids for o in llm.generate_batch(prompts, params)]
-            found = {o.index: o.token_ids async for o in mine.as_completed(prompts, params)}
-            assert found == {o.index: o.token_ids for o in outs}
-            scored = await mine.score(PROMPT, outs[0].token_ids)
-            expected = llm.score(PROMPT, outs[0].token_ids)
-            torch.testing.assert_close(scored.sampled, expected.sampled, rtol=0, atol=1e-5)
-            async with mine.stream(PROMPT, params.replace(n=2)) as stream:
-                texts = ["", ""]
-                async for delta in stream:
-                    texts[delta.index] += delta.text
-                assert texts == [c.text for c in (await stream.final()).outputs]
-                assert texts[0] == outs[0].text
-            await check_idle(mine)
-
-    in_loop(backend, scenario)
+    async with serving(model, max_num_seqs=8) as mine:
+        prompts = [PROMPT, OTHER, PROMPT[:5]]
+        params = seeded(logprobs=0)
+        outs = await mine.generate_batch(prompts, params)
+        assert [o.token_ids for o in outs] == [o.token_ids for o in llm.generate_batch(prompts, params)]
+        found = {o.index: o.token_ids async for o in mine.as_completed(prompts, params)}
+        assert found == {o.index: o.token_ids for o in outs}
+        scored = await mine.score(PROMPT, outs[0].token_ids)
+        expected = llm.score(PROMPT, outs[0].token_ids)
+        torch.testing.assert_close(scored.sampled, expected.sampled, rtol=0, atol=1e-5)
+        async with mine.stream(PROMPT, params.replace(n=2)) as stream:
+            texts = ["", ""]
+            async for delta in stream:
+                texts[delta.index] += delta.text
+            assert texts == [c.text for c in (await stream.final()).outputs]
+            assert texts[0] == outs[0].text
+        await check_idle(mine)
 
 
 def test_reset_prefix_cache_forgets_prefixes(llm: LLM) -> None:

@@ -20,7 +20,8 @@ from dsv4lite import LLM, AsyncLLM, FileReport, SamplingParams
 from dsv4lite.__main__ import main
 from dsv4lite.config import tiny_model
 from dsv4lite.errors import ConfigError, InvalidRequestError
-from tests.e2e.engines import MODEST, opened, write_model
+from tests.e2e.engines import MODEST, opened
+from tests.loops import both_loops
 
 CHAT = {"method": "POST", "url": "/v1/chat/completions"}
 TEXT = {"method": "POST", "url": "/v1/completions"}
@@ -79,11 +80,6 @@ def texts(path: Path) -> dict[int, Any]:
         number: [choice.get("text", choice.get("message")) for choice in line["response"]["body"]["choices"]]
         for number, line in sorted(outputs(path).items())
     }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -218,17 +214,13 @@ def test_a_full_disk_ends_the_call_and_loses_nothing(llm: LLM, tmp_path: Path) -
     assert llm.generate("abc", DEFAULTS).outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_event_loops_have_it_too(model: Path, tmp_path: Path, backend: str) -> None:
+@both_loops
+async def test_event_loops_have_it_too(model: Path, tmp_path: Path) -> None:
     source, target = written(tmp_path / "in", GOOD), tmp_path / "out"
-
-    async def run() -> FileReport:
-        async with AsyncLLM(str(model), **MODEST) as llm:
-            with anyio.move_on_after(0):  # a cancelled call leaves a file that the next one continues
-                await llm.generate_file(source, target, DEFAULTS)
-            return await llm.generate_file(source, target, DEFAULTS)
-
-    report = anyio.run(run, backend=backend)
+    async with AsyncLLM(str(model), **MODEST) as llm:
+        with anyio.move_on_after(0):  # a cancelled call leaves a file that the next one continues
+            await llm.generate_file(source, target, DEFAULTS)
+        report = await llm.generate_file(source, target, DEFAULTS)
     assert (report.earlier + report.done, report.failed, len(outputs(target))) == (len(GOOD), 0, len(GOOD))
 
 

@@ -44,23 +44,7 @@ from dsv4lite.text.forms import FORMS
 from dsv4lite.weights.formats import QuantFormat
 from dsv4lite.weights.update import NamedTensors
 from tests.fakes import ENDLESS, MANY, POISON, REFUSED, FakeEngine, Lab, endless
-
-Test = Callable[[Lab], Awaitable[None]]
-LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
-
-
-def both_loops(test: Test) -> Callable[[str, Lab], None]:
-    """Run an async test under both libraries; whatever hangs fails."""
-
-    async def guarded(lab: Lab) -> None:
-        with anyio.fail_after(30):
-            await test(lab)
-
-    def run(backend: str, lab: Lab) -> None:
-        anyio.run(guarded, lab, backend=backend)
-
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
-    return LOOPS(run)
+from tests.loops import LOOPS, both_loops
 
 
 def text_model(*texts: str) -> Callable[[Request, int], Iterator[int]]:
@@ -764,29 +748,25 @@ async def test_as_completed_does_not_take_an_error_of_its_source_for_the_end(lab
             await llm.generate_batch(rows(), SamplingParams())
 
 
-@LOOPS
 @pytest.mark.parametrize("dies", [False, True])
-def test_as_completed_that_waits_for_its_source_ends_with_the_engine(backend: str, dies: bool, lab: Lab) -> None:
+async def test_as_completed_that_waits_for_its_source_ends_with_the_engine(dies: bool, lab: Lab) -> None:
     async def rows() -> AsyncIterator[str]:
         yield "a"
         await anyio.sleep_forever()
 
-    async def read() -> None:
-        async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
-            outputs = llm.as_completed(rows(), SamplingParams(), on_error="return")
-            assert (await anext(outputs)).text == "a"
-            results: list[Any] = []
-            await spawn(group, outputs.__anext__, results)
-            await anyio.wait_all_tasks_blocked()
-            if dies:
-                lab.engine.die(EngineDeadError("it broke", phase="step"))
-            else:
-                await llm.aclose()
-            with anyio.fail_after(10):
-                await until(lambda: bool(results))
-            assert isinstance(results[0], EngineDeadError if dies else EngineStateError)
-
-    anyio.run(read, backend=backend)
+    async with AsyncLLM("m") as llm, anyio.create_task_group() as group:
+        outputs = llm.as_completed(rows(), SamplingParams(), on_error="return")
+        assert (await anext(outputs)).text == "a"
+        results: list[Any] = []
+        await spawn(group, outputs.__anext__, results)
+        await anyio.wait_all_tasks_blocked()
+        if dies:
+            lab.engine.die(EngineDeadError("it broke", phase="step"))
+        else:
+            await llm.aclose()
+        with anyio.fail_after(10):
+            await until(lambda: bool(results))
+        assert isinstance(results[0], EngineDeadError if dies else EngineStateError)
 
 
 async def test_as_completed_ends_with_a_source_that_was_cancelled(lab: Lab) -> None:
@@ -1566,8 +1546,7 @@ async def in_phase(lab: Lab, phase: Phase, proceed: threading.Event, group: anyi
 
 
 @pytest.mark.parametrize("phase", Phase, ids=str)
-@LOOPS
-def test_state_allows_or_refuses_every_call(backend: str, lab: Lab, phase: Phase) -> None:
+async def test_state_allows_or_refuses_every_call(lab: Lab, phase: Phase) -> None:
     """Refused calls change nothing and use one engine; each allowed call has an engine of its own."""
     calls = {**SERVING_ONLY, **WHILE_STARTED, **BETWEEN_UPDATES, **ALWAYS, "start": lambda llm: llm.__aenter__()}
 
@@ -1599,20 +1578,16 @@ def test_state_allows_or_refuses_every_call(backend: str, lab: Lab, phase: Phase
         await llm.aclose()
         del update
 
-    async def main() -> None:
-        with anyio.fail_after(30):
-            serving = phase in (Phase.READY, Phase.PAUSED, Phase.UPDATING)
-            started = serving or phase in (Phase.ASLEEP, Phase.WEIGHTS_INVALID)
-            allowed = [*ALWAYS, *(SERVING_ONLY if serving else ()), *(WHILE_STARTED if started else ())]
-            allowed += [name for name in BETWEEN_UPDATES if started and phase is not Phase.UPDATING]
-            allowed += ["start"] if phase is Phase.NEW else []
-            if phase is Phase.ASLEEP:
-                allowed.remove("update_weights")  # the weights sleep, too
-            for method in allowed:
-                await call([method], True)
-            await call([method for method in calls if method not in allowed], False)
-
-    anyio.run(main, backend=backend)
+    serving = phase in (Phase.READY, Phase.PAUSED, Phase.UPDATING)
+    started = serving or phase in (Phase.ASLEEP, Phase.WEIGHTS_INVALID)
+    allowed = [*ALWAYS, *(SERVING_ONLY if serving else ()), *(WHILE_STARTED if started else ())]
+    allowed += [name for name in BETWEEN_UPDATES if started and phase is not Phase.UPDATING]
+    allowed += ["start"] if phase is Phase.NEW else []
+    if phase is Phase.ASLEEP:
+        allowed.remove("update_weights")  # the weights sleep, too
+    for method in allowed:
+        await call([method], True)
+    await call([method for method in calls if method not in allowed], False)
 
 
 # ---- settings ----

@@ -32,11 +32,6 @@ SETTINGS: dict[str, Any] = {"deterministic": True, "max_num_batched_tokens": 200
 PROMPTS = prompts_of((37, 300, 5, 61, 130, 12, 64, 9), SMALL["vocab_size"], seed=3)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("plain"))
-
-
 @contextmanager
 def capturing(ran: list[tuple[PromptShape, int]], *, prompt_tokens: int = 200) -> Iterator[None]:
     """Let engines capture steps on the CPU; note each step with prompts that ran so, its shape and number of sequences."""

@@ -13,12 +13,11 @@ from dsv4lite import LLM, AsyncLLM, InvalidRequestError, LoadProgress, Row, Samp
 from dsv4lite.errors import ConfigError
 from tests.e2e.engines import MODEST
 from tests.fakes import POISON, Lab
+from tests.loops import both_loops
 
 
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_metadata_comes_back_with_outputs_and_errors(lab: Lab, backend: str) -> None:
-    import anyio
-
+@both_loops
+async def test_metadata_comes_back_with_outputs_and_errors(lab: Lab) -> None:
     marks = [object() for _ in range(4)]
     rows: list[Any] = [
         Row("one", marks[0]),
@@ -27,13 +26,9 @@ def test_metadata_comes_back_with_outputs_and_errors(lab: Lab, backend: str) -> 
         Row(7, marks[2]),  # type: ignore[arg-type]
         Row("three", marks[3], SamplingParams(max_tokens=1)),
     ]
-
-    async def run() -> list[Any]:
-        async with AsyncLLM("m") as llm:
-            outputs = [output async for output in llm.as_completed(iter(rows), SamplingParams(), on_error="return")]
-            return sorted(outputs, key=lambda output: output.index)
-
-    outputs = anyio.run(run, backend=backend)
+    async with AsyncLLM("m") as llm:
+        outputs = [output async for output in llm.as_completed(iter(rows), SamplingParams(), on_error="return")]
+    outputs.sort(key=lambda output: output.index)
     assert [output.metadata for output in outputs] == [marks[0], None, marks[1], marks[2], marks[3]]
     assert [output.error is None for output in outputs] == [True, True, False, False, True]
     assert [output.text for output in outputs[:2]] == ["one", "two"] and len(outputs[4].token_ids) == 1

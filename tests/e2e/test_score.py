@@ -16,6 +16,7 @@ from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.planning.workspace import SCORED_ROWS
 from dsv4lite.request import SamplingParams
 from tests.e2e.engines import FIRST_LETTER, MODEST, SMALL, opened, prompts_of, same_logprobs
+from tests.loops import both_loops
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -177,23 +178,20 @@ def test_batch_takes_parameters_for_each_pair(llm: LLM) -> None:
         llm.score_batch([(PROMPT, OTHER), (PROMPT, [])])
 
 
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_batch_scores_in_both_loops(model: Path, llm: LLM, backend: str) -> None:
+@both_loops
+async def test_batch_scores_in_both_loops(model: Path, llm: LLM) -> None:
     pairs = [(PROMPT, OTHER), (OTHER, PROMPT)]
     params = SamplingParams(top_p=0.9, logprobs_mode="processed")
     expected = llm.score_batch(pairs, params, top_logprobs=2)
 
-    async def main() -> None:
-        async def slowly() -> Any:
-            for pair in pairs:
-                await anyio.sleep(0)
-                yield pair
+    async def slowly() -> Any:
+        for pair in pairs:
+            await anyio.sleep(0)
+            yield pair
 
-        async with AsyncLLM(str(model), **{**MODEST, "deterministic": True}) as mine:
-            for given in (pairs, slowly()):
-                found = await mine.score_batch(given, params, top_logprobs=2)
-                for ours, theirs in zip(found, expected, strict=True):
-                    same_logprobs(ours, theirs)
-            same_logprobs(await mine.score(PROMPT, OTHER, params, top_logprobs=2), expected[0])
-
-    anyio.run(main, backend=backend)
+    async with AsyncLLM(str(model), **{**MODEST, "deterministic": True}) as mine:
+        for given in (pairs, slowly()):
+            found = await mine.score_batch(given, params, top_logprobs=2)
+            for ours, theirs in zip(found, expected, strict=True):
+                same_logprobs(ours, theirs)
+        same_logprobs(await mine.score(PROMPT, OTHER, params, top_logprobs=2), expected[0])

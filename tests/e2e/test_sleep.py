@@ -25,9 +25,9 @@ from dsv4lite.weights import host_memory
 from dsv4lite.weights.update import DiskSource, NamedTensors
 from tests.e2e.engines import MODEST, engine_of, opened, write_model
 from tests.e2e.updates import GREEDY, KINDS, LONG, PROMPT, ask, quantized_tensors, read, same, write_for_kernels, write_quantized
+from tests.loops import both_loops
 from tests.recorded import captured_engines, recorded
 
-LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 DRAFTING: dict[str, Any] = {"deterministic": True, "speculative": MTP(2, adaptive=False)}
 
 
@@ -253,10 +253,10 @@ def test_failed_wake_up_leaves_the_engine_asleep(llm: LLM, monkeypatch: pytest.M
     assert same(ask(llm), before)
 
 
-@LOOPS
 @pytest.mark.parametrize("call", ["sleep", "wake_up"])
-def test_calls_without_effect_wait_for_the_one_that_is_under_way(
-    plain: Path, backend: str, call: str, monkeypatch: pytest.MonkeyPatch
+@both_loops
+async def test_calls_without_effect_wait_for_the_one_that_is_under_way(
+    plain: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their callers count on the memory that it gives back or takes."""
     begun, go, ended = threading.Event(), threading.Event(), list[str]()
@@ -272,74 +272,64 @@ def test_calls_without_effect_wait_for_the_one_that_is_under_way(
         await getattr(llm, call)()
         ended.append(who)
 
-    async def main() -> None:
-        async with AsyncLLM(str(plain), **MODEST) as llm:
-            if call == "wake_up":
-                await llm.sleep()
-            monkeypatch.setattr(store, name, slow)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(run, llm, "first")
-                assert await anyio.to_thread.run_sync(begun.wait, 60)
-                tasks.start_soon(run, llm, "second")
-                await anyio.wait_all_tasks_blocked()
-                assert ended == []
-                go.set()
-            assert llm.state is (Phase.ASLEEP if call == "sleep" else Phase.READY)
-
-    anyio.run(main, backend=backend)
+    async with AsyncLLM(str(plain), **MODEST) as llm:
+        if call == "wake_up":
+            await llm.sleep()
+        monkeypatch.setattr(store, name, slow)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run, llm, "first")
+            assert await anyio.to_thread.run_sync(begun.wait, 60)
+            tasks.start_soon(run, llm, "second")
+            await anyio.wait_all_tasks_blocked()
+            assert ended == []
+            go.set()
+        assert llm.state is (Phase.ASLEEP if call == "sleep" else Phase.READY)
 
 
-@LOOPS
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_open_requests_meet_a_sleep_as_its_mode_says(plain: Path, backend: str, mode: Any) -> None:
+@both_loops
+async def test_open_requests_meet_a_sleep_as_its_mode_says(plain: Path, mode: Any) -> None:
     """Those that are kept end as if nothing had been."""
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, logprobs=2)
+    outputs: list[Any] = []
 
-    async def main() -> None:
-        outputs: list[Any] = []
+    async def generate() -> None:
+        outputs.append(await llm.generate(PROMPT, params))
 
-        async def generate() -> None:
-            outputs.append(await llm.generate(PROMPT, params))
-
-        async with AsyncLLM(str(plain), **MODEST, deterministic=True) as llm:
-            undisturbed = await llm.generate(PROMPT, params)
-            async with anyio.create_task_group() as group:
-                done = llm.stats().generated_tokens
-                group.start_soon(generate)
-                while llm.stats().generated_tokens < done + 5:
-                    await anyio.sleep(0.001)
-                await llm.sleep(1, mode=mode)
-                await llm.sleep(1)  # has no effect
-                assert llm.state is Phase.ASLEEP and len(outputs) == (mode != "keep")
-                await llm.wake_up()
-        (one,), (expected,) = outputs[0].outputs, undisturbed.outputs
-        if mode == "abort":
-            assert one.finish_reason == "abort" and one.token_ids == expected.token_ids[: len(one.token_ids)]
-        else:
-            assert one.token_ids == expected.token_ids and one.logprobs.values.equal(expected.logprobs.values)
-
-    anyio.run(main, backend=backend)
-
-
-@LOOPS
-def test_requests_that_wait_in_the_queue_outlast_a_sleep(plain: Path, backend: str) -> None:
-    async def main() -> None:
-        outputs: list[Any] = []
-
-        async def generate() -> None:
-            outputs.append(await llm.generate(PROMPT, GREEDY))
-
-        async with AsyncLLM(str(plain), **MODEST, deterministic=True) as llm, anyio.create_task_group() as group:
-            await llm.pause()
+    async with AsyncLLM(str(plain), **MODEST, deterministic=True) as llm:
+        undisturbed = await llm.generate(PROMPT, params)
+        async with anyio.create_task_group() as group:
+            done = llm.stats().generated_tokens
             group.start_soon(generate)
-            await anyio.sleep(0.01)
-            await llm.sleep(1, mode="keep")
+            while llm.stats().generated_tokens < done + 5:
+                await anyio.sleep(0.001)
+            await llm.sleep(1, mode=mode)
+            await llm.sleep(1)  # has no effect
+            assert llm.state is Phase.ASLEEP and len(outputs) == (mode != "keep")
             await llm.wake_up()
-            assert llm.state is Phase.PAUSED and not outputs
-            await llm.resume()
-        assert outputs[0].outputs[0].finish_reason == "length"
+    (one,), (expected,) = outputs[0].outputs, undisturbed.outputs
+    if mode == "abort":
+        assert one.finish_reason == "abort" and one.token_ids == expected.token_ids[: len(one.token_ids)]
+    else:
+        assert one.token_ids == expected.token_ids and one.logprobs.values.equal(expected.logprobs.values)
 
-    anyio.run(main, backend=backend)
+
+@both_loops
+async def test_requests_that_wait_in_the_queue_outlast_a_sleep(plain: Path) -> None:
+    outputs: list[Any] = []
+
+    async def generate() -> None:
+        outputs.append(await llm.generate(PROMPT, GREEDY))
+
+    async with AsyncLLM(str(plain), **MODEST, deterministic=True) as llm, anyio.create_task_group() as group:
+        await llm.pause()
+        group.start_soon(generate)
+        await anyio.sleep(0.01)
+        await llm.sleep(1, mode="keep")
+        await llm.wake_up()
+        assert llm.state is Phase.PAUSED and not outputs
+        await llm.resume()
+    assert outputs[0].outputs[0].finish_reason == "length"
 
 
 def test_bad_arguments_are_refused(llm: LLM) -> None:

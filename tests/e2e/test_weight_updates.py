@@ -38,10 +38,10 @@ from tests.e2e.updates import (
     write_for_kernels,
     write_quantized,
 )
+from tests.loops import both_loops
 from tests.recorded import captured_engines, recorded
 from tests.tiny import trainer_model, trainer_settings
 
-LOOPS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 EXACT: dict[str, Any] = {"deterministic": True}
 DRAFTING: dict[str, Any] = {**EXACT, "speculative": MTP(2, adaptive=False)}
 
@@ -466,43 +466,39 @@ def test_failure_without_staging_leaves_no_valid_weights_until_a_full_update(
 # ----------------------------------------------------------------------------------------------- requests in the meantime
 
 
-@LOOPS
 @pytest.mark.parametrize("mode", ["keep", "recompute", "wait", "abort"])
-def test_requests_meet_an_update_as_its_mode_says(models: tuple[Path, Path], fresh: Any, backend: str, mode: Any) -> None:
+@both_loops
+async def test_requests_meet_an_update_as_its_mode_says(models: tuple[Path, Path], fresh: Any, mode: Any) -> None:
     """The versions of tokens change once, at the same step for all; a request of afterwards is that of a fresh engine."""
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, logprobs=0)
+    outputs: list[Any] = []
 
-    async def main() -> None:
-        outputs: list[Any] = []
+    async def generate() -> None:
+        outputs.append(await llm.generate(PROMPT, params))
 
-        async def generate() -> None:
-            outputs.append(await llm.generate(PROMPT, params))
-
-        async with AsyncLLM(str(models[0]), **{**MODEST, **EXACT}) as llm, anyio.create_task_group() as group:
-            for _ in range(3):
-                group.start_soon(generate)
-            while llm.stats().generated_tokens < 30:
-                await anyio.sleep(0.001)
-            async with llm.update_weights(5, mode=mode) as update:
-                assert llm.state is Phase.UPDATING
-                before = llm.stats().generated_tokens
-                await update.load(DiskSource(str(models[1])))
-                while llm.stats().generated_tokens == before and len(outputs) < 3:
-                    await anyio.sleep(0.001)  # steps go on beside the update
-            later = await llm.generate(PROMPT, GREEDY)
-            assert same(later, fresh[1][0]) and later.outputs[0].weight_versions == ((5, 0, 6),)
-            assert llm.stats().preemptions == (3 if mode == "recompute" else 0)
-        for output in outputs:
-            (one,) = output.outputs
-            spans = one.weight_versions
-            if mode in ("keep", "recompute"):
-                assert one.finish_reason == "length" and [span[0] for span in spans] == [0, 5]
-                assert (spans[0][1], spans[-1][2]) == (0, 60) and spans[0][2] == spans[1][1]
-            else:
-                assert one.finish_reason == ("length" if mode == "wait" else "abort")
-                assert spans == ((0, 0, len(one.token_ids)),)
-
-    anyio.run(main, backend=backend)
+    async with AsyncLLM(str(models[0]), **{**MODEST, **EXACT}) as llm, anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(generate)
+        while llm.stats().generated_tokens < 30:
+            await anyio.sleep(0.001)
+        async with llm.update_weights(5, mode=mode) as update:
+            assert llm.state is Phase.UPDATING
+            before = llm.stats().generated_tokens
+            await update.load(DiskSource(str(models[1])))
+            while llm.stats().generated_tokens == before and len(outputs) < 3:
+                await anyio.sleep(0.001)  # steps go on beside the update
+        later = await llm.generate(PROMPT, GREEDY)
+        assert same(later, fresh[1][0]) and later.outputs[0].weight_versions == ((5, 0, 6),)
+        assert llm.stats().preemptions == (3 if mode == "recompute" else 0)
+    for output in outputs:
+        (one,) = output.outputs
+        spans = one.weight_versions
+        if mode in ("keep", "recompute"):
+            assert one.finish_reason == "length" and [span[0] for span in spans] == [0, 5]
+            assert (spans[0][1], spans[-1][2]) == (0, 60) and spans[0][2] == spans[1][1]
+        else:
+            assert one.finish_reason == ("length" if mode == "wait" else "abort")
+            assert spans == ((0, 0, len(one.token_ids)),)
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
@@ -533,35 +529,28 @@ def test_prefix_that_older_weights_have_cached_is_not_used(models: tuple[Path, P
     assert ask(llm, LONG).usage.cached_tokens == 256
 
 
-@LOOPS
-def test_cancelled_update_rolls_back(models: tuple[Path, Path], fresh: Any, backend: str) -> None:
-    async def main() -> None:
-        async with AsyncLLM(str(models[0]), **{**MODEST, **EXACT}) as llm:
-            with anyio.move_on_after(0.1) as scope:
-                async with llm.update_weights(1) as update:
-                    await update.load(DiskSource(str(models[1])))
-                    await anyio.sleep_forever()
-            assert scope.cancelled_caught and (llm.state, llm.weight_version) == (Phase.READY, 0)
-            assert same(await llm.generate(PROMPT, GREEDY), fresh[0][0])
-
-    anyio.run(main, backend=backend)
+@both_loops
+async def test_cancelled_update_rolls_back(models: tuple[Path, Path], fresh: Any) -> None:
+    async with AsyncLLM(str(models[0]), **{**MODEST, **EXACT}) as llm:
+        with anyio.move_on_after(0.1) as scope:
+            async with llm.update_weights(1) as update:
+                await update.load(DiskSource(str(models[1])))
+                await anyio.sleep_forever()
+        assert scope.cancelled_caught and (llm.state, llm.weight_version) == (Phase.READY, 0)
+        assert same(await llm.generate(PROMPT, GREEDY), fresh[0][0])
 
 
-@LOOPS
-def test_update_whose_load_was_cancelled_rolls_back(models: tuple[Path, Path], fresh: Any, backend: str) -> None:
+@both_loops
+async def test_update_whose_load_was_cancelled_rolls_back(models: tuple[Path, Path], fresh: Any) -> None:
     """Also where the cancellation ends inside the block, and the tensors that did not come may be left out."""
-
-    async def main() -> None:
-        async with AsyncLLM(str(models[0]), **{**MODEST, **EXACT}) as llm:
-            with pytest.raises(WeightUpdateError, match="rolled back, because a load was cancelled or has not ended"):
-                async with llm.update_weights(1, partial=True) as update:
-                    with anyio.CancelScope() as scope:
-                        scope.cancel()
-                        await update.load(DiskSource(str(models[1])))
-            assert scope.cancelled_caught and (llm.state, llm.weight_version) == (Phase.READY, 0)
-            assert same(await llm.generate(PROMPT, GREEDY), fresh[0][0])
-
-    anyio.run(main, backend=backend)
+    async with AsyncLLM(str(models[0]), **{**MODEST, **EXACT}) as llm:
+        with pytest.raises(WeightUpdateError, match="rolled back, because a load was cancelled or has not ended"):
+            async with llm.update_weights(1, partial=True) as update:
+                with anyio.CancelScope() as scope:
+                    scope.cancel()
+                    await update.load(DiskSource(str(models[1])))
+        assert scope.cancelled_caught and (llm.state, llm.weight_version) == (Phase.READY, 0)
+        assert same(await llm.generate(PROMPT, GREEDY), fresh[0][0])
 
 
 def test_update_that_is_left_while_a_load_goes_on_rolls_back(llm: LLM, models: tuple[Path, Path], fresh: Any) -> None:
