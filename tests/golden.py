@@ -118,8 +118,11 @@ def fill(model: M, checkpoint: Mapping[str, Tensor]) -> M:
 
 
 def official_names(named: Mapping[str, Tensor], names: NameTables) -> dict[str, Tensor]:
-    """Return tensors by other names under the official ones."""
-    return {piece.name: tensor[piece.index] for name, tensor in named.items() for piece in translate(name, tensor.shape, names)}
+    """Return tensors by other names under the official ones, of which none comes twice."""
+    pieces = [(piece, tensor) for name, tensor in named.items() for piece in translate(name, tensor.shape, names)]
+    found = {piece.name: tensor[piece.index] for piece, tensor in pieces}
+    assert len(found) == len(pieces)
+    return found
 
 
 def poison(model: M) -> M:

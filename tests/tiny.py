@@ -141,6 +141,11 @@ TINY_REFRESHED = refreshed(TINY, noise=59, targets=[2, 3, 4], rank=8)
 RELEASE_ONLY = ("architectures", "model_type", "torch_dtype", "rope_scaling")
 
 
+def changed(raw: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
+    """Return a copy with some keys changed; None removes a key."""
+    return {key: value for key, value in {**raw, **settings}.items() if value is not None}
+
+
 def v4_names(raw: Mapping[str, Any]) -> NameTables:
     """Return V4's names."""
     return V4_NAMES

@@ -13,7 +13,8 @@ from dsv4lite.api import session
 from dsv4lite.engine import runner
 from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.speculation import drafters
-from tests.e2e.engines import write_model
+from tests.e2e.engines import opened, write_model
+from tests.e2e.updates import ask
 from tests.fakes import Lab
 
 
@@ -21,6 +22,23 @@ from tests.fakes import Lab
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small checkpoint with random weights."""
     return write_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two plain checkpoints of one shape."""
+    folder = tmp_path_factory.mktemp("models")
+    return write_model(folder / "a", seed=0), write_model(folder / "b", seed=1)
+
+
+@pytest.fixture(scope="module")
+def fresh(models: tuple[Path, Path]) -> tuple[Any, Any]:
+    """What fresh engines of the two generate, and their checksums."""
+    found = []
+    for model in models:
+        with opened(model, deterministic=True) as llm:
+            found.append((ask(llm), llm.weight_checksums()))
+    return found[0], found[1]
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from dsv4lite.llm import LLM
 from dsv4lite.weights.delta import DeltaSource
 from dsv4lite.weights.shared import HostPlace, IPCSource, SharedTensor, SharedWeights
 from dsv4lite.weights.update import DiskSource, NamedTensors
-from tests.e2e.engines import MODEST, opened, write_model
+from tests.e2e.engines import MODEST
 from tests.e2e.updates import ask, quantized_tensors, read, same, write_quantized
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -50,20 +50,6 @@ def trainer(folder: Path, device: str = "cpu") -> Iterator[list[SharedTensor]]:
         assert process.wait(60) == 0
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two plain checkpoints of one shape."""
-    folder = tmp_path_factory.mktemp("models")
-    return write_model(folder / "a", seed=0), write_model(folder / "b", seed=1)
-
-
-@pytest.fixture(scope="module")
-def fresh(models: tuple[Path, Path]) -> tuple[Any, Any]:
-    """What a fresh engine of the second one generates, and its checksums."""
-    with opened(models[1], **EXACT) as llm:
-        return ask(llm), llm.weight_checksums()
-
-
 @pytest.mark.parametrize("executor", ["thread", "process"])
 def test_weights_of_another_process_are_read_where_they_lie(models: tuple[Path, Path], fresh: Any, executor: str) -> None:
     """By the engine's own process, and by a rank in a child process."""
@@ -73,11 +59,11 @@ def test_weights_of_another_process_are_read_where_they_lie(models: tuple[Path, 
             assert len(pickle.dumps(handles)) < 0.1 * sum(handle.nbytes for handle in handles)
             with llm.update_weights(1) as update:
                 update.load(IPCSource(handles))
-        assert llm.weight_checksums() == fresh[1] != before
-        assert same(ask(llm), fresh[0])
+        assert llm.weight_checksums() == fresh[1][1] != before
+        assert same(ask(llm), fresh[1][0])
         with pytest.raises(WeightUpdateError, match="cannot be opened"), llm.update_weights(2) as update:
             update.load(IPCSource(handles))
-        assert llm.weight_version == 1 and same(ask(llm), fresh[0])
+        assert llm.weight_version == 1 and same(ask(llm), fresh[1][0])
 
 
 @pytest.mark.gpu

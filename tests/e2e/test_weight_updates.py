@@ -24,7 +24,7 @@ from dsv4lite.kernels.quantize import dequantize_matrix
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import Phase, SamplingParams
 from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors
-from tests.e2e.engines import MODEST, SMALL, engine_of, opened, write_model, write_tokenizer
+from tests.e2e.engines import MODEST, SMALL, engine_of, opened, write_tokenizer
 from tests.e2e.updates import (
     GREEDY,
     KINDS,
@@ -32,6 +32,7 @@ from tests.e2e.updates import (
     PROMPT,
     VOCAB,
     ask,
+    load,
     quantized_tensors,
     read,
     same,
@@ -46,33 +47,10 @@ EXACT: dict[str, Any] = {"deterministic": True}
 DRAFTING: dict[str, Any] = {**EXACT, "speculative": MTP(2, adaptive=False)}
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two plain checkpoints of one shape."""
-    folder = tmp_path_factory.mktemp("models")
-    return write_model(folder / "a", seed=0), write_model(folder / "b", seed=1)
-
-
-@pytest.fixture(scope="module")
-def fresh(models: tuple[Path, Path]) -> tuple[Any, Any]:
-    """What fresh engines of the two generate, and their checksums."""
-    found = []
-    for model in models:
-        with opened(model, **EXACT) as llm:
-            found.append((ask(llm), llm.weight_checksums()))
-    return found[0], found[1]
-
-
 @pytest.fixture
 def llm(models: tuple[Path, Path]) -> Iterator[LLM]:
     with opened(models[0], **EXACT) as llm:
         yield llm
-
-
-def load(llm: LLM, version: int, *sources: Any, **options: Any) -> None:
-    with llm.update_weights(version, **options) as update:
-        for source in sources:
-            update.load(source)
 
 
 # ------------------------------------------------------------------------------------------- every tensor, one at a time

@@ -99,6 +99,13 @@ def read(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def load(llm: LLM, version: int, *sources: Any, **options: Any) -> None:
+    """Replace weights by those of some sources."""
+    with llm.update_weights(version, **options) as update:
+        for source in sources:
+            update.load(source)
+
+
 def ask(llm: LLM, prompt: list[int] = PROMPT, tokens: int = 6) -> RequestOutput:
     """Generate greedily; 12 tokens tell most drafters from another."""
     return llm.generate(prompt, GREEDY.replace(max_tokens=tokens))

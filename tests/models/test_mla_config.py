@@ -16,10 +16,7 @@ from dsv4lite.errors import ConfigError, UnsupportedError
 from dsv4lite.models.deepseek_mla.config import MODEL_TYPES, MlaConfig, Yarn, parse_config
 from dsv4lite.models.family import find_family
 from tests.mla import KIMI_K2, V2, V2_LITE, V3, V31, V32, VARIANTS, their_config, trainer_model
-
-
-def changed(raw: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
-    return {key: value for key, value in {**raw, **settings}.items() if value is not None}
+from tests.tiny import changed
 
 
 def test_releases_are_read() -> None:

@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 
 from dsv4lite.errors import ConfigError, UnsupportedError
 from dsv4lite.models.deepseek_v4.config import DSparkConfig, V4Config, Yarn, parse_config
-from tests.tiny import FLASH, PRO, RELEASE_ONLY, TINY, TINY_QUANTIZED, TINY_REFRESHED
-
-
-def changed(raw: Any, **settings: Any) -> dict[str, Any]:
-    """Return a copy with some keys changed; None removes a key."""
-    return {key: value for key, value in {**raw, **settings}.items() if value is not None}
+from tests.tiny import FLASH, PRO, RELEASE_ONLY, TINY, TINY_QUANTIZED, TINY_REFRESHED, changed
 
 
 def test_release_config_gives_the_published_pattern() -> None:

@@ -30,7 +30,7 @@ from dsv4lite.weights.quant import MatrixSlot
 from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors, ProcessGroupSource, broadcast_weights
 from tests.e2e.engines import MODEST, prompts_of, same_outputs, write_model
 from tests.e2e.test_sleep import engine_of_any, failing
-from tests.e2e.updates import GREEDY, ask, read
+from tests.e2e.updates import GREEDY, ask, load, read
 from tests.mla import write_random_model
 from tests.parallel.ranks import Ranks
 from tests.parallel.requests import SHARED, VOCAB
@@ -104,8 +104,7 @@ def test_ranks_change_together(models: tuple[Path, Path], fresh: list[Any], kind
             update.load(NamedTensors(wrong))
         assert caught.value.missing == (f"{w1}: missing",)
         is_of(old, old_sums, 0)
-        with llm.update_weights(2) as update:
-            update.load(DiskSource(str(models[1])))
+        load(llm, 2, DiskSource(str(models[1])))
         is_of(new, new_sums, 2)
         llm.sleep(1)
         llm.wake_up()
@@ -114,8 +113,7 @@ def test_ranks_change_together(models: tuple[Path, Path], fresh: list[Any], kind
         llm.wake_up()
         with pytest.raises(WeightsNotLoadedError):
             ask(llm)
-        with llm.update_weights(3) as update:
-            update.load(NamedTensors(read(models[0])))
+        load(llm, 3, NamedTensors(read(models[0])))
         is_of(old, old_sums, 3)
 
 
@@ -161,8 +159,7 @@ def test_write_that_fails_midway_leaves_no_valid_weights_until_a_full_update(
         assert (llm.state, llm.weight_version) == (Phase.WEIGHTS_INVALID, 0)
         with pytest.raises(WeightsNotLoadedError):
             ask(llm)
-        with llm.update_weights(2) as update:
-            update.load(DiskSource(str(models[1])))
+        load(llm, 2, DiskSource(str(models[1])))
         assert (llm.state, llm.weight_version, llm.weight_checksums()) == (Phase.READY, 2, fresh[1][1])
         same_outputs(llm.generate_batch(PROMPTS, GREEDY), fresh[1][0], tolerance=1e-4)
 
@@ -181,8 +178,7 @@ def test_tensor_that_the_device_cannot_convert_for_lack_of_memory_changes_nothin
                 update.load(DiskSource(str(models[1])))
         assert (llm.state, llm.weight_version, llm.weight_checksums()) == (Phase.READY, 0, fresh[0][1])
         same_outputs(llm.generate_batch(PROMPTS, GREEDY), fresh[0][0], tolerance=1e-4)
-        with llm.update_weights(2) as update:
-            update.load(DiskSource(str(models[1])))
+        load(llm, 2, DiskSource(str(models[1])))
         assert (llm.weight_version, llm.weight_checksums()) == (2, fresh[1][1])
 
 
@@ -202,8 +198,7 @@ def trainer_and_rollout(mesh: Mesh, models: tuple[Path, Path], store: str) -> li
         with LLM(str(models[0]), **SETTINGS) as llm:
             found = [llm.weight_checksums()]
             for version, partial in ((1, True), (2, False)):
-                with llm.update_weights(version, partial=partial) as update:
-                    update.load(ProcessGroupSource(0))
+                load(llm, version, ProcessGroupSource(0), partial=partial)
                 found.append(llm.weight_checksums())
             return found
     finally:
@@ -242,8 +237,7 @@ def failing_and_refused(mesh: Mesh, models: tuple[Path, Path], store: str) -> li
             with LLM(str(models[0]), **SETTINGS) as llm:
                 for _, _, message in transfers:
                     with pytest.raises(WeightUpdateError, match=message) if message else nullcontext():
-                        with llm.update_weights(1, partial=True) as update:
-                            update.load(ProcessGroupSource(0))
+                        load(llm, 1, ProcessGroupSource(0), partial=True)
                 return [llm.weight_version, llm.weight_checksums()]
     finally:
         dist.destroy_process_group()
@@ -287,8 +281,7 @@ def sharded_policy(mesh: Mesh, models: tuple[Path, Path], store: str, fsdp: bool
                         call()
                 assert llm.state is Phase.READY
                 return {}, []
-            with llm.update_weights(1) as update:
-                update.load(ModuleSource(policy))
+            load(llm, 1, ModuleSource(policy))
             llm.sleep(1)
             llm.wake_up()
             return llm.weight_checksums(), llm.generate_batch(PROMPTS, GREEDY)

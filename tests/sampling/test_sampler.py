@@ -22,6 +22,7 @@ from dsv4lite.sampling.state import random_stream
 from dsv4lite.scheduling.step_plan import Sampled, SequencePlan
 from dsv4lite.text.structured import StructuredOutputs
 from tests.e2e.engines import tensor_bytes
+from tests.kernels.test_sampling import mix
 
 INF = math.inf
 V = 61
@@ -119,14 +120,6 @@ ALL = {"logprobs": V, "logprobs_mode": "processed"}
 
 
 # ------------------------------------------------------------------------------------------------------------- reference
-
-
-def mix(x: int, key: int) -> int:
-    x ^= x >> 16
-    x = (x * 0x21F0AAAD + key) % 2**32
-    x ^= x >> 15
-    x = (x * 0x735A2D97) % 2**32
-    return x ^ (x >> 15)
 
 
 @dataclass

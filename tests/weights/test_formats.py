@@ -26,6 +26,7 @@ from dsv4lite.weights.formats import awq as awq_method
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.weights.update import NamedTensors
 from tests.e2e.engines import opened, prompts_of, write_tokenizer
+from tests.e2e.updates import load
 from tests.mla import BLOCKS
 from tests.packings import Packing, Packs, awq, compressed, gptq, is_packed, nvfp4, write_packed, write_random_packed
 from tests.tiny import write_checkpoint
@@ -188,15 +189,13 @@ def test_packed_tensors_replace_packed_matrices_and_floats_are_refused(tmp_path:
     with opened(first.folder, dtype="float32") as llm:
         before = llm.generate(PROMPT, GREEDY).token_ids
         with pytest.raises(WeightUpdateError, match=rf"attn\.wq_a\.weight: dtype F32, .* {leaves}"):
-            with llm.update_weights(1) as update:
-                update.load(NamedTensors(second.numbers))
+            load(llm, 1, NamedTensors(second.numbers))
         with pytest.raises(WeightUpdateError, match=rf"layers\.0\.attn\.wq_a\.{last}: missing"):
             with llm.update_weights(2, partial=True) as update:
                 parts = {name: t for name, t in tensors_of(second.folder) if not name.endswith(Q_A + last)}
                 update.load(NamedTensors(parts))
         assert llm.generate(PROMPT, GREEDY).token_ids == before != wanted
-        with llm.update_weights(3) as update:
-            update.load(NamedTensors(dict(reversed(list(tensors_of(second.folder))))))
+        load(llm, 3, NamedTensors(dict(reversed(list(tensors_of(second.folder))))))
         assert llm.generate(PROMPT, GREEDY).token_ids == wanted and llm.weight_checksums() == sums
 
 
@@ -217,8 +216,7 @@ def test_delta_brings_all_tensors_of_the_packed_matrices_that_changed(tmp_path: 
     sums = []
     with opened(first, dtype="float32") as llm:
         for version, (sent, partial) in enumerate(((before, False), (delta, True), (after, False))):
-            with llm.update_weights(version, partial=partial) as update:
-                update.load(NamedTensors(sent))
+            load(llm, version, NamedTensors(sent), partial=partial)
             sums.append(llm.weight_checksums())
     assert sums[0] != sums[1] == sums[2]
 
@@ -228,14 +226,12 @@ def test_floats_are_rounded_to_symmetric_int4_of_compressed_tensors(tmp_path: Pa
     packs = write_packed(tmp_path, PACKINGS["compressed-tensors"])
     with opened(packs.folder, dtype="float32") as llm:
         before = llm.weight_checksums()
-        with llm.update_weights(1) as update:
-            update.load(NamedTensors(packs.numbers))
+        load(llm, 1, NamedTensors(packs.numbers))
         assert llm.weight_checksums() == before
         name = "layers.1.ffn.experts.2.w1.weight"
         other, sums = packs.numbers[name].flip(0) * 1.7, []
         for version, weight in ((2, other), (3, PACKINGS["compressed-tensors"].pack(other)[1])):
-            with llm.update_weights(version, partial=True) as update:
-                update.load(NamedTensors({name: weight}))
+            load(llm, version, NamedTensors({name: weight}), partial=True)
             sums.append(llm.weight_checksums())
     assert sums[0] == sums[1] and {key for key, value in sums[0].items() if value != before[key]} == {name}
 
@@ -268,13 +264,11 @@ def test_format_of_the_documentation_serves_and_updates(tmp_path: Path) -> None:
     assert found[0] != found[1]
     with opened(first.folder, **settings) as llm:
         assert llm.generate(PROMPT, GREEDY).token_ids == found[0]
-        with llm.update_weights(1) as update:
-            update.load(NamedTensors(dict(tensors_of(second.folder))))
+        load(llm, 1, NamedTensors(dict(tensors_of(second.folder))))
         assert llm.generate(PROMPT, GREEDY).token_ids == found[1]
         sums = llm.weight_checksums()
         name = "layers.0.ffn.w1.weight"
-        with llm.update_weights(2, partial=True) as update:
-            update.load(NamedTensors({name: first.numbers[name] + 1.0}))
+        load(llm, 2, NamedTensors({name: first.numbers[name] + 1.0}), partial=True)
         assert {key for key, value in llm.weight_checksums().items() if value != sums[key]} == {name}
     plan = plan_memory(str(first.folder), gpu="h200", max_model_len=256, quant_formats=settings["quant_formats"])
     assert "bfloat16 matrices, bfloat16 experts, bfloat16 KV rows" in plan.planned_for

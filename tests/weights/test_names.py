@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dsv4lite.errors import CheckpointError
 from dsv4lite.models.deepseek_mla.names import mla_names
@@ -14,6 +13,7 @@ from dsv4lite.models.deepseek_v4.names import V4_NAMES
 from dsv4lite.models.deepseek_v4.tensors import official_shapes
 from dsv4lite.weights.checkpoint import Checkpoint, Wanted, read_tensors
 from dsv4lite.weights.names import Piece, translate
+from tests.golden import official_names
 from tests.tiny import RELEASE_ONLY, TINY, flash, v4_names
 
 # What transformers builds: the backbone without the MTP block.
@@ -30,25 +30,15 @@ def theirs() -> Any:
         return transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**settings))
 
 
-def official(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict under official names."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        for piece in translate(name, tensor.shape, V4_NAMES):
-            assert piece.name not in found
-            found[piece.name] = tensor[piece.index]
-    return found
-
-
 def test_module_names_of_transformers_give_the_official_table(theirs: Any) -> None:
-    assert {name: tuple(tensor.shape) for name, tensor in official(theirs.state_dict()).items()} == EXPECTED
+    assert {name: tuple(tensor.shape) for name, tensor in official_names(theirs.state_dict(), V4_NAMES).items()} == EXPECTED
 
 
 def test_saved_model_of_transformers_gives_the_official_table_and_values(theirs: Any, tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     checkpoint = Checkpoint.open(tmp_path, names=v4_names)
     assert {name: info.shape for name, info in checkpoint.headers.items()} == EXPECTED
-    values = official(theirs.state_dict())
+    values = official_names(theirs.state_dict(), V4_NAMES)
     for info, tensor in read_tensors(Wanted(info) for info in checkpoint.headers.values()):
         assert torch.equal(tensor, values[info.name]), info.name
 
@@ -60,7 +50,7 @@ def test_model_saved_under_its_module_names_gives_the_same_values(theirs: Any, t
     theirs.config.save_pretrained(tmp_path)
     save_file(theirs.state_dict(), tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path, names=v4_names)
-    values = official(theirs.state_dict())
+    values = official_names(theirs.state_dict(), V4_NAMES)
     read = {info.name: tensor.clone() for info, tensor in read_tensors(Wanted(info) for info in checkpoint.headers.values())}
     assert read.keys() == values.keys() == EXPECTED.keys()
     assert all(torch.equal(read[name], values[name]) for name in values)
