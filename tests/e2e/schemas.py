@@ -21,6 +21,17 @@ FORMATS = ("date", "time", "date-time", "uuid", "ipv4", "email")
 NAMES = ("a", "name", "x-1", "über", 'q"t', "名", "two words", "")
 
 
+def chain(length: int, wrap: Callable[[dict[str, Any]], dict[str, Any]] = lambda rest: rest) -> dict[str, Any]:
+    """Return a schema of definitions of which each refers to the next."""
+    definitions = {f"d{i}": wrap({"$ref": f"#/$defs/d{i + 1}"}) for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{length}": {"type": "string"}}}
+
+
+def rules(length: int) -> str:
+    """Return a grammar of rules of which each is the next."""
+    return "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(length)) + f'r{length}: "a"\n'
+
+
 def random_schema(rng: random.Random) -> dict[str, Any]:
     """Return a schema that some value of limited size fits; some refer to definitions, which may refer to each other."""
     definitions = [f"d{i}" for i in range(rng.choice((0, 0, 1, 3)))]

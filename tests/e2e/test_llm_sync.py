@@ -28,7 +28,7 @@ from dsv4lite.errors import (
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import Phase, RequestOutput, SamplingParams
 from dsv4lite.weights.update import NamedTensors
-from tests.e2e.test_llm_api import SERVING_ONLY, WHILE_STARTED, WITH_WEIGHTS
+from tests.e2e.test_llm_api import SERVING_ONLY, WHILE_STARTED, WITH_WEIGHTS, text_model
 from tests.fakes import ENDLESS, MANY, POISON, FakeEngine, Lab, endless
 
 
@@ -157,11 +157,7 @@ def test_as_completed_pulls_lazily_and_aborts_when_left(lab: Lab) -> None:
 
 
 def test_chat_and_score(lab: Lab) -> None:
-    def answer(request: Any, index: int) -> Iterator[int]:
-        yield from lab.tokenizer.encode("thought</think>answer")
-        yield 1
-
-    lab.model = answer
+    lab.model = text_model("thought</think>answer")
     messages = [{"role": "user", "content": "2+2?"}]
     with LLM("m") as llm:
         out = llm.chat(messages, SamplingParams(), reasoning="high")

@@ -21,6 +21,7 @@ from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestErr
 from dsv4lite.llm import LLM
 from dsv4lite.request import Phase, RequestOutput, SamplingParams
 from tests.e2e.engines import nan_embedding, opened, prompts_of, same_outputs, write_model
+from tests.e2e.schemas import chain, rules
 from tests.parallel.requests import SHARED
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -58,17 +59,6 @@ def any_of(depth: int) -> Any:
     for _ in range(depth):
         schema = {"anyOf": [schema, {"type": "integer"}]}
     return schema
-
-
-def references(count: int) -> Any:
-    """Return a schema whose definitions refer to each other in a chain."""
-    chain: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
-    return {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{count}": {"type": "integer"}}}
-
-
-def lark_chain(count: int) -> str:
-    """Return a grammar whose rules refer to each other in a chain."""
-    return "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(count)), f'r{count}: "a"'])
 
 
 def changed_later(name: str, before: Any, change: Callable[[Any], None]) -> Callable[[], tuple[Any, SamplingParams]]:
@@ -133,7 +123,7 @@ POISONS: Mapping[str, Poison] = {
     "lark-malformed": structured(grammar="start: ("),
     "lark-nonsense": structured(grammar="start: ~~~"),
     "lark-unknown-rule": structured(grammar="start: missing"),
-    "lark-chain": structured(grammar=lark_chain(3000)),
+    "lark-chain": structured(grammar=rules(3000)),
     "lark-surrogate": structured(grammar='start: "\udc80"'),
     "schema-unknown-type": structured(json={"type": "widget"}),
     "schema-unresolved-reference": structured(json={"$ref": "#/$defs/none"}),
@@ -144,7 +134,7 @@ POISONS: Mapping[str, Poison] = {
     "schema-infinite-text": structured(json='{"type": "number", "maximum": 1e400}'),
     "schema-nested-3000": structured(json=nested(3000, {"type": "integer"})),
     "schema-any-of-3000": structured(json=any_of(3000)),
-    "schema-references-3000": structured(json=references(3000)),
+    "schema-references-3000": structured(json=chain(3000)),
     "schema-surrogate": structured(json={"const": "\ud800"}),
     "schema-text-deep": structured(json='{"a":' * 100_000 + "1" + "}" * 100_000),
     "choice-surrogate": structured(choice=["\ud83d"]),

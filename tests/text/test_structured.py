@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 
 from dsv4lite.errors import InvalidRequestError, RequestFailedError, UnsupportedError
 from dsv4lite.text.structured import CACHED_GRAMMARS, GrammarCompiler, GrammarMatcher, StructuredOutputs
+from tests.e2e.schemas import chain, rules
 from tests.text.release import REAL
 
 EOS = 1
@@ -68,21 +68,10 @@ def nested(levels: int) -> str:
     return '{"not":' * (levels - 1) + "{}" + "}" * (levels - 1)
 
 
-def chain(length: int, wrap: Callable[[dict[str, Any]], dict[str, Any]] = lambda rest: rest) -> dict[str, Any]:
-    """Return a schema of definitions of which each refers to the next."""
-    definitions = {f"d{i}": wrap({"$ref": f"#/$defs/d{i + 1}"}) for i in range(length)}
-    return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{length}": {"type": "string"}}}
-
-
 def loops(count: int) -> dict[str, Any]:
     """Return a schema of definitions that all refer to each other."""
     every = [{"$ref": f"#/$defs/d{i}"} for i in range(count)]
     return {"$ref": "#/$defs/d0", "$defs": {f"d{i}": {"anyOf": [{"type": "null"}, every[(i + 1) % count]]} for i in range(count)}}
-
-
-def rules(length: int) -> str:
-    """Return a grammar of rules of which each is the next."""
-    return "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(length)) + f'r{length}: "a"\n'
 
 
 # ---- specification ----
