@@ -192,7 +192,17 @@ async def decode(llm: AsyncLLM, batch: int, context: int, tokens: int, rng: rand
     def prompt() -> list[int]:
         return [rng.randrange(3, 4000) for _ in range(context)]
 
+    async def report() -> None:
+        while True:  # prompts of thousands of sequences take minutes
+            await asyncio.sleep(20)
+            now = llm.stats()
+            print(
+                f"{now.num_running:,} sequences, {now.prompt_tokens:,} prompt tokens, {now.kv_usage:.0%} of the KV cache",
+                flush=True,
+            )
+
     times, host = [], []
+    reports = asyncio.create_task(report())
     long_enough = min(tokens + 64 + 8 * batch, llm.config.max_model_len - context)
     others = [asyncio.create_task(llm.generate(prompt(), params(long_enough))) for _ in range(batch - 1)]
     await asyncio.sleep(0.05)
@@ -201,6 +211,7 @@ async def decode(llm: AsyncLLM, batch: int, context: int, tokens: int, rng: rand
             times.extend([time.perf_counter()] * len(delta.token_ids))
             host.append(llm.stats().host_s)
     gaps = [b - a for a, b in pairwise(times)][tokens // 2 :]
+    reports.cancel()
     llm.abort()
     await asyncio.gather(*others)
     return {"step_s": statistics.median(gaps), "host_s": statistics.median(host[tokens // 2 :])}
