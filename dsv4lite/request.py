@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from dsv4lite.checks import INT32_MAX, Rule, boolean, integer, is_integer, is_number, is_token, is_unicode, number, one_of, require
 from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestError, near_match, shown
@@ -364,20 +364,6 @@ class Logprobs:
 
     def __repr__(self) -> str:
         return f"Logprobs({len(self)} tokens, the {self.token_ids.shape[1]} best of each, mode={self.mode!r})"
-
-    @classmethod
-    def stack(cls, tokens: Sequence[TokenLogprob], *, top: int, mode: LogprobsMode) -> Logprobs:
-        """Gather single tokens, in order; ``top`` is K, needed when there are none."""
-        import torch
-
-        none = torch.empty((0, top), dtype=torch.float32, device="cpu")
-        return cls(
-            sampled=torch.tensor([t.logprob for t in tokens], dtype=torch.float32, device="cpu"),
-            ranks=torch.tensor([t.rank for t in tokens], dtype=torch.int32, device="cpu"),
-            token_ids=torch.stack([t.token_ids for t in tokens]) if tokens else none.int(),
-            values=torch.stack([t.values for t in tokens]) if tokens else none,
-            mode=mode,
-        )
 
     @classmethod
     def join(cls, parts: Sequence[Logprobs]) -> Logprobs:
@@ -745,8 +731,7 @@ class Request:
     arrival: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """Log-probability of one token, with the best alternatives as CPU tensors int32 [K] and float32 [K].
 
     Attributes:

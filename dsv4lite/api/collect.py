@@ -29,7 +29,6 @@ from dsv4lite.request import (
     SamplingParams,
     SequenceUpdate,
     Timing,
-    TokenLogprob,
     Usage,
 )
 from dsv4lite.text.parse import ChatParser
@@ -187,7 +186,10 @@ class _Completion:
         self._streaming = streaming
         self._text: list[str] = []
         self._num_calls = 0
-        self._logprobs: list[TokenLogprob] = []
+        # Of each token. Arrays, since objects take many times the memory and the time of garbage collections.
+        self._sampled, self._ranks = array("f"), array("i")
+        self._best: list[tuple[torch.Tensor, torch.Tensor]] = []  # unless ``logprobs`` is 0
+        self._kept: list[torch.Tensor] = []
         self._versions: list[tuple[int, int, int]] = []
         self._experts: torch.Tensor | None = None
         self._entries: tuple[int, torch.Tensor | None] = 0, None
@@ -208,9 +210,15 @@ class _Completion:
             start = self._versions.pop()[1] if same else len(self.token_ids)
             self._versions.append((update.weight_version, start, len(self.token_ids) + kept))
         self.token_ids.extend(ids)
-        self._logprobs += logprobs
+        for logprob, rank, best, values, allowed in logprobs:
+            self._sampled.append(logprob)
+            self._ranks.append(rank)
+            if len(best):
+                self._best.append((best, values))
+            if allowed is not None:
+                self._kept.append(allowed)
         self.finish_in_engine(update)
-        return self._delta(text, ids, self._stack(logprobs) if ids and self._streaming else None)
+        return self._delta(text, ids, self._logprobs(len(self._sampled) - len(logprobs)) if ids and self._streaming else None)
 
     @property
     def complete(self) -> bool:
@@ -236,8 +244,8 @@ class _Completion:
             text="".join(self._text) if parsed is None else parsed.content,
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason,
-            logprobs=self._stack(self._logprobs),
-            cumulative_logprob=None if self._params.logprobs is None else sum(entry.logprob for entry in self._logprobs),
+            logprobs=self._logprobs(0),
+            cumulative_logprob=None if self._params.logprobs is None else sum(self._sampled),
             stop_reason=self._stop_reason,
             weight_versions=tuple(self._versions),
             routed_experts=routed,
@@ -251,7 +259,7 @@ class _Completion:
         import torch
 
         first, entries = self._entries
-        kept = [entry.kept for entry in self._logprobs if entry.kept is not None]
+        kept = self._kept
         return Replay(
             routed_experts=routed,
             index_from=first,
@@ -306,10 +314,21 @@ class _Completion:
             call_offset=self._num_calls - len(calls),
         )
 
-    def _stack(self, tokens: Sequence[TokenLogprob]) -> Logprobs | None:
-        """Return the tokens' log-probabilities, ``None`` if they were not asked for."""
-        top = self._params.logprobs
-        return None if top is None else Logprobs.stack(tokens, top=top, mode=self._params.logprobs_mode)
+    def _logprobs(self, begin: int) -> Logprobs | None:
+        """Return the log-probabilities of the tokens from ``begin`` on, ``None`` if they were not asked for."""
+        if (top := self._params.logprobs) is None:
+            return None
+        import torch
+
+        sampled, best = torch.tensor(self._sampled[begin:], dtype=torch.float32, device="cpu"), self._best[begin:]
+        none = torch.empty((len(sampled), top), dtype=torch.float32, device="cpu")  # there is no token, or ``top`` is 0
+        return Logprobs(
+            sampled=sampled,
+            ranks=torch.tensor(self._ranks[begin:], dtype=torch.int32, device="cpu"),
+            token_ids=torch.stack([ids for ids, _ in best]) if best else none.int(),
+            values=torch.stack([values for _, values in best]) if best else none,
+            mode=self._params.logprobs_mode,
+        )
 
 
 def _with_output(error: DSV4LiteError, output: RequestOutput) -> DSV4LiteError:

@@ -192,7 +192,7 @@ class Samples:
                 found.append(Sampled(token_ids[row], logprobs.get(row) if error is None else None, error))
                 if error is not None or (place < len(drafts) and token_ids[row] != drafts[place]):
                     break
-            results[s.seq_id] = found[0]._replace(after=tuple(found[1:]), drafted=len(drafts))
+            results[s.seq_id] = found[0]._replace(after=tuple(found[1:]), drafted=len(drafts)) if drafts else found[0]
         return results
 
     def _logprobs(self, lines: Tensor) -> dict[int, TokenLogprob]:
@@ -200,19 +200,26 @@ class Samples:
         if not self._wanted:
             return {}
         ranks, logprobs = lines[3].tolist(), lines[4].view(torch.float32).tolist()
-        short = torch.stack((lines[HEADER::2], lines[HEADER + 1 :: 2])).transpose(1, 2).contiguous()
-        long = short if self._long_lists is None else self._long_lists.wait().clone()
-        at = {row: (long, i) for i, row in enumerate(self._long_rows)}
+        lists, nothing = [], (torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, dtype=torch.float32, device="cpu"))
+        if any(k for _, k in self._wanted):
+            short = torch.stack((lines[HEADER::2], lines[HEADER + 1 :: 2])).transpose(1, 2).contiguous()
+            lists = _rows(short)
+            if self._long_lists is not None:
+                for row, best in zip(self._long_rows, _rows(self._long_lists.wait().clone()), strict=True):
+                    lists[row] = best
         found, drafts = {}, self._drafts()
         masks = () if self._kept is None else self._kept.wait()
         kept = {row: mask.nonzero()[:, 0].int() for row, mask in zip(self._kept_rows, masks, strict=True)}
         for i, k in self._wanted:
             for row in range(self._first_rows[i], self._first_rows[i] + 1 + len(drafts[i])):
-                lists, index = at.get(row, (short, row))
-                ids, values = lists[:, index, :k]
-                values = values.view(torch.float32)
-                found[row] = TokenLogprob(logprob=logprobs[row], rank=ranks[row], token_ids=ids, values=values, kept=kept.get(row))
+                ids, values = (part[:k] for part in lists[row]) if k else nothing
+                found[row] = TokenLogprob(logprobs[row], ranks[row], ids, values, kept.get(row))
         return found
+
+
+def _rows(lists: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the ids and the float32 values of each row of int32 [2, R, K]."""
+    return list(zip(lists[0].unbind(), lists[1].view(torch.float32).unbind(), strict=True))
 
 
 def _accepted(token_ids: list[int], row: int, drafts: tuple[int, ...]) -> Sampled:
