@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import html
 import time
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
@@ -732,16 +733,18 @@ class Request:
 
 
 class TokenLogprob(NamedTuple):
-    """Log-probability of one token, with the best alternatives as CPU tensors int32 [K] and float32 [K].
+    """Log-probability of one token. In arrays, since tensors of each token take many times the memory and time.
 
     Attributes:
+        token_ids: int32, the K best tokens.
+        values: float32, their log-probabilities.
         kept: int32, the tokens that could be sampled, if that is wanted and not all could.
     """
 
     logprob: float
     rank: int
-    token_ids: torch.Tensor
-    values: torch.Tensor
+    token_ids: array[int]
+    values: array[float]
     kept: torch.Tensor | None = None
 
 

@@ -6,6 +6,7 @@ import copy
 import queue
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -298,8 +299,8 @@ class FakeEngine:
                 TokenLogprob(
                     logprob=-float(sequence.count),
                     rank=sequence.count,
-                    token_ids=torch.full((k,), token, dtype=torch.int32),
-                    values=torch.zeros(k),
+                    token_ids=array("i", [token] * k),
+                    values=array("f", [0.0] * k),
                 ),
             )
         self._outbox.append(SequenceUpdate(request_id=key[0], index=key[1], token_ids=(token,), finish_reason=reason, **more))

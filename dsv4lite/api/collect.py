@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsv4lite.errors import (
     CapacityError,
@@ -186,9 +186,7 @@ class _Completion:
         self._streaming = streaming
         self._text: list[str] = []
         self._num_calls = 0
-        # Of each token. Arrays, since objects take many times the memory and the time of garbage collections.
-        self._sampled, self._ranks = array("f"), array("i")
-        self._best: list[tuple[torch.Tensor, torch.Tensor]] = []  # unless ``logprobs`` is 0
+        self._sampled, self._ranks, self._best, self._values = array("f"), array("i"), array("i"), array("f")  # see ``Logprobs``
         self._kept: list[torch.Tensor] = []
         self._versions: list[tuple[int, int, int]] = []
         self._experts: torch.Tensor | None = None
@@ -213,8 +211,8 @@ class _Completion:
         for logprob, rank, best, values, allowed in logprobs:
             self._sampled.append(logprob)
             self._ranks.append(rank)
-            if len(best):
-                self._best.append((best, values))
+            self._best.extend(best)
+            self._values.extend(values)
             if allowed is not None:
                 self._kept.append(allowed)
         self.finish_in_engine(update)
@@ -318,17 +316,18 @@ class _Completion:
         """Return the log-probabilities of the tokens from ``begin`` on, ``None`` if they were not asked for."""
         if (top := self._params.logprobs) is None:
             return None
-        import torch
+        sampled, ranks, best = _tensor(self._sampled[begin:]), _tensor(self._ranks[begin:]), _tensor(self._best[begin * top :])
+        values = _tensor(self._values[begin * top :]).view(len(sampled), top)
+        mode = self._params.logprobs_mode
+        return Logprobs(sampled=sampled, ranks=ranks, token_ids=best.view(values.shape), values=values, mode=mode)
 
-        sampled, best = torch.tensor(self._sampled[begin:], dtype=torch.float32, device="cpu"), self._best[begin:]
-        none = torch.empty((len(sampled), top), dtype=torch.float32, device="cpu")  # there is no token, or ``top`` is 0
-        return Logprobs(
-            sampled=sampled,
-            ranks=torch.tensor(self._ranks[begin:], dtype=torch.int32, device="cpu"),
-            token_ids=torch.stack([ids for ids, _ in best]) if best else none.int(),
-            values=torch.stack([values for _, values in best]) if best else none,
-            mode=self._params.logprobs_mode,
-        )
+
+def _tensor(values: array[Any]) -> torch.Tensor:
+    """Return an array's numbers, float32 or int32, as a tensor that keeps its memory."""
+    import torch
+
+    dtype = torch.float32 if values.typecode == "f" else torch.int32
+    return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def _with_output(error: DSV4LiteError, output: RequestOutput) -> DSV4LiteError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
+from ctypes import string_at
 from typing import NamedTuple
 
 import torch
@@ -13,6 +15,8 @@ from dsv4lite.kernels.dispatch import send
 from dsv4lite.kernels.sampling.rows import BEST, HEADER
 from dsv4lite.request import Logprobs, LogprobsMode, TokenLogprob
 from dsv4lite.scheduling.step_plan import UNKNOWN, Sampled, SequencePlan, sampled_of
+
+_NONE = array("i"), array("f")
 
 
 class HostCopy:
@@ -196,30 +200,29 @@ class Samples:
         return results
 
     def _logprobs(self, lines: Tensor) -> dict[int, TokenLogprob]:
-        """Return the log-probabilities of the rows that have them, in tensors outside pinned memory."""
+        """Return the log-probabilities of the rows that have them."""
         if not self._wanted:
             return {}
         ranks, logprobs = lines[3].tolist(), lines[4].view(torch.float32).tolist()
-        lists, nothing = [], (torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, dtype=torch.float32, device="cpu"))
-        if any(k for _, k in self._wanted):
-            short = torch.stack((lines[HEADER::2], lines[HEADER + 1 :: 2])).transpose(1, 2).contiguous()
-            lists = _rows(short)
-            if self._long_lists is not None:
-                for row, best in zip(self._long_rows, _rows(self._long_lists.wait().clone()), strict=True):
-                    lists[row] = best
+        best = dict(enumerate(_rows(torch.stack((lines[HEADER::2].t(), lines[HEADER + 1 :: 2].t())))))
+        if self._long_lists is not None:
+            best.update(zip(self._long_rows, _rows(self._long_lists.wait()), strict=True))
         found, drafts = {}, self._drafts()
         masks = () if self._kept is None else self._kept.wait()
         kept = {row: mask.nonzero()[:, 0].int() for row, mask in zip(self._kept_rows, masks, strict=True)}
         for i, k in self._wanted:
             for row in range(self._first_rows[i], self._first_rows[i] + 1 + len(drafts[i])):
-                ids, values = (part[:k] for part in lists[row]) if k else nothing
-                found[row] = TokenLogprob(logprobs[row], ranks[row], ids, values, kept.get(row))
+                ids, values = best[row] if k else _NONE
+                found[row] = TokenLogprob(logprobs[row], ranks[row], ids[:k], values[:k], kept.get(row))
         return found
 
 
-def _rows(lists: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return the ids and the float32 values of each row of int32 [2, R, K]."""
-    return list(zip(lists[0].unbind(), lists[1].view(torch.float32).unbind(), strict=True))
+def _rows(lists: Tensor) -> list[tuple[array[int], array[float]]]:
+    """Return the ids and the values of each row of int32 [2, R, K], the values as the bits of float32. Empty rows are left out."""
+    lists = lists.contiguous()
+    (_, rows, k), size = lists.shape, lists[0].nbytes
+    ids, values = array("i", string_at(lists[0].data_ptr(), size)), array("f", string_at(lists[1].data_ptr(), size))
+    return [(ids[at : at + k], values[at : at + k]) for at in range(0, rows * k, k or 1)]
 
 
 def _accepted(token_ids: list[int], row: int, drafts: tuple[int, ...]) -> Sampled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_collector_output_does_not_depend_on_the_cuts(text: str, stops: list[str
 def test_collector_reads_what_it_kept_like_what_was_pushed() -> None:
     """Tokens without a stream or stop strings are read many at a time, with the next other update."""
     text = "né世😀, and so on " * 20
-    entries = [TokenLogprob(logprob=-i, rank=i, token_ids=torch.tensor([i]), values=torch.tensor([-1.0 * i])) for i in range(400)]
+    entries = [TokenLogprob(logprob=-i, rank=i, token_ids=array("i", [i]), values=array("f", [-i])) for i in range(400)]
     for end in ("length", "abort"):
         params = SamplingParams(n=2, logprobs=1)
         plain, keeping = collector(params, streaming=True), collector(params)
@@ -98,7 +99,7 @@ def test_collector_reads_at_once_for_a_stream_and_stop_strings(params: SamplingP
 @pytest.mark.parametrize("streaming", [True, False])
 def test_collector_cuts_logprobs_at_a_stop_string_within_an_update(streaming: bool) -> None:
     """Drafts bring several tokens at once, and those behind the stop string have no log-probabilities either."""
-    entries = [TokenLogprob(logprob=-i, rank=i, token_ids=torch.tensor([i]), values=torch.tensor([-1.0 * i])) for i in range(1, 6)]
+    entries = [TokenLogprob(logprob=-i, rank=i, token_ids=array("i", [i]), values=array("f", [-i])) for i in range(1, 6)]
     ids = [SHIPPED.encode(letter)[0] for letter in "axbcd"]
     got = collector(SamplingParams(stop=("b",), logprobs=1), streaming=streaming)
     parts = ((ids[:1], entries[:1]), (ids[1:], entries[1:]))
@@ -157,7 +158,7 @@ def test_collector_aborted_at_once_has_an_empty_output() -> None:
 
 
 def test_collector_deltas_carry_logprobs_only_for_streams() -> None:
-    entry = TokenLogprob(logprob=-1.5, rank=2, token_ids=torch.tensor([7], dtype=torch.int32), values=torch.tensor([-0.5]))
+    entry = TokenLogprob(logprob=-1.5, rank=2, token_ids=array("i", [7]), values=array("f", [-0.5]))
     for streaming in (True, False):
         got = collector(SamplingParams(logprobs=1), streaming=streaming)
         delta = got.push(update(100, logprobs=(entry,)), 11)
