@@ -733,7 +733,7 @@ class Request:
 
 
 class TokenLogprob(NamedTuple):
-    """Log-probability of one token. In arrays, since tensors of each token take many times the memory and time.
+    """Log-probability of one token. The best tokens are in arrays: tensors for each token take many times the memory and time.
 
     Attributes:
         token_ids: int32, the K best tokens.

@@ -257,13 +257,12 @@ class _Completion:
         import torch
 
         first, entries = self._entries
-        kept = self._kept
         return Replay(
             routed_experts=routed,
             index_from=first,
             index_entries=None if entries is None or tokens <= first else entries[: tokens - first],
-            kept_counts=torch.tensor([len(ids) for ids in kept], dtype=torch.int32, device="cpu") if kept else None,
-            kept_ids=torch.cat(kept) if kept else None,
+            kept_counts=torch.tensor([len(ids) for ids in self._kept], dtype=torch.int32, device="cpu") if self._kept else None,
+            kept_ids=torch.cat(self._kept) if self._kept else None,
         )
 
     def _read(self, ids: Sequence[int]) -> tuple[str, int, str | None]:

@@ -44,7 +44,7 @@ class Sequence:
     """One completion; the scheduler's only mutable record.
 
     Attributes:
-        tokens: Prompt and completion, as far as the host knows them. In lists Python's garbage collector would visit every token.
+        tokens: Prompt and completion, as far as the host knows them. An array: the garbage collector visits each element of a list.
         last_run: Computed length at which the sequence ends.
         end_ids: Tokens that end it after ``min_tokens``.
         num_computed: KV computed length once the steps planned so far have run, if all their drafts are accepted.

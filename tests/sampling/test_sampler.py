@@ -555,6 +555,7 @@ def test_raw_logprobs_are_those_of_the_model_bit_by_bit() -> None:
     for r, k in enumerate((4, 0, V)):
         got = scored(results[r])
         assert got.logprob == float(values[r]) and got.rank == int(ranks[r])
+        assert (got.token_ids.typecode, got.values.typecode) == ("i", "f")
         assert got.token_ids.tolist() == top_ids[r, :k].tolist() and got.values.tolist() == top_values[r, :k].tolist()
     assert scored(results[2]).rank == 1
     assert values.tolist() == pytest.approx(logits.double().log_softmax(-1).gather(1, ids[:, None])[:, 0].tolist(), abs=1e-5)
