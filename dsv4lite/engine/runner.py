@@ -251,6 +251,10 @@ class Runner:
         for length in self._warm_up_lengths(max_tokens):
             for longest in {length, max_model_len}:
                 self._run_padding(length, longest)
+        longest = 2 * max_tokens  # kernels may depend on the power of two of the longest sequence
+        while longest < max_model_len:
+            self._run_padding(max_tokens, longest)
+            longest *= 2
         if self._graphs is not None:
             for shape in self._graphs.shapes:
                 self._graphs.dry_run(shape)

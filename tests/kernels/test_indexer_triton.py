@@ -14,7 +14,7 @@ from tests.kernels.tensors import DEVICE, ON_GPU
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.indexer.triton import MOST, index_scores_paged_triton, select_paged_triton  # noqa: E402
+from dsv4lite.kernels.indexer.triton import FEW, MOST, MOST_OF_FEW, index_scores_paged_triton, select_paged_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -121,8 +121,9 @@ def numbers(kind: str, tokens: int, count: int) -> Tensor:
         (1300, 64, [5199, 4000, 300]),
         (1300, 1, [5199, -1, 3, 7]),
         (3000, 512, [11999, 2051]),
-        (MOST, 2048, [4 * MOST - 1, 4 * 4096 + 3, 4 * 2048 - 1, 4 * 2048]),
-        (MOST + 1, 512, [4 * MOST + 3, 4 * 4096 - 1, 4 * 4096 + 3, 2047]),
+        (MOST_OF_FEW, 2048, [4 * MOST_OF_FEW - 1, 4 * 4096 + 3, 4 * 2048 - 1, 4 * 2048]),
+        (MOST_OF_FEW + 1, 512, [4 * MOST_OF_FEW + 3, 4 * 4096 - 1, 4 * 4096 + 3, 2047]),
+        (MOST, 512, [-1] * FEW + [4 * MOST - 1, 4 * 20000]),
         *([(1 << 18, 512, [(1 << 20) - 1, 1 << 19, 50000, 2000]), (1 << 18, 1024, [(1 << 20) - 1, 4099])] if ON_GPU else []),
     ],
 )

@@ -1,6 +1,7 @@
 """Kernels of the indexer on packed or unquantized pages.
 
-    scores      a few tokens of one sequence x pieces of keys: a piece is widened once and stays in shared memory for all tokens
+    scores      a few tokens of one sequence x pieces of keys: a piece is widened once and stays in shared memory for all tokens;
+                or one token, whose query stays there, x pieces of keys, which are loaded ahead
     select      one token whose scores fit into one program's registers: bisection for the threshold, then one cumulative sum
     segment     one segment of a token's scores if there are more: histograms of each byte of the scores' ordered bits, a pass for
                 each byte, give the threshold and the number of entries selected in earlier segments; a last pass selects
@@ -23,11 +24,12 @@ from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_pr
 from dsv4lite.kernels.rows import Fp4Key, Fp8Key, UnquantizedRow
 from dsv4lite.kernels.rows.triton import bf16, memory_of
 
-KEYS, FLOAT32_KEYS = 128, 64  # keys of a piece; with float32 queries
+KEYS, FEW_KEYS = 128, 64  # keys of a piece; with float32 queries, or if tokens do not share pieces
 TOKENS = 32  # most tokens that share a piece
-PROGRAMS = 4096  # number of programs that the scores kernel aims at
-SEGMENT = 4096  # scores of one program if a token has more than MOST
-MOST = 8192  # most scores that one program of ``select`` holds
+PROGRAMS, SINGLE_PROGRAMS = 4096, 528  # number of programs that the scores kernel aims at; if tokens do not share pieces
+SEGMENT = 4096  # scores of one program if a token has too many for ``select``
+MOST, MOST_OF_FEW = 32768, 16384  # most scores that one program of ``select`` holds; of so few tokens that segments are faster
+FEW = 128
 
 # Widens the low and the high nibbles of bytes 0 and 1, then of bytes 2 and 3. Every byte has its own scale: if the product reads k
 # from registers, the four bytes of a thread belong to several keys.
@@ -54,72 +56,84 @@ def _e2m1(nibble, factor):
 
 
 @triton.jit
-def _keys(
-    keys, pages, piece, count,
-    PAGE_BYTES: tl.constexpr, PAGE_ROWS: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr, GPU: tl.constexpr,
-):  # fmt: skip
-    """Return a piece of keys [KEYS, C], bfloat16 (float32 in the interpreter); zeros from entry ``count`` on."""
-    # Reference: Fp4Key.unpack
-    entry = piece * KEYS + tl.arange(0, KEYS)
-    live = entry < count
-    page = tl.load(pages + entry // PAGE_ROWS, mask=live, other=0).to(tl.int64)
-    base = keys + page * PAGE_BYTES
-    place = entry % PAGE_ROWS
-    DATA: tl.constexpr = GROUPS * 16
-    data = tl.multiple_of(base + place * DATA, 16)
-    group = tl.arange(0, GROUPS)
-    at = data[:, None, None] + group[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-    codes = tl.load(at, mask=live[:, None, None], other=0)
-    scales = base + PAGE_ROWS * DATA + place * GROUPS
-    scale = tl.load(scales[:, None] + group[None, :], mask=live[:, None], other=0).to(tl.int32)
-    # Exponent and mantissa of a nibble, moved to where bfloat16 has them, are 2^-126 times its value.
+def _copied(x, GPU: tl.constexpr):
+    """Return a copy: Triton 3.6 cannot compile a product with a reshaped operand for compute capability 10.0."""
     if GPU:
-        bits = tl.where(scale == 0, 0x0040, tl.where(scale == 255, 0x7FC0, scale << 7))
-        factor = bits.to(tl.int16)[:, :, None]
-        low, high = tl.inline_asm_elementwise(
-            _WIDEN, "=r,=r,=r,=r,r,r,r", [codes, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return x
+
+
+@triton.jit
+def _page(pages, piece, count, PAGE_ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Return the page of a piece, or of each of its keys if it can have several."""
+    if PAGE_ROWS % KEYS == 0:
+        page = tl.load(pages + piece * KEYS // PAGE_ROWS, mask=piece * KEYS < count, other=0)
     else:
-        bits = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, scale << 23))
-        factor = bits.to(tl.float32, bitcast=True)[:, :, None]
-        low = _e2m1(codes.to(tl.int32) & 15, factor)
-        high = _e2m1(codes.to(tl.int32) >> 4, factor)
-    # Triton 3.6 cannot compile a product with a reshaped operand for compute capability 10.0; adding 0.0 avoids that.
-    return tl.reshape(tl.join(low, high), (KEYS, GROUPS * 32)) + 0.0
+        entry = piece * KEYS + tl.arange(0, KEYS)
+        page = tl.load(pages + entry // PAGE_ROWS, mask=entry < count, other=0)
+    return page
 
 
 @triton.jit
-def _unquantized_keys(
-    keys, pages, piece, count,
-    PAGE_ROWS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, GPU: tl.constexpr,
+def _fetch(
+    keys, page, piece, count,
+    PAGE_BYTES: tl.constexpr, PAGE_ROWS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr,
+    KEYS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Return a piece of unquantized keys [KEYS, PADDED] (float32 in the interpreter); zeros from entry ``count`` on."""
-    # Reference: UnquantizedRow.unpack
+    """Load a piece of keys as stored, and their scales if they have any; zeros from entry ``count`` on."""
     entry = piece * KEYS + tl.arange(0, KEYS)
     live = entry < count
-    page = tl.load(pages + entry // PAGE_ROWS, mask=live, other=0).to(tl.int64)
-    row = keys + (page * PAGE_ROWS + entry % PAGE_ROWS) * CHANNELS
-    channel = tl.arange(0, PADDED)
-    k = tl.load(row[:, None] + channel[None, :], mask=live[:, None] & (channel < CHANNELS)[None, :], other=0.0)
+    page = page.to(tl.int64)
+    place = entry % PAGE_ROWS
+    if FP8:
+        base = keys + page * PAGE_BYTES
+        data = base + place * CHANNELS
+        raw = tl.load(data[:, None] + tl.arange(0, CHANNELS)[None, :], mask=live[:, None], other=0)
+        scale = tl.load((base + PAGE_ROWS * CHANNELS).to(tl.pointer_type(tl.float32)) + place, mask=live, other=0.0)
+    elif GROUPS == 0:
+        row = keys + (page * PAGE_ROWS + place) * CHANNELS
+        channel = tl.arange(0, PADDED)
+        raw = tl.load(row[:, None] + channel[None, :], mask=live[:, None] & (channel < CHANNELS)[None, :], other=0.0)
+        scale = tl.zeros((), tl.int32)
+    else:
+        base = keys + page * PAGE_BYTES
+        DATA: tl.constexpr = GROUPS * 16
+        data = tl.multiple_of(base + place * DATA, 16)
+        group = tl.arange(0, GROUPS)
+        at = data[:, None, None] + group[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+        raw = tl.load(at, mask=live[:, None, None], other=0)
+        WORD: tl.constexpr = tl.int8 if GROUPS == 1 else tl.int16 if GROUPS == 2 else tl.int32 if GROUPS == 4 else tl.int64
+        scales = (base + PAGE_ROWS * DATA).to(tl.pointer_type(WORD)) + place
+        scale = tl.load(scales, mask=live, other=0)
+    return raw, scale
+
+
+@triton.jit
+def _widened(raw, scale, GROUPS: tl.constexpr, KEYS: tl.constexpr, FP8: tl.constexpr, GPU: tl.constexpr):
+    """Return keys [KEYS, C], bfloat16 (float32 in the interpreter); FP8 keys without their scales."""
+    if FP8:
+        # Reference: Fp8Key.unpack
+        k = e4m3_to_bf16(raw, GPU)
+    elif GROUPS == 0:
+        # Reference: UnquantizedRow.unpack
+        k = raw
+    else:
+        # Reference: Fp4Key.unpack
+        scale = (scale[:, None] >> (tl.arange(0, GROUPS) * 8)[None, :]).to(tl.int32) & 255
+        # Exponent and mantissa of a nibble, moved to where bfloat16 has them, are 2^-126 times its value.
+        if GPU:
+            bits = tl.where(scale == 0, 0x0040, tl.where(scale == 255, 0x7FC0, scale << 7))
+            factor = bits.to(tl.int16)[:, :, None]
+            low, high = tl.inline_asm_elementwise(
+                _WIDEN, "=r,=r,=r,=r,r,r,r", [raw, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
+        else:
+            bits = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, scale << 23))
+            factor = bits.to(tl.float32, bitcast=True)[:, :, None]
+            low = _e2m1(raw.to(tl.int32) & 15, factor)
+            high = _e2m1(raw.to(tl.int32) >> 4, factor)
+        k = _copied(tl.reshape(tl.join(low, high), (KEYS, GROUPS * 32)), GPU)
     return k if GPU else k.to(tl.float32)
-
-
-@triton.jit
-def _fp8_keys(
-    keys, pages, piece, count,
-    PAGE_BYTES: tl.constexpr, PAGE_ROWS: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, GPU: tl.constexpr,
-):  # fmt: skip
-    """Return the codes of a piece of FP8 keys [KEYS, C], bfloat16 (float32 in the interpreter), and their scales [KEYS]."""
-    # Reference: Fp8Key.unpack
-    entry = piece * KEYS + tl.arange(0, KEYS)
-    live = entry < count
-    page = tl.load(pages + entry // PAGE_ROWS, mask=live, other=0).to(tl.int64)
-    base = keys + page * PAGE_BYTES
-    data = base + entry % PAGE_ROWS * CHANNELS
-    codes = tl.load(data[:, None] + tl.arange(0, CHANNELS)[None, :], mask=live[:, None], other=0)
-    scales = (base + PAGE_ROWS * CHANNELS).to(tl.pointer_type(tl.float32)) + entry % PAGE_ROWS
-    k = e4m3_to_bf16(codes, GPU)
-    return k if GPU else k.to(tl.float32), tl.load(scales, mask=live, other=0.0)
 
 
 @triton.jit
@@ -127,7 +141,7 @@ def _query(
     iq, weights, row, weight_stride, weight_scale,
     H: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, FLOAT32: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Return a token's queries [HEADS, PADDED] and the weights of its heads, float32."""
+    """Return a token's queries [PADDED, HEADS] and the weights of its heads, float32."""
     head = tl.arange(0, HEADS)
     channel = tl.arange(0, PADDED)
     inside = (head < H)[:, None]
@@ -142,19 +156,33 @@ def _query(
         weight = weight * weight_scale
     else:
         weight = bf16(bf16(weight, GPU) * weight_scale, GPU)
-    return q, weight
+    return tl.trans(q), weight
 
 
 @triton.jit
-def _score(k, q, weight, FLOAT32: tl.constexpr, GPU: tl.constexpr):
+def _positive(x, GPU: tl.constexpr):
+    """Return numbers rounded to bfloat16, 0 for negative ones, as float32."""
+    if GPU:
+        asm: tl.constexpr = "cvt.rn.relu.bf16x2.f32 $0, $2, $1;"
+        x = tl.inline_asm_elementwise(asm, "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2).to(tl.float32)
+    else:
+        x = tl.maximum(bf16(x, GPU), 0.0)
+    return x
+
+
+@triton.jit
+def _store_scores(scores, k, scale, q, weight, visible, piece, KEYS: tl.constexpr, FP8: tl.constexpr, GPU: tl.constexpr):
+    """Store a token's scores of a piece of keys, those of the entries that it sees."""
     # Reference: _weigh(dots, weights, dtype)
-    dots = tl.dot(k, tl.trans(q), input_precision="tf32x3")
-    if FLOAT32:
+    dots = tl.dot(k, q, input_precision="tf32x3")
+    if scores.dtype.element_ty == tl.float32:
         score = tl.sum(tl.maximum(dots, 0.0) * weight[None, :], 1)
     else:
-        positive = tl.maximum(bf16(dots, GPU), 0.0)
+        positive = _positive(dots, GPU)
         score = bf16(tl.sum(bf16(positive * weight[None, :], GPU), 1), GPU)
-    return score
+    score = score * scale if FP8 else score  # a key's scale multiplies its score
+    at = piece * KEYS + tl.arange(0, KEYS)
+    tl.store(scores + at, score.to(scores.dtype.element_ty), mask=at < visible)
 
 
 @triton.jit(do_not_specialize=["grow_columns", "weight_stride", "begin", "count", "columns"])
@@ -191,7 +219,6 @@ def _scores_kernel(
 ):
     wait_for_predecessor()
     FLOAT32: tl.constexpr = scores.dtype.element_ty == tl.float32
-    e = tl.arange(0, KEYS)
     step = tl.num_programs(1)
     n = tl.program_id(0) * TOKENS
     stop = tl.minimum(n + TOKENS, count)
@@ -203,24 +230,29 @@ def _scores_kernel(
         end = tl.minimum(stop, tl.where(position < 0, n + 1, ends))
         most = (position + end - n) // RATIO
         pieces = tl.where(most > TOP_K, (most + KEYS - 1) // KEYS, 0)
-        for piece in range(tl.program_id(1), pieces, step):
-            pages = grow + sequence * grow_columns
-            if FP8:
-                k, scale = _fp8_keys(keys, pages, piece, most, PAGE_BYTES, PAGE_ROWS, CHANNELS, KEYS, GPU)
-            elif GROUPS == 0:
-                k = _unquantized_keys(keys, pages, piece, most, PAGE_ROWS, CHANNELS, PADDED, KEYS, GPU)
-            else:
-                k = _keys(keys, pages, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, KEYS, GPU)
-            # Index of the first token that needs scores and sees an entry of the piece.
-            needs = n + RATIO * (tl.maximum(TOP_K, piece * KEYS) + 1) - 1 - position
-            for token in tl.range(tl.maximum(n, needs), end, num_stages=STAGES):
-                row = token + tl.zeros((), tl.int64)
-                q, weight = _query(iq, weights, row, weight_stride, weight_scale, H, HEADS, CHANNELS, PADDED, FLOAT32, GPU)
-                score = _score(k, q, weight, FLOAT32, GPU)
-                score = score * scale if FP8 else score  # a key's scale multiplies its score
-                at = piece * KEYS + e
-                visible = (position + token - n + 1) // RATIO
-                tl.store(scores + row * columns + at, score.to(scores.dtype.element_ty), mask=at < visible)
+        pages = grow + sequence * grow_columns
+        row = n + tl.zeros((), tl.int64)
+        if TOKENS == 1:
+            q, weight = _query(iq, weights, row, weight_stride, weight_scale, H, HEADS, CHANNELS, PADDED, FLOAT32, GPU)
+            ahead = _page(pages, tl.program_id(1), most, PAGE_ROWS, KEYS)
+            for piece in tl.range(tl.program_id(1), pieces, step, num_stages=STAGES):
+                page = ahead
+                ahead = _page(pages, piece + step, most, PAGE_ROWS, KEYS)
+                raw, scale = _fetch(keys, page, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, CHANNELS, PADDED, KEYS, FP8)
+                k = _widened(raw, scale, GROUPS, KEYS, FP8, GPU)
+                _store_scores(scores + row * columns, k, scale, q, weight, most, piece, KEYS, FP8, GPU)
+        else:
+            for piece in range(tl.program_id(1), pieces, step):
+                page = _page(pages, piece, most, PAGE_ROWS, KEYS)
+                raw, scale = _fetch(keys, page, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, CHANNELS, PADDED, KEYS, FP8)
+                k = _widened(raw, scale, GROUPS, KEYS, FP8, GPU)
+                # Index of the first token that needs scores and sees an entry of the piece.
+                needs = n + RATIO * (tl.maximum(TOP_K, piece * KEYS) + 1) - 1 - position
+                for token in tl.range(tl.maximum(n, needs), end, num_stages=STAGES):
+                    row = token + tl.zeros((), tl.int64)
+                    q, weight = _query(iq, weights, row, weight_stride, weight_scale, H, HEADS, CHANNELS, PADDED, FLOAT32, GPU)
+                    visible = (position + token - n + 1) // RATIO
+                    _store_scores(scores + row * columns, k, scale, q, weight, visible, piece, KEYS, FP8, GPU)
         n = end
 
 
@@ -243,12 +275,12 @@ def _ordered(scores, at, visible):
 def _gather(selected, at, number, threshold, above, equal, wanted):
     """Store entries ``at`` above the threshold and the first ``wanted`` equal to it; ``above`` and ``equal`` count those before."""
     # Reference: order = scores.sort(descending=True, stable=True).indices[:, :top_k]; order.sort()
-    more = (number > threshold).to(tl.int32)
-    same = (number == threshold).to(tl.int32)
+    more = (number > threshold).to(tl.uint32)
+    same = (number == threshold).to(tl.uint32)
     both = tl.cumsum(more + (same << 16), 0)
-    equals = equal + (both >> 16)
+    equals = equal + (both >> 16).to(tl.int32)
     take = (more != 0) | ((same != 0) & (equals <= wanted))
-    tl.store(selected + above + (both & 0xFFFF) + tl.minimum(equals, wanted) - 1, at, mask=take)
+    tl.store(selected + above + (both & 0xFFFF).to(tl.int32) + tl.minimum(equals, wanted) - 1, at, mask=take)
 
 
 @triton.jit(do_not_specialize=["begin", "columns"])
@@ -290,13 +322,6 @@ def _histogram_sums(counts, used, segment, SEGMENTS: tl.constexpr):
     return tl.sum(count, 0), tl.sum(tl.where(each < segment, count, 0), 0)
 
 
-@triton.jit
-def _store_histogram(counts, number):
-    """Store how often each integer in [0, 256) occurs."""
-    bins = tl.arange(0, 512)
-    tl.store(counts + bins, tl.histogram(number.to(tl.int32), 512), mask=bins < 256)
-
-
 @triton.jit(do_not_specialize=["begin", "columns"])
 def _segment_kernel(
     scores, positions, counts, selected, begin, columns, TOP_K: tl.constexpr, RATIO: tl.constexpr, SEGMENT: tl.constexpr,
@@ -325,7 +350,8 @@ def _segment_kernel(
     if PASS < BYTES:
         # If the bytes so far equal the threshold's, this is the next byte; otherwise it is at least 256.
         byte = (number ^ threshold) >> (8 * (BYTES - 1 - PASS))
-        _store_histogram(counts + PASS * stride + (row + segment) * 256, tl.where(at < visible, tl.minimum(byte, 256), 256))
+        count = tl.histogram(byte.to(tl.int32), 256, mask=(at < visible) & (byte < 256))
+        tl.store(counts + PASS * stride + (row + segment) * 256 + bins, count)
     else:
         _gather(selected + n * TOP_K, at, number, threshold, more, equal, wanted)
 
@@ -341,10 +367,10 @@ def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tenso
     assert given.has_kernel and fmt.width == channels, (fmt, channels, iq_NHC.dtype)
     assert isinstance(fmt, UnquantizedRow) or channels & (channels - 1) == 0, fmt
     tokens = 1 if paging.singles else TOKENS
-    # A program with one token has no next queries to load.
-    piece, stages = (FLOAT32_KEYS, 1) if iq_NHC.dtype == torch.float32 else (KEYS, 2 if paging.singles else 3)
-    tiles = ceil_div(count, tokens)
-    pieces = min(ceil_div(entries_max, piece), max(1, PROGRAMS // tiles))
+    float32 = iq_NHC.dtype == torch.float32
+    tiles, piece = ceil_div(count, tokens), FEW_KEYS if float32 or paging.singles else KEYS
+    programs, stages = SINGLE_PROGRAMS if paging.singles else PROGRAMS, 1 if float32 else 3
+    pieces = min(ceil_div(entries_max, piece), max(1, programs // tiles))
     _scores_kernel[(tiles, pieces)](
         iq_NHC,
         weights_NH,
@@ -391,9 +417,9 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
         return out
     inputs = (scores_NE, paging.positions_T)
     options = {"TOP_K": top_k, "RATIO": ratio, "num_stages": 1, "enable_fp_fusion": True}
-    if columns <= MOST:
+    if columns <= (MOST if count > FEW else MOST_OF_FEW):
         block = max(1024, power_of_2(columns))  # few sizes, so that few kernels are compiled
-        options |= {"num_warps": min(4, block // 512), "launch_pdl": dependent_launch(out.device)}
+        options |= {"num_warps": max(min(4, block // 512), block // 2048), "launch_pdl": dependent_launch(out.device)}
         _select_kernel[(count,)](*inputs, out, begin, columns, **options, BLOCK=block)
         return out
     segments, passes = ceil_div(columns, SEGMENT), scores_NE.element_size()

@@ -75,7 +75,7 @@ def step_of(sequences: int, first: int, length: int) -> Step:
         grow_SP=ints(torch.randperm(sequences * grow).view(sequences, grow)),
         window_SP=ints(torch.randperm(sequences * width).view(sequences, width)),
         window_first_S=ints(torch.full((sequences,), oldest)),
-        singles=length == 1,
+        width=length,
     )
     fmt = Fp8Kv(NOPE, 64)
     packed = torch.cat(fmt.pack(torch.randn(tokens, 512, device=CUDA).to(torch.bfloat16)), -1)
