@@ -159,7 +159,7 @@ def _steps(model: Model, prefills: Sequence[int], decodes: Sequence[int]) -> Ite
 
 def _selection() -> None:
     """The best of as many scores as one program takes, at each of its sizes, and of more."""
-    for tokens, columns in ((2, 1024), (2, 2048), (2, 4096), (2, 8192), (2, 16384), (2, 16385), (200, 32768)):
+    for tokens, columns in ((2, 1024), (2, 2048), (2, 4096), (2, 8192), (2, 16384), (2, 16388), (200, 32768)):
         paging = step_of([0] * tokens, [1] * tokens, device=META)
         select_paged(_empty(tokens, columns, dtype=torch.bfloat16), paging, 4, 0, _empty(tokens, 512, dtype=torch.int32))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsv4lite.kernels.indexer import IndexInputs, index_scores_paged, select_paged
 from dsv4lite.kernels.quantize import round_fp8
@@ -14,7 +15,7 @@ from tests.kernels.tensors import DEVICE, ON_GPU
 
 triton = pytest.importorskip("triton")
 
-from dsv4lite.kernels.indexer.triton import FEW, MOST, MOST_OF_FEW, index_scores_paged_triton, select_paged_triton  # noqa: E402
+from dsv4lite.kernels.indexer.triton import ALIGNED, FEW, MOST, MOST_OF_FEW, index_scores_paged_triton, select_paged_triton  # noqa: E402
 
 pytestmark = pytest.mark.kernel
 
@@ -107,6 +108,12 @@ def numbers(kind: str, tokens: int, count: int) -> Tensor:
     return scores.to(torch.bfloat16)
 
 
+def aligned(scores: Tensor) -> Tensor:
+    """Return scores whose rows begin where the kernel wants them, NaN between them."""
+    columns = scores.shape[1]
+    return pad(scores, (0, -columns % ALIGNED.value), value=float("nan"))[:, :columns]
+
+
 @pytest.mark.parametrize(
     ("dtype", "kind"),
     [
@@ -137,7 +144,7 @@ def test_selection_equals_the_reference(columns: int, top_k: int, positions: lis
         scores[t, count:] = float("nan")
     got, wanted = (torch.full((len(positions), top_k + 1), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
     got, wanted = got[:, :-1].contiguous(), wanted[:, :-1].contiguous()
-    select_paged_triton(scores, paging, 4, 0, got)
+    select_paged_triton(aligned(scores), paging, 4, 0, got)
     select_paged.reference(scores, paging, 4, 0, wanted)
     for t, count in enumerate(visible_of(paging.positions_T)):
         assert torch.equal(got[t], wanted[t]) if count > top_k else got[t].eq(-7).all()
@@ -147,7 +154,7 @@ def test_selection_of_later_tokens_uses_their_positions() -> None:
     paging = make_paging([(100, 1), (400, 1), (800, 1)], DEVICE)
     scores = numbers("distinct", 2, 300).to(DEVICE)
     got, wanted = (torch.zeros(2, 16, dtype=torch.int32, device=DEVICE) for _ in range(2))
-    select_paged_triton(scores, paging, 4, 1, got)
+    select_paged_triton(aligned(scores), paging, 4, 1, got)
     select_paged.reference(scores, paging, 4, 1, wanted)
     assert torch.equal(got, wanted) and got.max() > 150
 

@@ -166,7 +166,7 @@ def select_paged(scores_NE: Tensor, paging: Paging, ratio: int, begin: int, out:
     """Write the best visible entries of the tokens ``begin`` to ``begin + N`` of a step, ascending; on ties the older ones.
 
     Args:
-        scores_NE: bfloat16 or float32; scores of invisible entries may hold anything.
+        scores_NE: bfloat16 or float32, as ``index_scores_paged`` returns them; those of invisible entries may hold anything.
         paging: Positions of the tokens.
         ratio: Tokens per entry.
         out: Contiguous int32 [N, top_k]; undefined afterwards for tokens that see at most ``top_k`` entries.

@@ -30,6 +30,7 @@ PROGRAMS, SINGLE_PROGRAMS = 4096, 528  # number of programs that the scores kern
 SEGMENT = 4096  # scores of one program if a token has too many for ``select``
 MOST, MOST_OF_FEW = 32768, 16384  # most scores that one program of ``select`` holds; of so few tokens that segments are faster
 FEW = 128
+ALIGNED = tl.constexpr(4)  # rows of scores begin at multiples of so many, which threads load at once
 
 # Widens the low and the high nibbles of bytes 0 and 1, then of bytes 2 and 3. Every byte has its own scale: if the product reads k
 # from registers, the four bytes of a thread belong to several keys.
@@ -47,6 +48,9 @@ fma.rn.bf16x2 s, s, f, z; fma.rn.bf16x2 $1, s, $6, z;
 shl.b32 s, t, 8; shl.b32 m, t, 2; and.b32 m, m, 0x01C001C0; lop3.b32 s, s, 0x80008000, m, 0xEA;
 fma.rn.bf16x2 s, s, f, z; fma.rn.bf16x2 $3, s, $6, z;
 }""")
+# 1 if the first number is less than the second, for numbers of 16 and of 32 bits. What becomes of a comparison takes longer.
+_LESS_16 = tl.constexpr("{ .reg .b32 t; sub.u32 t, $1, $2; shr.u32 $0, t, 31; }")
+_LESS_32 = tl.constexpr("{ .reg .pred p; setp.lt.u32 p, $1, $2; selp.u32 $0, 1, 0, p; }")
 
 
 @triton.jit
@@ -266,7 +270,9 @@ def _ordered(scores, at, visible):
     BITS: tl.constexpr = scores.dtype.element_ty.primitive_bitwidth
     SIGN: tl.constexpr = 1 << (BITS - 1)
     ALL: tl.constexpr = 2 * SIGN - 1
-    bits = tl.load(scores + at, mask=at < visible, other=0.0).to(tl.uint32 if BITS == 32 else tl.uint16, bitcast=True).to(tl.uint32)
+    KIND: tl.constexpr = tl.uint32 if BITS == 32 else tl.uint16
+    readable = (visible + ALIGNED - 1) // ALIGNED * ALIGNED
+    bits = tl.load(scores + at, mask=at < readable, other=0.0).to(KIND, bitcast=True).to(tl.uint32)
     bits = tl.where(bits == SIGN, 0, bits)
     return tl.where(at < visible, bits ^ tl.where(bits >= SIGN, ALL, SIGN).to(tl.uint32), 0)
 
@@ -280,12 +286,13 @@ def _gather(selected, at, number, threshold, above, equal, wanted):
     both = tl.cumsum(more + (same << 16), 0)
     equals = equal + (both >> 16).to(tl.int32)
     take = (more != 0) | ((same != 0) & (equals <= wanted))
-    tl.store(selected + above + (both & 0xFFFF).to(tl.int32) + tl.minimum(equals, wanted) - 1, at, mask=take)
+    place = above + (both & 0xFFFF).to(tl.int32) + tl.minimum(equals, wanted) - 1
+    tl.store(selected + place, at, mask=take)
 
 
 @triton.jit(do_not_specialize=["begin", "columns"])
 def _select_kernel(
-    scores, positions, selected, begin, columns, TOP_K: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr
+    scores, positions, selected, begin, columns, TOP_K: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr, GPU: tl.constexpr
 ):  # fmt: skip
     wait_for_predecessor()
     let_successor_in()
@@ -294,13 +301,18 @@ def _select_kernel(
     if visible <= TOP_K:
         return
     at = tl.arange(0, BLOCK)
-    number = _ordered(scores + n * columns, at, visible)
+    number = _ordered(scores + n * (columns // ALIGNED * ALIGNED), at, visible)
     # The largest integer that TOP_K scores reach, bit by bit.
     BITS: tl.constexpr = scores.dtype.element_ty.primitive_bitwidth
     threshold = tl.zeros((), tl.uint32)
     for i in range(BITS):
         higher = threshold | (tl.full((), 1, tl.uint32) << (BITS - 1 - i))
-        threshold = tl.where(tl.sum((number >= higher).to(tl.int32)) >= TOP_K, higher, threshold)
+        if GPU:
+            asm: tl.constexpr = _LESS_16 if BITS == 16 else _LESS_32
+            less = tl.inline_asm_elementwise(asm, "=r,r,r", [number, higher], dtype=tl.uint32, is_pure=True, pack=1)
+        else:
+            less = (number < higher).to(tl.uint32)
+        threshold = tl.where(BLOCK - tl.sum(less).to(tl.int32) >= TOP_K, higher, threshold)
     wanted = TOP_K - tl.sum((number > threshold).to(tl.int32))
     _gather(selected + n * TOP_K, at, number, threshold, 0, 0, wanted)
 
@@ -335,7 +347,7 @@ def _segment_kernel(
     if (visible <= TOP_K) | (segment >= used):
         return
     at = segment * SEGMENT + tl.arange(0, SEGMENT)
-    number = _ordered(scores + n * columns, at, visible)
+    number = _ordered(scores + n * (columns // ALIGNED * ALIGNED), at, visible)
     row = n * tl.num_programs(1)
     stride = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * 256  # of a pass
     bins = tl.arange(0, 256)
@@ -361,7 +373,8 @@ def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tenso
     iq_NHC, weights_NH, keys, paging = given.iq_THC[begin:end], given.weights_TH[begin:end], given.keys, given.paging
     (count, heads, channels), fmt, entries_max, top_k = iq_NHC.shape, keys.format, given.entries_max, given.top_k
     assert iq_NHC.is_contiguous() and weights_NH.shape == (count, heads) and weights_NH.stride(1) == 1
-    scores = torch.empty(count, entries_max, dtype=given.dtype, device=iq_NHC.device)
+    columns = ceil_div(entries_max, ALIGNED.value) * ALIGNED.value
+    scores = torch.empty(count, columns, dtype=given.dtype, device=iq_NHC.device)[:, :entries_max]
     if count == 0 or entries_max <= top_k:
         return scores
     assert given.has_kernel and fmt.width == channels, (fmt, channels, iq_NHC.dtype)
@@ -385,7 +398,7 @@ def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tenso
         weights_NH.stride(0),
         begin,
         count,
-        entries_max,
+        columns,
         given.weight_scale,
         H=heads,
         HEADS=max(16, power_of_2(heads)),
@@ -412,7 +425,8 @@ def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tenso
 def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: int, out: Tensor) -> Tensor:
     """See ``indexer.select_paged``."""
     (count, columns), top_k = scores_NE.shape, out.shape[1]
-    assert scores_NE.is_contiguous() and out.is_contiguous() and out.shape[0] == count and out.dtype == torch.int32
+    assert scores_NE.stride(1) == 1 and scores_NE.stride(0) % ALIGNED.value == 0, scores_NE.stride()
+    assert out.is_contiguous() and out.shape[0] == count and out.dtype == torch.int32
     if count == 0 or columns <= top_k:
         return out
     inputs = (scores_NE, paging.positions_T)
@@ -420,11 +434,11 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
     if columns <= (MOST if count > FEW else MOST_OF_FEW):
         block = max(1024, power_of_2(columns))  # few sizes, so that few kernels are compiled
         options |= {"num_warps": max(min(4, block // 512), block // 2048), "launch_pdl": dependent_launch(out.device)}
-        _select_kernel[(count,)](*inputs, out, begin, columns, **options, BLOCK=block)
+        _select_kernel[(count,)](*inputs, out, begin, scores_NE.stride(0), **options, BLOCK=block, GPU=on_gpu(out.device))
         return out
     segments, passes = ceil_div(columns, SEGMENT), scores_NE.element_size()
     options |= {"SEGMENT": SEGMENT, "SEGMENTS": power_of_2(segments), "num_warps": 8}
     counts = torch.empty(passes, count, segments, 256, dtype=torch.int32, device=out.device)
     for number in range(passes + 1):
-        _segment_kernel[(count, segments)](*inputs, counts, out, begin, columns, **options, PASS=number)
+        _segment_kernel[(count, segments)](*inputs, counts, out, begin, scores_NE.stride(0), **options, PASS=number)
     return out
