@@ -31,6 +31,7 @@ class AbsentGpu(NamedTuple):
 
 
 ABSENT: AbsentGpu | None = None
+LARGE_SHARED_MEMORY = (90, 100, 103)  # compute capabilities with more than 200 KB of shared memory per program
 
 
 class ReferenceOnly:

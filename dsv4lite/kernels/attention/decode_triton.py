@@ -2,8 +2,9 @@
 
 One program takes one token x 16 heads x one of ``splits`` KV splits; ``merge_triton.py`` merges them. The number of window pieces
 does not depend on how full the window is, so page numbers are loaded at the same time as the position. All bytes of a piece are
-loaded before one is used. The first piece of a program, mostly its only one, is outside the loop. Rows are widened once, and both
-products read them from the same shared memory.
+loaded before one is used. The first piece of a program, mostly its only one, is outside the loop. The loop copies each piece while
+the one before it is used, if the chip's shared memory is large enough. Rows are widened once, and both products read them from the
+same shared memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.attention import WINDOW, AttentionInputs
 from dsv4lite.kernels.attention.merge_triton import LOW, entries_of, merged
-from dsv4lite.kernels.dispatch import ceil_div
+from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, scaled
 from dsv4lite.kernels.rows.triton import inverse_root, mean_of, rotate_tail, rounded
@@ -236,7 +237,7 @@ def _decode_kernel(
     H: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
     FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr,
     ENTRY_ROWS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SINGLES: tl.constexpr,
-    NORM: tl.constexpr, GPU: tl.constexpr,
+    NORM: tl.constexpr, STAGES: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     NOPE: tl.constexpr = WIDTH - 64
@@ -275,13 +276,13 @@ def _decode_kernel(
     sums = (zero, zero, zero, zero, tl.full((HEADS,), LOW, tl.float32), tl.zeros((HEADS,), tl.float32))
     sums = _added(sums, queries, raw, rows, scale, NOPE, ROWS, GPU)
     splits = tl.num_programs(1)  # no constant, so that one compiled kernel serves all
-    for piece in tl.range(split + splits, pieces, splits, num_stages=1):
+    for piece in tl.range(split + splits, pieces, splits, num_stages=STAGES):
         numbers = _page_numbers(piece, tables, grow_columns, window_columns, WINDOW_PIECES, ENTRY_ROWS, ROWS)
         data, scales, rows = _locate(
             piece, numbers, stores, tables, here, entry_rows, listed, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES,
             ENTRY_ROWS, NOPE + 128, WINDOW, TOP_K > 0, ROWS,
         )  # fmt: skip
-        raw = _fetch(data, scales, tl.arange(0, ROWS) < rows, never, NOPE, FRESH_ROW, GPU)
+        raw = fetch(data, scales, tl.arange(0, ROWS) < rows, NOPE, FRESH_ROW, False)
         sums = _added(sums, queries, raw, rows, scale, NOPE, ROWS, GPU)
 
     place = split * (tl.num_programs(0) // BLOCKS).to(tl.int64) * H
@@ -304,6 +305,7 @@ def decode_attention_triton(given: AttentionInputs) -> Tensor:
         *given.tensors(), given.cos, given.sin, parts, stats, given.paging.grow_SP.stride(0), given.paging.window_SP.stride(0),
         q.stride(0), given.scale * LOG2_E, given.norm_eps or 0.0, **given.layer(rows), **given.row_layout(), HEADS=_HEADS,
         SINGLES=given.paging.singles, NORM=given.norm_eps is not None,
+        STAGES=2 if capability_of(q.device) in LARGE_SHARED_MEMORY else 1,
         num_warps=warps, num_stages=1, enable_fp_fusion=True, launch_pdl=dependent_launch(q.device),
     )  # fmt: skip
     return merged(given, parts, stats, rows, fills=False)

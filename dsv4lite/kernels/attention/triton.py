@@ -22,11 +22,10 @@ from dsv4lite.kernels.attention import DECODE_SPLITS, WIDENED_ROWS, AttentionInp
 from dsv4lite.kernels.attention.decode_triton import decode_attention_triton
 from dsv4lite.kernels.attention.merge_triton import added, entries_of, merged
 from dsv4lite.kernels.attention.prefill_triton import prefill_attention_triton
-from dsv4lite.kernels.dispatch import capability_of, ceil_div
+from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div
 from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, UnquantizedRow
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, rotated_back, scaled
 
-LARGE_SHARED_MEMORY = (90, 100, 103)  # chips with more than 200 KB of shared memory per program
 SMALL_BLOCK_SPLITS = 8  # from this number of splits on, unquantized rows take blocks of 16 heads, for more programs
 _ROW_BYTES = 1024  # widest unquantized row for which larger tiles fit into shared memory
 

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.attention.triton import LARGE_SHARED_MEMORY, Tile
-from dsv4lite.kernels.dispatch import capability_of, ceil_div, on_gpu, power_of_2
+from dsv4lite.kernels.attention.triton import Tile
+from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.e4m3 import e4m3_values
 from dsv4lite.kernels.latent_attention import MOST_HEADS, LatentAttentionInputs
 from dsv4lite.kernels.latent_rows.triton import _row_elements

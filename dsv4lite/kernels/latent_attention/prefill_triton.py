@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.attention.triton import LARGE_SHARED_MEMORY
-from dsv4lite.kernels.dispatch import capability_of, ceil_div, on_gpu, power_of_2, send
+from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, on_gpu, power_of_2, send
 from dsv4lite.kernels.gemm import float_linear
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, projected_rows
 from dsv4lite.kernels.rows.packed import LOG2_E, narrowed
