@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 from dsv4lite.bare import import_torch
 from dsv4lite.config import EngineSettings, tiny_model
@@ -63,8 +63,7 @@ def _add_generation(commands: Commands) -> None:
         description="Continue a prompt and stream the text; the speed comes at the end.",
     )
     generate.add_argument("prompt", help="text to continue, or the user's turn with --chat; '-' reads standard input")
-    generate.add_argument("--model", default=tiny_model(), help="folder or hub id of a checkpoint (default: the one that ships)")
-    generate.add_argument("--revision", help="hub revision")
+    _add_shared(generate, "--model", "--revision", "--device")
     generate.add_argument("--chat", action="store_true", help="send the prompt as a user's turn")
     generate.add_argument("--reasoning", choices=("none", "high", "max"), default="none", help="with --chat: how hard to think")
     generate.add_argument("--max-tokens", type=int, default=128, help="most tokens to generate (default: 128)")
@@ -72,7 +71,6 @@ def _add_generation(commands: Commands) -> None:
     generate.add_argument("--top-p", type=float, default=1.0, help="nucleus (default: 1)")
     generate.add_argument("--seed", type=int, help="make sampling repeatable")
     generate.add_argument("--stop", action="append", default=[], help="end at this string; may be given several times")
-    generate.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: auto)")
     generate.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     generate.set_defaults(run=_generate)
 
@@ -84,14 +82,11 @@ def _add_generation(commands: Commands) -> None:
     )
     batch.add_argument("source", help="file of requests, JSON lines")
     batch.add_argument("target", help="file of outputs; is made, or continued")
-    batch.add_argument("--model", default=tiny_model(), help="folder or hub id of a checkpoint (default: the one that ships)")
-    batch.add_argument("--revision", help="hub revision")
+    _add_shared(batch, "--model", "--revision", "--device", "--json")
     batch.add_argument("--max-tokens", type=int, help="most tokens of a row that sets no limit")
     batch.add_argument("--temperature", type=float, help="of rows that set none")
     batch.add_argument("--max-num-seqs", type=int, default=64, help="sequences at once (default: 64)")
     batch.add_argument("--max-model-len", type=int, help="longest sequence in tokens")
-    batch.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: auto)")
-    batch.add_argument("--json", action="store_true", help="print the summary as JSON")
     batch.set_defaults(run=_batch)
 
 
@@ -101,14 +96,11 @@ def _add_inspection(commands: Commands) -> None:
         help="show what a model needs in memory, before loading it",
         description="Work out weights, state and capacity from config and headers alone.",
     )
-    plan.add_argument("model", nargs="?", default=tiny_model(), help="folder or hub id of a checkpoint (default: the shipped one)")
-    plan.add_argument("--revision", help="hub revision")
+    _add_shared(plan, "model", "--revision", "--device", "--json")
     plan.add_argument("--gpu", help="GPU to plan for, for example h200; it need not be in this machine (default: this machine's)")
     plan.add_argument("--memory", type=_bytes, help="memory of the GPU (or of --device cpu) to plan for, for example 141GiB")
     plan.add_argument("--devices", type=int, help="compare all ways to share the model among so many devices")
     _add_sizes(plan)
-    plan.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: auto)")
-    plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(run=_plan)
 
     compile_ = commands.add_parser(
@@ -118,16 +110,12 @@ def _add_inspection(commands: Commands) -> None:
         "this compile_cache_dir, here or copied to another machine with the same versions of this package, PyTorch and "
         "Triton, starts without compiling. Give the settings of that engine. The exit status is 1 if a kernel cannot be compiled.",
     )
-    compile_.add_argument(
-        "model", nargs="?", default=tiny_model(), help="folder or hub id of a checkpoint (default: the shipped one)"
-    )
-    compile_.add_argument("--revision", help="hub revision")
+    _add_shared(compile_, "model", "--revision", "--json")
     compile_.add_argument("--gpu", required=True, help="GPU to compile for, for example h200")
-    compile_.add_argument("--output", help="folder for the kernels (default: that of engines)")
+    compile_.add_argument("--output", dest="compile_cache_dir", metavar="FOLDER", help="for the kernels (default: that of engines)")
     _add_sizes(compile_)
     compile_.add_argument("--deterministic", action="store_true", help="of an engine with deterministic=True")
     compile_.add_argument("--mtp", type=int, metavar="K", help="of an engine with speculative=MTP(K)")
-    compile_.add_argument("--json", action="store_true", help="print JSON")
     compile_.set_defaults(run=_compile)
 
     inspect = commands.add_parser(
@@ -136,11 +124,7 @@ def _add_inspection(commands: Commands) -> None:
         description="Read architecture, formats, tensors, tokenizer and chat format from config and headers alone. The exit status "
         "is 1 if something is missing or does not fit.",
     )
-    inspect.add_argument(
-        "model", nargs="?", default=tiny_model(), help="folder or hub id of a checkpoint (default: the shipped one)"
-    )
-    inspect.add_argument("--revision", help="hub revision")
-    inspect.add_argument("--json", action="store_true", help="print JSON")
+    _add_shared(inspect, "model", "--revision", "--json")
     inspect.set_defaults(run=_inspect)
 
     replay = commands.add_parser(
@@ -159,23 +143,33 @@ def _add_inspection(commands: Commands) -> None:
         help="compare a trainer's forward pass with a rollout's steps",
         description="Run random tokens as a trainer does and as an engine does, and report the difference by kind of layer.",
     )
-    parity.add_argument(
-        "model", nargs="?", default=tiny_model(), help="folder or hub id of a checkpoint (default: the shipped one)"
-    )
+    _add_shared(parity, "model", "--dtype", "--device", "--json")
     parity.add_argument("--tokens", type=int, default=300, help="length of the sequence (default: 300)")
-    parity.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of activations")
-    parity.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: auto)")
-    parity.add_argument("--json", action="store_true", help="print JSON")
     parity.set_defaults(run=_parity)
+
+
+def _add_shared(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add arguments that several commands have."""
+    checkpoint = {"default": tiny_model(), "help": "folder or hub id of a checkpoint (default: the one that ships)"}
+    shared: dict[str, dict[str, Any]] = {
+        "model": {"nargs": "?", **checkpoint},
+        "--model": checkpoint,
+        "--revision": {"help": "hub revision"},
+        "--dtype": {"choices": ("auto", "float32", "bfloat16"), "default": "auto", "help": "of activations"},
+        "--device": {"default": "auto", "help": "cpu, cuda or cuda:N (default: auto)"},
+        "--json": {"action": "store_true", "help": "print JSON"},
+    }
+    for name in names:
+        parser.add_argument(name, **shared[name])
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     """Add the settings that sizes and shapes of an engine follow from."""
-    parser.add_argument("--kv-cache-memory", type=_bytes, help="bytes for sequence state")
+    parser.add_argument("--kv-cache-memory", dest="kv_cache_memory_bytes", metavar="SIZE", type=_bytes, help="for sequence state")
     parser.add_argument("--max-model-len", type=int, help="longest sequence in tokens")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences at once (default: 64)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens of one step (default: 2048)")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of activations")
+    _add_shared(parser, "--dtype")
     parser.add_argument(
         "--kv-cache-dtype", choices=("auto", "fp8", "bfloat16", "float32"), default="auto", help="of rows of the KV cache"
     )
@@ -183,21 +177,10 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{axis}-parallel-size", type=int, default=1, help=f"{what} (default: 1)")
 
 
-def _sizes(args: argparse.Namespace) -> EngineSettings:
-    """Return the settings of ``_add_sizes``."""
-    return {
-        "revision": args.revision,
-        "kv_cache_memory_bytes": args.kv_cache_memory,
-        "max_model_len": args.max_model_len,
-        "max_num_seqs": args.max_num_seqs,
-        "max_num_batched_tokens": args.max_num_batched_tokens,
-        "dtype": args.dtype,
-        "kv_cache_dtype": args.kv_cache_dtype,
-        "tensor_parallel_size": args.tensor_parallel_size,
-        "expert_parallel_size": args.expert_parallel_size,
-        "data_parallel_size": args.data_parallel_size,
-        "pipeline_parallel_size": args.pipeline_parallel_size,
-    }
+def _settings(args: argparse.Namespace) -> EngineSettings:
+    """Return the arguments that have the name of an engine's setting."""
+    found = {name: value for name, value in vars(args).items() if name in EngineSettings.__annotations__}
+    return cast(EngineSettings, found)
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -249,14 +232,9 @@ def _batch(args: argparse.Namespace) -> int:
         pass  # errors of the files are raised before the model is loaded
     given = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     changes = {name: value for name, value in given.items() if value is not None}
-    with LLM(
-        args.model,
-        revision=args.revision,
-        device=args.device,
-        max_num_seqs=args.max_num_seqs,
-        max_model_len=args.max_model_len,
-        progress=args.verbose,
-    ) as llm:
+    settings = _settings(args)
+    settings["progress"] = args.verbose
+    with LLM(args.model, **settings) as llm:
         params = llm.default_params.replace(**changes) if changes else None
         report = llm.generate_file(args.source, args.target, params, progress=progress)
     print(json.dumps(asdict(report)) if args.json else report)
@@ -266,14 +244,7 @@ def _batch(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from dsv4lite import plan_memory
 
-    plan = plan_memory(
-        args.model,
-        gpu=args.gpu,
-        memory_bytes=args.memory,
-        devices=args.devices,
-        device=args.device,
-        **_sizes(args),
-    )
+    plan = plan_memory(args.model, gpu=args.gpu, memory_bytes=args.memory, devices=args.devices, **_settings(args))
     print(json.dumps(asdict(plan), indent=2) if args.json else plan)
     return 0 if plan.fits else 1
 
@@ -285,8 +256,7 @@ def _compile(args: argparse.Namespace) -> int:
     def progress(done: int, total: int) -> None:
         print(f"{done} of {total} kernels", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
-    settings = _sizes(args)
-    settings["compile_cache_dir"], settings["deterministic"] = args.output, args.deterministic
+    settings = _settings(args)
     settings["speculative"] = None if args.mtp is None else MTP(args.mtp)
     compiled = compile_ahead(EngineConfig(model=args.model, **settings), args.gpu, progress)
     print(json.dumps(asdict(compiled)) if args.json else compiled)
@@ -314,7 +284,7 @@ def _replay(args: argparse.Namespace) -> int:
 def _parity(args: argparse.Namespace) -> int:
     from dsv4lite.debug.parity import compare_sides
 
-    report = compare_sides(args.model, tokens=args.tokens, dtype=args.dtype, device=args.device)
+    report = compare_sides(args.model, tokens=args.tokens, **_settings(args))
     print(json.dumps(asdict(report), indent=2) if args.json else report)
     return 0 if report.exact else 1
 

@@ -1,18 +1,4 @@
-"""Every exception that dsv4lite raises on purpose.
-
-    DSV4LiteError
-    ├── ConfigError              a setting is unknown, out of range, or contradicts another
-    │   └── UnsupportedError     two features, or a feature and this model or machine, cannot work together
-    ├── InvalidRequestError      a request's parameter is wrong (parameter, value)
-    │   └── ContextLengthError   prompt and completion do not fit (length, limit)
-    ├── QueueFullError           too many requests are waiting (limit, retry_after)
-    ├── EngineStateError         the engine's state does not allow the call (state, allowed)
-    │   └── WeightsNotLoadedError    weights are absent or invalid until the next commit
-    ├── CheckpointError          a checkpoint is incomplete or malformed (problems: all of them)
-    ├── WeightUpdateError        an update does not match the model (missing, unexpected, mismatched)
-    ├── CapacityError            the model or its state does not fit (plan, advice); found before loading
-    ├── RequestFailedError       one request failed and the engine lives on (output so far)
-    └── EngineDeadError          the engine failed (rank, phase); ``__cause__`` is the reason
+"""Every exception that dsv4lite raises on purpose; ``docs/api.md`` has them as a tree.
 
 Abort and deadline are not errors: they are finish reasons. Cancellation of the caller's scope passes unaltered.
 """

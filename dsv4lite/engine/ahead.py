@@ -17,8 +17,7 @@ import torch
 
 from dsv4lite.config import EngineConfig, default_cache_dir
 from dsv4lite.device import find_chip, require_private
-from dsv4lite.engine.rank import RunnerParts
-from dsv4lite.engine.runner import Runner
+from dsv4lite.engine.rank import make_runner
 from dsv4lite.errors import UnsupportedError
 from dsv4lite.kernels.dispatch import AbsentGpu
 from dsv4lite.layout import AXES, Layout
@@ -96,8 +95,7 @@ def compile_ahead(config: EngineConfig, gpu: str, progress: Callable[[int, int],
                 with_mtp=drafting.own is not None,
             )
             model: Model = empty.requires_grad_(False).eval()
-            parts = RunnerParts.of(config, plan, mesh, drafting, model, source.family)
-            runner = Runner(model, parts.cache, parts.sampler, parts.graphs, parts.drafter, mesh)
+            runner = make_runner(config, plan, mesh, drafting, model, source)
             with recording() as found, model.skip_repeated_layers():
                 runner.dry_run(config.max_num_batched_tokens, plan.max_model_len)
             wanted.update({repr(one.specialization): one for one in found})

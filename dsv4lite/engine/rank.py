@@ -42,8 +42,9 @@ from dsv4lite.engine.runner import Runner
 from dsv4lite.engine.step_graphs import StepGraphs, graph_widths
 from dsv4lite.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError, UnsupportedError
 from dsv4lite.files import open_regular
+from dsv4lite.kernels.dispatch import on_gpu
 from dsv4lite.models.config import ModelConfig
-from dsv4lite.models.family import Family, Model
+from dsv4lite.models.family import Model
 from dsv4lite.models.shard import check_layout
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.rendezvous import differences
@@ -51,7 +52,7 @@ from dsv4lite.planning.memory import MemoryPlan, captured_prompts, choose_drafti
 from dsv4lite.planning.workspace import SMALL_BLOCKS, prompt_pool_bytes
 from dsv4lite.request import SamplingParams, check_token_ids
 from dsv4lite.sampling.sampler import Sampler
-from dsv4lite.speculation.drafters import DeviceDrafter, make_drafter
+from dsv4lite.speculation.drafters import make_drafter
 from dsv4lite.state.store import StateCache
 from dsv4lite.text.structured import GrammarCompiler
 from dsv4lite.text.tokenizer import Tokenizer
@@ -93,60 +94,50 @@ class ProbeReport:
     facts: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RunnerParts:
-    """The parts of a runner besides the model.
+def make_runner(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    mesh: Mesh,
+    drafting: Drafting,
+    model: Model,
+    source: ModelSource,
+    grammars: GrammarCompiler | None = None,
+    balancer: Balancer | None = None,
+    workspace: int = 0,
+) -> Runner:
+    """Allocate what a rank's model runs with, on its device: state, sampler, drafter and captured steps.
 
-    Attributes:
-        cache: State of sequences.
-        sampler: The sampler, on a rank that samples.
-        drafter: The model's own drafter, on the last stage.
-        graphs: Captured steps, on a GPU.
+    Args:
+        grammars: For a rank that samples.
+        balancer, workspace: See ``Resident``.
     """
-
-    cache: StateCache
-    sampler: Sampler | None
-    drafter: DeviceDrafter | None
-    graphs: StepGraphs | None
-
-    @classmethod
-    def of(
-        cls,
-        config: EngineConfig,
-        plan: MemoryPlan,
-        mesh: Mesh,
-        drafting: Drafting,
-        model: Model,
-        family: Family,
-        grammars: GrammarCompiler | None = None,
-    ) -> RunnerParts:
-        """Allocate the parts for a model, on its device; ``grammars`` is for a rank that samples."""
-        device, own = model.numerics.device, drafting.own
-        cache = StateCache.allocate(replace(model.state_spec, copies=1 + drafting.max_drafts), plan.sizes, device)
-        sampler: Sampler | None = None
-        if mesh.rank == mesh.layout.reporter(mesh.place.dp):
-            rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + drafting.max_drafts))
-            sampler = Sampler(model.config.vocab_size, device, config.seed, grammars, slots=plan.sizes.slots, rows=rows)
-        drafter = None if own is None or not model.shard.last else make_drafter(own, model, cache)
-        graphs: StepGraphs | None = None
-        # Verify steps are captured as a whole, from ids to logits, so a pipeline captures none.
-        if device.type != "cpu" and model.capturable and (not drafting.max_drafts or mesh.layout.pp == 1):
-            tokens = captured_prompts(config, family)
-            step = family.workspace(model.config, model.numerics, model.shard, tokens=tokens or 1, longest=plan.max_model_len)
-            graphs = StepGraphs(
-                model,
-                cache,
-                max_num_seqs=config.max_num_seqs,
-                max_model_len=plan.max_model_len,
-                widths=graph_widths(drafting.max_drafts, adaptive=drafting.adaptive),
-                max_tokens=config.max_num_batched_tokens,
-                sampling=sampler,
-                drafter=drafter,
-                adaptive=drafting.adaptive,
-                prompt_tokens=tokens,
-                prompt_pool_bytes=prompt_pool_bytes(step),
-            )
-        return cls(cache=cache, sampler=sampler, drafter=drafter, graphs=graphs)
+    device, own = model.numerics.device, drafting.own
+    cache = StateCache.allocate(replace(model.state_spec, copies=1 + drafting.max_drafts), plan.sizes, device)
+    sampler: Sampler | None = None
+    if mesh.rank == mesh.layout.reporter(mesh.place.dp):
+        rows = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + drafting.max_drafts))
+        sampler = Sampler(model.config.vocab_size, device, config.seed, grammars, slots=plan.sizes.slots, rows=rows)
+    drafter = None if own is None or not model.shard.last else make_drafter(own, model, cache)
+    graphs: StepGraphs | None = None
+    # Verify steps are captured as a whole, from ids to logits, so a pipeline captures none.
+    if on_gpu(device) and model.capturable and (not drafting.max_drafts or mesh.layout.pp == 1):
+        tokens = captured_prompts(config, source.family)
+        step = source.family.workspace(model.config, model.numerics, model.shard, tokens=tokens or 1, longest=plan.max_model_len)
+        graphs = StepGraphs(
+            model,
+            cache,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=plan.max_model_len,
+            widths=graph_widths(drafting.max_drafts, adaptive=drafting.adaptive),
+            max_tokens=config.max_num_batched_tokens,
+            sampling=sampler,
+            drafter=drafter,
+            adaptive=drafting.adaptive,
+            prompt_tokens=tokens,
+            prompt_pool_bytes=prompt_pool_bytes(step),
+        )
+    resident = Resident(model, cache, source, graphs=graphs, balancer=balancer, workspace=workspace)
+    return Runner(model, cache, sampler, graphs, drafter, mesh, balancer, resident)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -205,17 +196,14 @@ class Probe:
                     progress=progress,
                 )
                 give_back_unused(device)
-                parts = RunnerParts.of(config, plan, mesh, drafting, model, self.source.family, grammars)
-                cache, graphs = parts.cache, parts.graphs
-                workspace = self.report.plan.per_device[0].workspace - SMALL_BLOCKS
-                if device.type == "cuda":
-                    reserve(device, workspace)
                 balancer = None
                 if config.redundant_experts is not None:
                     refill = partial(self.source.fill, numerics=self.numerics, mesh=mesh, seed=config.seed)
                     balancer = Balancer(model, refill, config.rebalance_steps)
-                resident = Resident(model, cache, self.source, graphs=graphs, balancer=balancer, workspace=workspace)
-                runner = Runner(model, cache, parts.sampler, graphs, parts.drafter, mesh, balancer, resident)
+                workspace = self.report.plan.per_device[0].workspace - SMALL_BLOCKS
+                runner = make_runner(config, plan, mesh, drafting, model, self.source, grammars, balancer, workspace)
+                if device.type == "cuda":
+                    reserve(device, workspace)
                 with torch.inference_mode():
                     runner.warm_up(config.max_num_batched_tokens, plan.max_model_len, cache_dir, compiler, progress)
                 return runner

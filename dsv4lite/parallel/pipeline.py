@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,12 +44,6 @@ class StageLink:
         self._sending = [self._pp.begin_send(x, self._pp.rank + 1) for x in tensors]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Sent:
-    slots: tuple[int, ...]
-    transfer: Transfer
-
-
 class TokenBroadcast:
     """Broadcasts the token sampled last in each slot to all ranks that have the sequences; mutable.
 
@@ -65,7 +58,7 @@ class TokenBroadcast:
         self._source = mesh.layout.group("replica", mesh.rank).index(mesh.layout.reporter(mesh.place.dp))
         self._stages = mesh.pp.size
         self._last_token = last_token
-        self._pending: deque[_Sent] = deque()
+        self._pending: deque[tuple[tuple[int, ...], Transfer]] = deque()  # slots, and the broadcast of their tokens
 
     @property
     def samples(self) -> bool:
@@ -87,7 +80,7 @@ class TokenBroadcast:
         index = self._index(slots)
         token_ids = self._last_token[index] if self.samples else torch.empty_like(index)
         if self._stages > 1:
-            self._pending.append(_Sent(slots=slots, transfer=self._replica.begin_broadcast(token_ids, self._source)))
+            self._pending.append((slots, self._replica.begin_broadcast(token_ids, self._source)))
             return
         token_ids = self._replica.broadcast_tokens(token_ids, self._source)
         if not self.samples:
@@ -95,11 +88,11 @@ class TokenBroadcast:
 
     def await_tokens(self, slots: Set[int]) -> None:
         """Make the stream wait for the tokens of some slots, and of all steps before the ones that sampled them."""
-        while len(self._pending) > self._stages or any(not slots.isdisjoint(sent.slots) for sent in self._pending):
-            sent = self._pending.popleft()
-            token_ids = sent.transfer.wait()
+        while len(self._pending) > self._stages or any(not slots.isdisjoint(sent) for sent, _ in self._pending):
+            sent, transfer = self._pending.popleft()
+            token_ids = transfer.wait()
             if not self.samples:
-                self._last_token[self._index(sent.slots)] = token_ids
+                self._last_token[self._index(sent)] = token_ids
 
     def _index(self, slots: Sequence[int]) -> Tensor:
         return send(torch.tensor(slots, dtype=torch.int64, device="cpu"), self._last_token.device)

@@ -64,15 +64,29 @@ class Shards:
             block: Elements per scale along each dimension; a cut must not go through a block.
 
         Raises:
-            ConfigError: The table has no rule for the name, or the tensor cannot be cut this way.
+            ConfigError: The table has no rule for the name, the parts would be unequal, or a cut would go through a scale block.
         """
         rule = self.table.get(pattern_of(name))
         if rule is None:
             raise ConfigError(f"the sharding table has no rule for {name}; its pattern is {pattern_of(name)!r}")
-        if isinstance(rule, Experts):
-            rule = Split(rule.dim, rule.width)
-        rank, size = (0, 1) if isinstance(rule, Replicate) else self.axes.get(rule.axis, (0, 1))
-        return slice_for(rule, shape, rank, size, block=block, name=name)
+        whole = [slice(0, n) for n in shape]
+        if isinstance(rule, Replicate):
+            return tuple(whole)
+        dim, axis = rule.dim, rule.width if isinstance(rule, Experts) else rule.axis
+        rank, size = self.axes.get(axis, (0, 1))
+        if size == 1:
+            return tuple(whole)
+        part, left = divmod(shape[dim], size)
+        if left:
+            raise ConfigError(f"{name}: dimension {dim} of {list(shape)} cannot be cut into {size} equal parts along {axis!r}")
+        step = block[dim] if block else 1
+        if part % step:
+            raise ConfigError(
+                f"{name}: {axis}={size} cuts dimension {dim} of {list(shape)} every {part} elements, "
+                f"through scale blocks of {step}; choose a size that gives multiples of {step}"
+            )
+        whole[dim] = slice(rank * part, (rank + 1) * part)
+        return tuple(whole)
 
     def elsewhere(self, name: str) -> bool:
         """Return whether another rank may hold a tensor that this rank does not: an expert, or a tensor of another stage."""
@@ -93,37 +107,6 @@ def pattern_of(name: str) -> str:
     if parts[-1] in ("weight", "scale"):
         parts.pop()
     return ".".join("*" if part.isdecimal() else part for part in parts)
-
-
-def slice_for(rule: Rule, shape: Sequence[int], rank: int, size: int, *, block: Sequence[int] = (), name: str = "tensor") -> Cut:
-    """Return the part of a tensor that one of ``size`` ranks holds, one slice per dimension.
-
-    ``Experts`` cuts the first dimension, along which experts are stacked in one tensor.
-
-    Args:
-        shape: Shape in elements.
-        rank: Position along the rule's axis.
-        size: Ranks along the rule's axis.
-        block: Elements per scale along each dimension; default is no scales.
-
-    Raises:
-        ConfigError: The parts would be unequal, or a cut would go through a scale block.
-    """
-    whole = [slice(0, n) for n in shape]
-    if isinstance(rule, Replicate) or size == 1:
-        return tuple(whole)
-    dim = rule.dim if isinstance(rule, Split) else 0
-    part, left = divmod(shape[dim], size)
-    if left:
-        raise ConfigError(f"{name}: dimension {dim} of {list(shape)} cannot be cut into {size} equal parts along {rule.axis!r}")
-    step = block[dim] if block else 1
-    if part % step:
-        raise ConfigError(
-            f"{name}: {rule.axis}={size} cuts dimension {dim} of {list(shape)} every {part} elements, "
-            f"through scale blocks of {step}; choose a size that gives multiples of {step}"
-        )
-    whole[dim] = slice(rank * part, (rank + 1) * part)
-    return tuple(whole)
 
 
 def blocks_of(cut: Cut, block: Sequence[int]) -> Cut:

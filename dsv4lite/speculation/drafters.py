@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,18 +19,28 @@ from dsv4lite.speculation.draft_state import Choose, DraftState
 from dsv4lite.state.store import LayerCache, StateCache
 
 
-class DeviceDrafter(Protocol):
-    """A drafter on the device; every rank that has a part of it runs it at the same time.
+class MtpDrafter:
+    """Drafts with the MTP block of a model.
 
-    It reads nothing on the host, so that it can be captured.
+    The block reads the main model's final streams at a position, the token after it, and a window of its own KV rows. Its rows are
+    stored for every token of a step. The rest of the block runs only at the last accepted position, where it predicts the token
+    after the next. Each further draft token comes from the block's own streams and the previous draft token, one position later.
+    Drafting writes rows into the window; they are overwritten when the main model runs these positions.
+
+    Args:
+        model: A model with an MTP block.
+        cache: The block's rows, in window pages, or in grow pages for a model without sliding window.
 
     Attributes:
         most: Most draft tokens of a sequence.
         per_pass: Draft tokens of one call of ``draft``.
     """
 
-    most: int
-    per_pass: int
+    def __init__(self, model: MtpModel, cache: LayerCache, most: int) -> None:
+        self.most = most
+        self.per_pass = 1
+        self._model = model
+        self._cache = cache
 
     def feed(self, batch: Batch, streams_TND: Tensor, next_T: Tensor) -> None:
         """Store the drafter's own rows of a step.
@@ -40,15 +50,50 @@ class DeviceDrafter(Protocol):
             streams_TND: The main model's final streams.
             next_T: int64, the token after each; arbitrary where a later step runs the position again.
         """
-        ...
+        fed = copy(batch)
+        fed.token_ids_T = next_T
+        self._model.mtp_store_kv(streams_TND, fed, self._cache)
 
     def draft(self, state: DraftState, choose: Choose) -> Tensor:
-        """Draft the next tokens of each sequence, and advance the state.
+        """Draft the next tokens of each sequence, and advance the state. The block runs for sequences with a page for its row.
 
         Returns:
             int64 [S, per_pass], ``UNKNOWN`` where there are none.
         """
-        ...
+        if state.grow_SP is None:
+            table_SP, page_S = state.window_SP, state.positions_S // WINDOW_PAGE_TOKENS - state.window_first_S
+        else:
+            table_SP, page_S = state.grow_SP, state.positions_S // PAGE_TOKENS
+        pages = table_SP.shape[1]
+        held_S = table_SP.gather(1, page_S.clamp(0, pages - 1)[:, None])[:, 0] >= 0
+        room_S = (state.positions_S >= 0) & (page_S < pages) & held_S
+        streams_SND = self._run(state, room_S)
+        tokens_S = choose(self._model.mtp_logits(streams_SND), (state.positions_S + 1).int())
+        state.advance(streams_SND, tokens_S)
+        return torch.where(room_S, tokens_S, UNKNOWN)[:, None]
+
+    def _run(self, state: DraftState, room_S: Tensor) -> Tensor:
+        """Run the block at one position of each sequence that has room; return the streams [S, N, D]."""
+        every = torch.arange(len(room_S), dtype=torch.int32, device=room_S.device)
+        nothing, places_S = torch.zeros_like(every), torch.where(room_S, state.positions_S, -1).int()
+        paging = Paging(
+            positions_T=places_S,
+            sequence_T=every,
+            slots_S=state.slots_S,
+            first_S=places_S,
+            rows_S=every,
+            lens_S=torch.ones_like(every),
+            drafts_S=nothing,
+            state_copy_S=nothing,
+            grow_SP=nothing[:, None] if state.grow_SP is None else state.grow_SP.clamp_min(0),
+            window_SP=state.window_SP,
+            window_first_S=state.window_first_S,
+            width=1,
+        )
+        model = self._model
+        batch = model.batch(state.tokens_S, paging, max_tokens=model.config.max_positions)
+        batch.most_tokens = state.most
+        return model.mtp_forward(state.streams_SND, batch, self._cache)
 
     def take_part(self, shape: StepShape) -> None:
         """Run this rank's experts for replicas that draft, when its own replica has nothing to draft.
@@ -56,7 +101,50 @@ class DeviceDrafter(Protocol):
         Args:
             shape: Shape of the step of all replicas.
         """
-        ...
+        if self._model.shard.gathered > 1:
+            for _ in range(min(shape.max_drafts, self.most)):
+                self._model.mtp_take_part(shape.sequences)
+
+
+class BlockDrafter:
+    """Drafts with DSpark, by the methods of ``MtpDrafter``. The main model's forward pass writes the rows that it reads.
+
+    Its window, counted from the position after the last accepted token, reaches one position farther back than the main model's:
+    exactly as far as the window pages of the step.
+    """
+
+    def __init__(self, model: BlockModel, caches: Sequence[LayerCache], settings: DSpark) -> None:
+        self.most = settings.k
+        self.per_pass = model.config.draft_block
+        self._model = model
+        self._caches = caches
+        self._least = settings.min_confidence
+
+    def feed(self, batch: Batch, streams_TND: Tensor, next_T: Tensor) -> None:
+        """Do nothing: the main model's pass has stored the rows."""
+
+    def draft(self, state: DraftState, choose: Choose) -> Tensor:
+        """Draft a block."""
+        next_S = torch.where(state.positions_S < 0, -1, state.positions_S + 1)
+
+        def pick(logits_SV: Tensor, place: int) -> Tensor:
+            return choose(logits_SV.contiguous(), (next_S + place).int())
+
+        windows = (state.window_SP, state.window_first_S)
+        token_ids_SG, confidence_SG = self._model.draft_block(state.tokens_S, next_S, *windows, self._caches, pick, state.most)
+        if not self._least:
+            return token_ids_SG
+        holds_SG = (confidence_SG >= self._least).long().cumprod(1).bool()
+        return torch.where(holds_SG, token_ids_SG, UNKNOWN)
+
+    def take_part(self, shape: StepShape) -> None:
+        """Run this rank's experts for replicas that draft."""
+        if shape.max_drafts and self._model.shard.gathered > 1:
+            self._model.draft_take_part(shape.sequences)
+
+
+DeviceDrafter = MtpDrafter | BlockDrafter
+"""Every rank that has a part of a drafter runs it at the same time. It reads nothing on the host, so that it can be captured."""
 
 
 def make_drafter(own: MTP | DSpark, model: Any, cache: StateCache) -> DeviceDrafter:
@@ -110,110 +198,3 @@ def draft(
         return None
     state = DraftState.after([s for s, _ in every], [begin for _, begin in every], streams_TND, accepted, shape.sequences)
     return torch.cat([drafter.draft(state, choose) for _ in range(0, count, drafter.per_pass)], dim=1)[:, :count]
-
-
-class MtpDrafter:
-    """Drafts with the MTP block of a model; see ``DeviceDrafter``.
-
-    The block reads the main model's final streams at a position, the token after it, and a window of its own KV rows. Its rows are
-    stored for every token of a step. The rest of the block runs only at the last accepted position, where it predicts the token
-    after the next. Each further draft token comes from the block's own streams and the previous draft token, one position later.
-    Drafting writes rows into the window; they are overwritten when the main model runs these positions.
-
-    Args:
-        model: A model with an MTP block.
-        cache: The block's rows, in window pages, or in grow pages for a model without sliding window.
-        most: Most draft tokens of a sequence.
-    """
-
-    def __init__(self, model: MtpModel, cache: LayerCache, most: int) -> None:
-        self.most = most
-        self.per_pass = 1
-        self._model = model
-        self._cache = cache
-
-    def feed(self, batch: Batch, streams_TND: Tensor, next_T: Tensor) -> None:
-        """Store the block's KV rows of a step."""
-        fed = copy(batch)
-        fed.token_ids_T = next_T
-        self._model.mtp_store_kv(streams_TND, fed, self._cache)
-
-    def draft(self, state: DraftState, choose: Choose) -> Tensor:
-        """Run the block once for the sequences with a page for its row; int64 [S, 1]."""
-        if state.grow_SP is None:
-            table_SP, page_S = state.window_SP, state.positions_S // WINDOW_PAGE_TOKENS - state.window_first_S
-        else:
-            table_SP, page_S = state.grow_SP, state.positions_S // PAGE_TOKENS
-        pages = table_SP.shape[1]
-        held_S = table_SP.gather(1, page_S.clamp(0, pages - 1)[:, None])[:, 0] >= 0
-        room_S = (state.positions_S >= 0) & (page_S < pages) & held_S
-        streams_SND = self._run(state, room_S)
-        tokens_S = choose(self._model.mtp_logits(streams_SND), (state.positions_S + 1).int())
-        state.advance(streams_SND, tokens_S)
-        return torch.where(room_S, tokens_S, UNKNOWN)[:, None]
-
-    def _run(self, state: DraftState, room_S: Tensor) -> Tensor:
-        """Run the block at one position of each sequence that has room; return the streams [S, N, D]."""
-        every = torch.arange(len(room_S), dtype=torch.int32, device=room_S.device)
-        nothing, places_S = torch.zeros_like(every), torch.where(room_S, state.positions_S, -1).int()
-        paging = Paging(
-            positions_T=places_S,
-            sequence_T=every,
-            slots_S=state.slots_S,
-            first_S=places_S,
-            rows_S=every,
-            lens_S=torch.ones_like(every),
-            drafts_S=nothing,
-            state_copy_S=nothing,
-            grow_SP=nothing[:, None] if state.grow_SP is None else state.grow_SP.clamp_min(0),
-            window_SP=state.window_SP,
-            window_first_S=state.window_first_S,
-            width=1,
-        )
-        model = self._model
-        batch = model.batch(state.tokens_S, paging, max_tokens=model.config.max_positions)
-        batch.most_tokens = state.most
-        return model.mtp_forward(state.streams_SND, batch, self._cache)
-
-    def take_part(self, shape: StepShape) -> None:
-        """See ``DeviceDrafter``."""
-        if self._model.shard.gathered > 1:
-            for _ in range(min(shape.max_drafts, self.most)):
-                self._model.mtp_take_part(shape.sequences)
-
-
-class BlockDrafter:
-    """Drafts with DSpark; see ``DeviceDrafter``. The main model's forward pass writes the rows that it reads.
-
-    Its window, counted from the position after the last accepted token, reaches one position farther back than the main model's:
-    exactly as far as the window pages of the step.
-    """
-
-    def __init__(self, model: BlockModel, caches: Sequence[LayerCache], settings: DSpark) -> None:
-        self.most = settings.k
-        self.per_pass = model.config.draft_block
-        self._model = model
-        self._caches = caches
-        self._least = settings.min_confidence
-
-    def feed(self, batch: Batch, streams_TND: Tensor, next_T: Tensor) -> None:
-        """Do nothing: the main model's pass has stored the rows."""
-
-    def draft(self, state: DraftState, choose: Choose) -> Tensor:
-        """Draft a block."""
-        next_S = torch.where(state.positions_S < 0, -1, state.positions_S + 1)
-
-        def pick(logits_SV: Tensor, place: int) -> Tensor:
-            return choose(logits_SV.contiguous(), (next_S + place).int())
-
-        windows = (state.window_SP, state.window_first_S)
-        token_ids_SG, confidence_SG = self._model.draft_block(state.tokens_S, next_S, *windows, self._caches, pick, state.most)
-        if not self._least:
-            return token_ids_SG
-        holds_SG = (confidence_SG >= self._least).long().cumprod(1).bool()
-        return torch.where(holds_SG, token_ids_SG, UNKNOWN)
-
-    def take_part(self, shape: StepShape) -> None:
-        """See ``DeviceDrafter``."""
-        if shape.max_drafts and self._model.shard.gathered > 1:
-            self._model.draft_take_part(shape.sequences)

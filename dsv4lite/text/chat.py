@@ -22,16 +22,14 @@ from dsv4lite.text.messages import (
     USER,
     Parts,
     content_of,
-    dsml_call,
-    function_of,
     list_of,
     malformed,
     roles_of,
     system_parts,
     text_of,
 )
-from dsv4lite.text.releases import DSML_CALLS
-from dsv4lite.text.tokenizer import BOS, EOS, Content
+from dsv4lite.text.releases import DSML_CALLS, answer_parts
+from dsv4lite.text.tokenizer import BOS, Content
 
 REMINDER = "<｜latest_reminder｜>"
 ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
@@ -271,24 +269,15 @@ def _system(message: Mapping[str, Any], where: str) -> _Turn:
 
 def _assistant(message: Mapping[str, Any], where: str) -> _Turn:
     """Render an assistant message."""
-    calls, marks = list_of(message, "tool_calls", where), DSML_CALLS.marks
-    if not calls and "content" not in message and "reasoning_content" not in message:
-        raise malformed(f"{where} (assistant) has neither 'content' nor 'tool_calls'", message)
-    body: list[str] = [content_of(message, where, optional=True)]
+    body = tuple(answer_parts(message, where, DSML_CALLS))
+    calls = list_of(message, "tool_calls", where)
     order: dict[str, int] = {}
     for i, call in enumerate(calls):
         place = f"tool_calls[{i}] of {where}"
-        function = function_of(call, place)
-        body += [marks.between if i else marks.first, *dsml_call(function, place)]
-        id = text_of(call, "id", place) or text_of(function, "id", place)
-        if id:
+        if id := text_of(call, "id", place) or text_of(call["function"], "id", place):
             order[id] = i
-    if calls:
-        body.append(marks.last)
-    if not message.get("wo_eos"):
-        body.append(EOS)
     reasoning = Content(text_of(message, "reasoning_content", where))
-    return _Turn(role="assistant", body=tuple(body), reasoning=reasoning, call_order=order if calls else None)
+    return _Turn(role="assistant", body=body, reasoning=reasoning, call_order=order if calls else None)
 
 
 def _header(turn: _Turn, thinking: bool, reasons: bool) -> str:

@@ -246,9 +246,9 @@ def render_release(
             if following != "tool":
                 parts += [release.results.last, release.after_results[reasons]]
         else:
-            calls = list_of(message, "tool_calls", where)
-            parts += _answer(message, where, release, calls, keeps=thinking and release.keeps_reasoning and i > last)
-            open_calls = len(calls)
+            keeps = thinking and release.keeps_reasoning and i > last
+            parts += answer_parts(message, where, release.calls, splits=release.splits, keeps=keeps)
+            open_calls = len(list_of(message, "tool_calls", where))
     return tuple(parts)
 
 
@@ -286,8 +286,9 @@ def _section(function: Message, where: str) -> str:
     return f"### {function['name']}\nDescription: {about}\n\nParameters: {schema}\n"
 
 
-def _answer(message: Message, where: str, release: Release, calls: Sequence[Any], *, keeps: bool) -> Iterator[str]:
-    """Yield an assistant message; ``keeps``: with its reasoning."""
+def answer_parts(message: Message, where: str, form: CallForm, *, splits: int = 0, keeps: bool = False) -> Iterator[str]:
+    """Yield an assistant message; ``splits``: see ``Release``; ``keeps``: with its reasoning."""
+    calls, (marks, separator) = list_of(message, "tool_calls", where), form
     if not calls and "content" not in message and "reasoning_content" not in message:
         raise malformed(f"{where} (assistant) has neither 'content' nor 'tool_calls'", message)
     if keeps:
@@ -295,8 +296,7 @@ def _answer(message: Message, where: str, release: Release, calls: Sequence[Any]
         if not reasoning and not calls:
             raise malformed(f"{where} (assistant) follows the last question: it needs 'reasoning_content' or 'tool_calls'", message)
         yield from (Content(reasoning), END_THINK)
-    yield Content(content_of(message, where, optional=True).split(END_THINK, release.splits)[-1])
-    marks, separator = release.calls
+    yield Content(content_of(message, where, optional=True).split(END_THINK, splits)[-1])
     for i, call in enumerate(calls):
         place = f"tool_calls[{i}] of {where}"
         function = function_of(call, place)

@@ -18,14 +18,12 @@ triton = pytest.importorskip("triton")
 from dsv4lite.__main__ import main  # noqa: E402  only where there is Triton
 from dsv4lite.config import MTP, Drafting, EngineConfig, tiny_model  # noqa: E402
 from dsv4lite.engine.ahead import _silent_mesh, compile_ahead  # noqa: E402
-from dsv4lite.engine.rank import RunnerParts  # noqa: E402
-from dsv4lite.engine.runner import Runner  # noqa: E402
-from dsv4lite.engine.step_graphs import StepGraphs, graph_widths  # noqa: E402
+from dsv4lite.engine.rank import make_runner  # noqa: E402
 from dsv4lite.errors import ConfigError  # noqa: E402
 from dsv4lite.kernels import dispatch, warmup  # noqa: E402
 from dsv4lite.kernels.warmup import Wanted, recording  # noqa: E402
 from dsv4lite.models.decoder import Decoder  # noqa: E402
-from dsv4lite.planning.memory import captured_prompts, choose_drafting, choose_numerics, make_plan, merge_plans  # noqa: E402
+from dsv4lite.planning.memory import choose_drafting, choose_numerics, make_plan, merge_plans  # noqa: E402
 from dsv4lite.weights.source import ModelSource  # noqa: E402
 from examples.benchmarks.engine import arguments, configured  # noqa: E402
 from tests.kernels.test_warmup import Hopper  # noqa: E402
@@ -70,22 +68,8 @@ def asked_by_a_start(config: EngineConfig) -> set[str]:
     for rank in ranks:
         mesh = _silent_mesh(config.layout, rank, CPU)
         model = source.family.build(source.model, replace(numerics, device=CPU), mesh, with_mtp=drafting.own is not None)
-        parts = RunnerParts.of(config, plan, mesh, drafting, model.requires_grad_(False), source.family)
-        assert parts.graphs is None, "a CPU has none"
-        graphs = StepGraphs(
-            model,
-            parts.cache,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=plan.max_model_len,
-            widths=graph_widths(drafting.max_drafts, adaptive=drafting.adaptive),
-            max_tokens=config.max_num_batched_tokens,
-            sampling=parts.sampler,
-            drafter=parts.drafter,
-            adaptive=drafting.adaptive,
-            prompt_tokens=captured_prompts(config, source.family),
-        )
+        runner = make_runner(config, plan, mesh, drafting, model.requires_grad_(False), source)
         with recording() as wanted, model.skip_repeated_layers():
-            runner = Runner(model, parts.cache, parts.sampler, graphs, parts.drafter, mesh)
             runner.dry_run(config.max_num_batched_tokens, plan.max_model_len)
         found |= {repr(one.specialization) for one in wanted}
     return found

@@ -16,10 +16,16 @@ from dsv4lite.layout import Layout
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.tensors import V4_SHARDING, V4_TENSORS, official_shapes
 from dsv4lite.models.shard import shards_of
-from dsv4lite.parallel.shard import Cut, Experts, Replicate, Shards, Split, blocks_of, pattern_of, slice_for
+from dsv4lite.parallel.shard import Cut, Experts, Replicate, Rule, Shards, Split, blocks_of, pattern_of
 from tests.tiny import flash, pro
 
 BLOCKS = {"dense": (128, 128), "expert": (1, 32)}
+
+
+def cut_by(rule: Rule, shape: Sequence[int], rank: int, size: int, block: Sequence[int] = ()) -> Cut:
+    """The part that one of ``size`` ranks along any axis holds."""
+    shards = Shards(table={"wo": rule}, axes=dict.fromkeys(("tp", "ep", "width"), (rank, size)), num_experts=8)
+    return shards.cut("wo", shape, block)
 
 
 def sizes(cut: Cut) -> tuple[int, ...]:
@@ -115,23 +121,23 @@ def test_tensor_without_a_rule_is_an_error() -> None:
 
 
 def test_unequal_parts_are_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"embed\.weight: dimension 0 of \[61, 64\].*4 equal parts along 'tp'"):
-        slice_for(Split(0), (61, 64), 0, 4, name="embed.weight")
+    with pytest.raises(ConfigError, match=r"wo: dimension 0 of \[61, 64\].*4 equal parts along 'tp'"):
+        cut_by(Split(0), (61, 64), 0, 4)
 
 
 @pytest.mark.parametrize(("rule", "block", "step"), [(Split(0), (128, 128), 128), (Split(1), (1, 32), 32)])
 def test_cut_through_a_scale_block_names_both(rule: Split, block: Sequence[int], step: int) -> None:
     with pytest.raises(ConfigError, match=rf"wo: tp=4 cuts dimension {rule.dim} of \[160, 160\] every 40 .*scale blocks of {step}"):
-        slice_for(rule, (160, 160), 0, 4, block=block, name="wo")
+        cut_by(rule, (160, 160), 0, 4, block)
 
 
 def test_uncut_tensor_may_have_a_partial_block() -> None:
-    assert slice_for(Split(0), (100, 70), 0, 1, block=(128, 128)) == (slice(0, 100), slice(0, 70))
-    assert slice_for(Replicate(), (100, 70), 3, 4, block=(128, 128)) == (slice(0, 100), slice(0, 70))
+    assert cut_by(Split(0), (100, 70), 0, 1, (128, 128)) == (slice(0, 100), slice(0, 70))
+    assert cut_by(Replicate(), (100, 70), 3, 4, (128, 128)) == (slice(0, 100), slice(0, 70))
 
 
-def test_experts_stacked_in_one_tensor_are_cut_along_the_first_dimension() -> None:
-    assert slice_for(Experts(), (8, 6, 5), 1, 4) == (slice(2, 4), slice(0, 6), slice(0, 5))
+def test_a_tensor_of_three_dimensions_is_cut_along_the_dimension_of_its_rule() -> None:
+    assert cut_by(Experts(), (8, 6, 5), 1, 4) == (slice(2, 4), slice(0, 6), slice(0, 5))
 
 
 @given(
@@ -142,7 +148,7 @@ def test_experts_stacked_in_one_tensor_are_cut_along_the_first_dimension() -> No
 )
 def test_parts_and_their_scales_tile_the_whole(shape: tuple[int, int], dim: int, size: int, block: tuple[int, int]) -> None:
     try:
-        cuts = [slice_for(Split(dim), shape, rank, size, block=block) for rank in range(size)]
+        cuts = [cut_by(Split(dim), shape, rank, size, block) for rank in range(size)]
     except ConfigError:
         part = shape[dim] / size
         assert part % 1 or part % block[dim]
