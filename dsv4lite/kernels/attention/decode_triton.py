@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.attention import WINDOW, AttentionInputs
-from dsv4lite.kernels.attention.merge_triton import LOW, entries_of, merged
+from dsv4lite.kernels.attention.merge_triton import LOW, entries_of, merged, softmax_step
 from dsv4lite.kernels.dispatch import ceil_div
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, scaled
@@ -159,12 +159,8 @@ def _added(sums, queries, raw, rows, scale, NOPE: tl.constexpr, ROWS: tl.constex
     if NOPE > 192:
         logits += tl.dot(q2, tl.trans(k2)) * scale
         logits += tl.dot(q3, tl.trans(k3)) * scale
-    # Reference: sparse_attention, one block; exponentials of two instead of e.
     logits = tl.where((tl.arange(0, ROWS) < rows)[None, :], logits, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(logits, 1))
-    shrink = tl.exp2(peak - new_peak)
-    p = tl.exp2(logits - new_peak[:, None])
-    total = total * shrink + tl.sum(p, 1)
+    p, shrink, peak, total = softmax_step(logits, peak, total, 1)
     p = narrowed(p, False, GPU)
     acc0 = tl.dot(p, k0, acc0 * shrink[:, None])
     if NOPE > 64:
@@ -172,7 +168,7 @@ def _added(sums, queries, raw, rows, scale, NOPE: tl.constexpr, ROWS: tl.constex
     if NOPE > 192:
         acc2 = tl.dot(p, k2, acc2 * shrink[:, None])
         acc3 = tl.dot(p, k3, acc3 * shrink[:, None])
-    return acc0, acc1, acc2, acc3, new_peak, total
+    return acc0, acc1, acc2, acc3, peak, total
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.attention import DECODE_SPLITS, WIDENED_ROWS, AttentionInputs
 from dsv4lite.kernels.attention.decode_triton import decode_attention_triton
-from dsv4lite.kernels.attention.merge_triton import added, entries_of, merged
+from dsv4lite.kernels.attention.merge_triton import added, counts_of, dot_of_halves, merged
 from dsv4lite.kernels.attention.prefill_triton import prefill_attention_triton
 from dsv4lite.kernels.dispatch import capability_of, ceil_div
 from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, UnquantizedRow
@@ -173,25 +173,8 @@ def _logits(
         logits = tl.dot(k1, tl.trans(q1), logits, input_precision=PRECISION)
     else:
         k1 = _second_half(raw, NOPE, ROWS, PACKED, GPU)
-        # If the compiler sees that a product is an operand of another one, each group of four warps computes all of it. A branch
-        # hides this, so that the groups divide the product among them.
-        if always:
-            logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-            more = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-        else:
-            logits = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-            more = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-        logits += more
+        logits = dot_of_halves(q0, q1, k0, k1, always, PRECISION)
     return logits, k0, k1
-
-
-@triton.jit
-def _counts_of(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
-    """Return the number of window rows and of entries of a token, whether entries are listed, window pieces, and all pieces."""
-    window_rows = tl.minimum(position + 1, WINDOW)
-    window_pieces = (window_rows + ROWS - 1) // ROWS
-    entry_rows, listed = entries_of(position, RATIO, TOP_K, ENTRIES)
-    return window_rows, entry_rows, listed, window_pieces, window_pieces + (entry_rows + ROWS - 1) // ROWS
 
 
 @triton.jit(do_not_specialize=["grow_columns", "window_columns"])
@@ -220,7 +203,7 @@ def _attend_kernel(
     second = (head < H)[:, None] & (HALF + column < WIDTH)
     q0 = tl.load(q + at, mask=first, other=0.0)
     q1 = tl.load(q + HALF + at, mask=second, other=0.0)
-    counts = _counts_of(position, RATIO, TOP_K, WINDOW, ROWS, ENTRY_ROWS > 0)
+    counts = counts_of(position, RATIO, TOP_K, WINDOW, ROWS, ENTRY_ROWS > 0)
     window_rows, entry_rows, _listed, window_pieces, pieces = counts
     if SPLITS > 1:  # noqa: SIM102  decided when compiled; the other when run
         if split >= pieces:
