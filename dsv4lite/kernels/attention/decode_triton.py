@@ -16,7 +16,7 @@ from dsv4lite.kernels.attention import WINDOW, AttentionInputs
 from dsv4lite.kernels.attention.merge_triton import LOW, entries_of, merged, softmax_step
 from dsv4lite.kernels.dispatch import ceil_div
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
-from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, scaled
+from dsv4lite.kernels.rows.packed import LOG2_E, fetch, joined, narrowed, scaled
 from dsv4lite.kernels.rows.triton import inverse_root, mean_of, rotate_tail, rounded
 
 _HEADS = 16
@@ -123,26 +123,26 @@ def _fetch(data, scales, live, never, NOPE: tl.constexpr, FRESH_ROW: tl.constexp
 
 
 @triton.jit
-def _pair(a, b, ROWS: tl.constexpr, GPU: tl.constexpr):
+def _pair(a, b, GPU: tl.constexpr):
     """Return two tiles [R, 64] side by side."""
-    return _opaque(tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (ROWS, 128)), GPU)
+    return _opaque(joined(a, b, b, b, 2), GPU)
 
 
 @triton.jit
-def _widened(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr):
+def _widened(raw, NOPE: tl.constexpr, GPU: tl.constexpr):
     """Return a piece's rows in tiles of 128 channels, bfloat16 (float32 in the interpreter); unused ones repeat the first."""
     # Reference: RowFormat.unpack
     words = raw[8]
     tail = raw[7] if GPU else raw[7].to(tl.float32)
-    k0 = _pair(scaled(raw[0], words, 0, GPU), scaled(raw[1], words, 1, GPU) if NOPE > 64 else tail, ROWS, GPU)
+    k0 = _pair(scaled(raw[0], words, 0, GPU), scaled(raw[1], words, 1, GPU) if NOPE > 64 else tail, GPU)
     k1 = k0
     k2 = k0
     k3 = k0
     if NOPE > 64:
-        k1 = _pair(scaled(raw[2], words, 2, GPU), scaled(raw[3], words, 3, GPU) if NOPE > 192 else tail, ROWS, GPU)
+        k1 = _pair(scaled(raw[2], words, 2, GPU), scaled(raw[3], words, 3, GPU) if NOPE > 192 else tail, GPU)
     if NOPE > 192:
-        k2 = _pair(scaled(raw[4], words, 4, GPU), scaled(raw[5], words, 5, GPU), ROWS, GPU)
-        k3 = _pair(scaled(raw[6], words, 6, GPU), tail, ROWS, GPU)
+        k2 = _pair(scaled(raw[4], words, 4, GPU), scaled(raw[5], words, 5, GPU), GPU)
+        k3 = _pair(scaled(raw[6], words, 6, GPU), tail, GPU)
     return k0, k1, k2, k3
 
 
@@ -151,7 +151,7 @@ def _added(sums, queries, raw, rows, scale, NOPE: tl.constexpr, ROWS: tl.constex
     """Return the sums with the first ``rows`` rows of a piece added."""
     acc0, acc1, acc2, acc3, peak, total = sums
     q0, q1, q2, q3 = queries
-    k0, k1, k2, k3 = _widened(raw, NOPE, ROWS, GPU)
+    k0, k1, k2, k3 = _widened(raw, NOPE, GPU)
     # Each product is scaled on its own, so the products do not wait for each other.
     logits = tl.dot(q0, tl.trans(k0)) * scale
     if NOPE > 64:
@@ -169,19 +169,6 @@ def _added(sums, queries, raw, rows, scale, NOPE: tl.constexpr, ROWS: tl.constex
         acc2 = tl.dot(p, k2, acc2 * shrink[:, None])
         acc3 = tl.dot(p, k3, acc3 * shrink[:, None])
     return acc0, acc1, acc2, acc3, peak, total
-
-
-@triton.jit
-def _joined(sums, NOPE: tl.constexpr, HEADS: tl.constexpr):
-    """Return the sums of all channels, [H, C]; no value moves between threads."""
-    if NOPE == 64:
-        acc = sums[0]
-    elif NOPE == 192:
-        acc = tl.reshape(tl.permute(tl.join(sums[0], sums[1]), (0, 2, 1)), (HEADS, 256))
-    else:
-        acc = tl.permute(tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3])), (0, 2, 3, 1))
-        acc = tl.reshape(acc, (HEADS, 512))
-    return acc
 
 
 @triton.jit
@@ -283,7 +270,7 @@ def _decode_kernel(
     place = split * (tl.num_programs(0) // BLOCKS).to(tl.int64) * H
     at = (place + token * H + head[:, None]) * WIDTH + tl.arange(0, WIDTH)[None, :]
     let_successor_in()
-    tl.store(parts + at, _joined(sums, NOPE, HEADS), mask=inside)
+    tl.store(parts + at, joined(sums[0], sums[1], sums[2], sums[3], WIDTH // 128), mask=inside)
     stat = stats + (place + token * H + head[:, None]) * 2 + tl.arange(0, 2)[None, :]
     tl.store(stat, tl.join(sums[4], sums[5]), mask=inside)
 
