@@ -65,19 +65,20 @@ def _page_numbers(
 
 
 @triton.jit
-def _locate(
+def _fetch(
     piece, numbers, stores, tables, at, entry_rows, listed, FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr,
-    WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr, ENTRY_ROWS: tl.constexpr, DATA: tl.constexpr,
-    WINDOW: tl.constexpr, SELECTED: tl.constexpr, ROWS: tl.constexpr,
+    WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr, ENTRY_ROWS: tl.constexpr, NOPE: tl.constexpr,
+    WINDOW: tl.constexpr, SELECTED: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to the data and the scales of a piece's rows, and the number of rows; 0 or less if there are none."""
+    """Return a piece's bytes, all of them loaded before one is used, and the number of rows; 0 or less if there are none."""
+    DATA: tl.constexpr = NOPE + 128
     ALIGN: tl.constexpr = 16 if FRESH_ROW % 16 == 0 else 8 if FRESH_ROW % 8 == 0 else 4
     WINDOW_PIECES: tl.constexpr = (WINDOW + ROWS - 1) // ROWS
     SCALES: tl.constexpr = 8
     w0, w1, w2, entry_page = numbers
     fresh, window, entries = stores
     selected, grow, window_pages = tables
-    position, first, row, page_first = at
+    position, first, row, page_first, never = at
     r = tl.arange(0, ROWS)
     in_window = piece < WINDOW_PIECES
     # Reference: _RecentRows
@@ -112,14 +113,9 @@ def _locate(
         place = entry % ENTRY_ROWS
         data = tl.where(in_window, data, base + place * DATA)
         scales = tl.where(in_window, scales, base + ENTRY_ROWS * DATA + place * SCALES)
-    return tl.multiple_of(data, ALIGN), tl.multiple_of(scales, SCALES), left
-
-
-@triton.jit
-def _fetch(data, scales, live, never, NOPE: tl.constexpr, FRESH_ROW: tl.constexpr, GPU: tl.constexpr):
-    """Return a piece's bytes; all of them are loaded before one is used."""
-    c0, c1, c2, c3, c4, c5, c6, tail, words = fetch(data, scales, live, NOPE, FRESH_ROW, True)
-    return _after_loads(c0, c4, c5, c6, never, GPU), c1, c2, c3, c4, c5, c6, tail, words
+    data, scales = tl.multiple_of(data, ALIGN), tl.multiple_of(scales, SCALES)
+    c0, c1, c2, c3, c4, c5, c6, tail, words = fetch(data, scales, r < left, NOPE, FRESH_ROW, True)
+    return (_after_loads(c0, c4, c5, c6, never, GPU), c1, c2, c3, c4, c5, c6, tail, words), left
 
 
 @triton.jit
@@ -244,13 +240,12 @@ def _decode_kernel(
     if (split >= pieces) | (tl.minimum(lowest, page_first) < -1):
         return
     stores = (fresh, window, entries)
-    here = (position, first, row, page_first)
     never = (position >> 30) & 1  # padding has no rows
-    data, scales, rows = _locate(
+    here = (position, first, row, page_first, never)
+    raw, rows = _fetch(
         split, numbers, stores, tables, here, entry_rows, listed, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES, ENTRY_ROWS,
-        NOPE + 128, WINDOW, TOP_K > 0, ROWS,
+        NOPE, WINDOW, TOP_K > 0, ROWS, GPU,
     )  # fmt: skip
-    raw = _fetch(data, scales, tl.arange(0, ROWS) < rows, never, NOPE, FRESH_ROW, GPU)
     inside = (head < H)[:, None]
     at = token * q_row + head[:, None] * WIDTH + tl.arange(0, 128)[None, :]
     queries = _queries(q, at, inside, cos + token * 32, sin + token * 32, eps, NORM, NOPE, HEADS, GPU)
@@ -260,11 +255,10 @@ def _decode_kernel(
     splits = tl.num_programs(1)  # no constant, so that one compiled kernel serves all
     for piece in tl.range(split + splits, pieces, splits, num_stages=1):
         numbers = _page_numbers(piece, tables, grow_columns, window_columns, WINDOW_PIECES, ENTRY_ROWS, ROWS)
-        data, scales, rows = _locate(
+        raw, rows = _fetch(
             piece, numbers, stores, tables, here, entry_rows, listed, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES,
-            ENTRY_ROWS, NOPE + 128, WINDOW, TOP_K > 0, ROWS,
+            ENTRY_ROWS, NOPE, WINDOW, TOP_K > 0, ROWS, GPU,
         )  # fmt: skip
-        raw = _fetch(data, scales, tl.arange(0, ROWS) < rows, never, NOPE, FRESH_ROW, GPU)
         sums = _added(sums, queries, raw, rows, scale, NOPE, ROWS, GPU)
 
     place = split * (tl.num_programs(0) // BLOCKS).to(tl.int64) * H
