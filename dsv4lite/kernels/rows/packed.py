@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4lite.kernels.e4m3 import e4m3_values, to_bf16
+from dsv4lite.kernels.e4m3 import e4m3_values, e8m0, to_bf16
 
 LOG2_E = 1.4426950408889634
 
@@ -45,8 +45,7 @@ def _widen(codes, scale, GPU: tl.constexpr):
         factor = bits.to(tl.int16)[:, None]
         wide = tl.inline_asm_elementwise(WIDEN_E4M3, "=r,=r,r,r,r", [codes, factor], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
-        factor = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, scale << 23))
-        wide = e4m3_values(codes) * factor.to(tl.float32, bitcast=True)[:, None]
+        wide = e4m3_values(codes) * e8m0(scale)[:, None]
     return wide
 
 
