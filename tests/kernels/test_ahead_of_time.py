@@ -43,6 +43,7 @@ KINDS = {
     "_row_kernel": "PAIR",
     "_attend_kernel": "PACKED",
     "_merge_kernel": "FILLS",
+    "_unquantized_kernel": "SWIGLU",
     "_latent_kernel": "KIND",
     "_heads_kernel": "FP4_LOG",
     "route_kernel": "GROUPED",

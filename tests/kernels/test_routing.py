@@ -177,6 +177,7 @@ def test_kernel_agrees_with_groups(
 
 
 @kernel_test
-def test_kernel_gives_weights_where_all_scores_underflow() -> None:
-    _, weights = launch(route, torch.full((1, 5), -200.0, device=DEVICE), Router(2, 2.5, None, None, None, None, "sigmoid"))
+@pytest.mark.parametrize("scoring", ["sqrtsoftplus", "sigmoid"])
+def test_kernel_gives_weights_where_all_scores_underflow(scoring: str) -> None:
+    _, weights = launch(route, torch.full((1, 5), -200.0, device=DEVICE), Router(2, 2.5, None, None, None, None, scoring))
     assert weights.tolist() == [[0.0, 0.0]]

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.attention import WINDOW, AttentionInputs
-from dsv4lite.kernels.attention.merge_triton import LOW, entries_of, merged
+from dsv4lite.kernels.attention.merge_triton import LOW, entries_of, merged, softmax_step
 from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
-from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, scaled
+from dsv4lite.kernels.rows.packed import LOG2_E, fetch, joined, narrowed, scaled
 from dsv4lite.kernels.rows.triton import inverse_root, mean_of, rotate_tail, rounded
 
 _HEADS = 16
@@ -66,19 +66,23 @@ def _page_numbers(
 
 
 @triton.jit
-def _locate(
+def _fetch(
     piece, numbers, stores, tables, at, entry_rows, listed, FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr,
-    WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr, ENTRY_ROWS: tl.constexpr, DATA: tl.constexpr,
-    WINDOW: tl.constexpr, SELECTED: tl.constexpr, ROWS: tl.constexpr,
+    WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr, ENTRY_ROWS: tl.constexpr, NOPE: tl.constexpr,
+    WINDOW: tl.constexpr, SELECTED: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to the data and the scales of a piece's rows, and the number of rows; 0 or less if there are none."""
+    """Return a piece's bytes and the number of rows; 0 or less if there are none.
+
+    A loop copies them ahead if AHEAD; otherwise all of them are loaded before one is used.
+    """
+    DATA: tl.constexpr = NOPE + 128
     ALIGN: tl.constexpr = 16 if FRESH_ROW % 16 == 0 else 8 if FRESH_ROW % 8 == 0 else 4
     WINDOW_PIECES: tl.constexpr = (WINDOW + ROWS - 1) // ROWS
     SCALES: tl.constexpr = 8
     w0, w1, w2, entry_page = numbers
     fresh, window, entries = stores
     selected, grow, window_pages = tables
-    position, first, row, page_first = at
+    position, first, row, page_first, never = at
     r = tl.arange(0, ROWS)
     in_window = piece < WINDOW_PIECES
     # Reference: _RecentRows
@@ -113,37 +117,34 @@ def _locate(
         place = entry % ENTRY_ROWS
         data = tl.where(in_window, data, base + place * DATA)
         scales = tl.where(in_window, scales, base + ENTRY_ROWS * DATA + place * SCALES)
-    return tl.multiple_of(data, ALIGN), tl.multiple_of(scales, SCALES), left
+    data, scales = tl.multiple_of(data, ALIGN), tl.multiple_of(scales, SCALES)
+    c0, c1, c2, c3, c4, c5, c6, tail, words = fetch(data, scales, r < left, NOPE, FRESH_ROW, not AHEAD)
+    if not AHEAD:
+        c0 = _after_loads(c0, c4, c5, c6, never, GPU)
+    return (c0, c1, c2, c3, c4, c5, c6, tail, words), left
 
 
 @triton.jit
-def _fetch(data, scales, live, never, NOPE: tl.constexpr, FRESH_ROW: tl.constexpr, GPU: tl.constexpr):
-    """Return a piece's bytes; all of them are loaded before one is used."""
-    c0, c1, c2, c3, c4, c5, c6, tail, words = fetch(data, scales, live, NOPE, FRESH_ROW, True)
-    return _after_loads(c0, c4, c5, c6, never, GPU), c1, c2, c3, c4, c5, c6, tail, words
-
-
-@triton.jit
-def _pair(a, b, ROWS: tl.constexpr, GPU: tl.constexpr):
+def _pair(a, b, GPU: tl.constexpr):
     """Return two tiles [R, 64] side by side."""
-    return _opaque(tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (ROWS, 128)), GPU)
+    return _opaque(joined(a, b, b, b, 2), GPU)
 
 
 @triton.jit
-def _widened(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr):
+def _widened(raw, NOPE: tl.constexpr, GPU: tl.constexpr):
     """Return a piece's rows in tiles of 128 channels, bfloat16 (float32 in the interpreter); unused ones repeat the first."""
     # Reference: RowFormat.unpack
     words = raw[8]
     tail = raw[7] if GPU else raw[7].to(tl.float32)
-    k0 = _pair(scaled(raw[0], words, 0, GPU), scaled(raw[1], words, 1, GPU) if NOPE > 64 else tail, ROWS, GPU)
+    k0 = _pair(scaled(raw[0], words, 0, GPU), scaled(raw[1], words, 1, GPU) if NOPE > 64 else tail, GPU)
     k1 = k0
     k2 = k0
     k3 = k0
     if NOPE > 64:
-        k1 = _pair(scaled(raw[2], words, 2, GPU), scaled(raw[3], words, 3, GPU) if NOPE > 192 else tail, ROWS, GPU)
+        k1 = _pair(scaled(raw[2], words, 2, GPU), scaled(raw[3], words, 3, GPU) if NOPE > 192 else tail, GPU)
     if NOPE > 192:
-        k2 = _pair(scaled(raw[4], words, 4, GPU), scaled(raw[5], words, 5, GPU), ROWS, GPU)
-        k3 = _pair(scaled(raw[6], words, 6, GPU), tail, ROWS, GPU)
+        k2 = _pair(scaled(raw[4], words, 4, GPU), scaled(raw[5], words, 5, GPU), GPU)
+        k3 = _pair(scaled(raw[6], words, 6, GPU), tail, GPU)
     return k0, k1, k2, k3
 
 
@@ -152,7 +153,7 @@ def _added(sums, queries, raw, rows, scale, NOPE: tl.constexpr, ROWS: tl.constex
     """Return the sums with the first ``rows`` rows of a piece added."""
     acc0, acc1, acc2, acc3, peak, total = sums
     q0, q1, q2, q3 = queries
-    k0, k1, k2, k3 = _widened(raw, NOPE, ROWS, GPU)
+    k0, k1, k2, k3 = _widened(raw, NOPE, GPU)
     # Each product is scaled on its own, so the products do not wait for each other.
     logits = tl.dot(q0, tl.trans(k0)) * scale
     if NOPE > 64:
@@ -160,12 +161,8 @@ def _added(sums, queries, raw, rows, scale, NOPE: tl.constexpr, ROWS: tl.constex
     if NOPE > 192:
         logits += tl.dot(q2, tl.trans(k2)) * scale
         logits += tl.dot(q3, tl.trans(k3)) * scale
-    # Reference: sparse_attention, one block; exponentials of two instead of e.
     logits = tl.where((tl.arange(0, ROWS) < rows)[None, :], logits, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(logits, 1))
-    shrink = tl.exp2(peak - new_peak)
-    p = tl.exp2(logits - new_peak[:, None])
-    total = total * shrink + tl.sum(p, 1)
+    p, shrink, peak, total = softmax_step(logits, peak, total, 1)
     p = narrowed(p, False, GPU)
     acc0 = tl.dot(p, k0, acc0 * shrink[:, None])
     if NOPE > 64:
@@ -173,20 +170,7 @@ def _added(sums, queries, raw, rows, scale, NOPE: tl.constexpr, ROWS: tl.constex
     if NOPE > 192:
         acc2 = tl.dot(p, k2, acc2 * shrink[:, None])
         acc3 = tl.dot(p, k3, acc3 * shrink[:, None])
-    return acc0, acc1, acc2, acc3, new_peak, total
-
-
-@triton.jit
-def _joined(sums, NOPE: tl.constexpr, HEADS: tl.constexpr):
-    """Return the sums of all channels, [H, C]; no value moves between threads."""
-    if NOPE == 64:
-        acc = sums[0]
-    elif NOPE == 192:
-        acc = tl.reshape(tl.permute(tl.join(sums[0], sums[1]), (0, 2, 1)), (HEADS, 256))
-    else:
-        acc = tl.permute(tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3])), (0, 2, 3, 1))
-        acc = tl.reshape(acc, (HEADS, 512))
-    return acc
+    return acc0, acc1, acc2, acc3, peak, total
 
 
 @triton.jit
@@ -262,13 +246,12 @@ def _decode_kernel(
     if (split >= pieces) | (tl.minimum(lowest, page_first) < -1):
         return
     stores = (fresh, window, entries)
-    here = (position, first, row, page_first)
     never = (position >> 30) & 1  # padding has no rows
-    data, scales, rows = _locate(
+    here = (position, first, row, page_first, never)
+    raw, rows = _fetch(
         split, numbers, stores, tables, here, entry_rows, listed, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES, ENTRY_ROWS,
-        NOPE + 128, WINDOW, TOP_K > 0, ROWS,
+        NOPE, WINDOW, TOP_K > 0, ROWS, False, GPU,
     )  # fmt: skip
-    raw = _fetch(data, scales, tl.arange(0, ROWS) < rows, never, NOPE, FRESH_ROW, GPU)
     inside = (head < H)[:, None]
     at = token * q_row + head[:, None] * WIDTH + tl.arange(0, 128)[None, :]
     queries = _queries(q, at, inside, cos + token * 32, sin + token * 32, eps, NORM, NOPE, HEADS, GPU)
@@ -278,17 +261,16 @@ def _decode_kernel(
     splits = tl.num_programs(1)  # no constant, so that one compiled kernel serves all
     for piece in tl.range(split + splits, pieces, splits, num_stages=STAGES):
         numbers = _page_numbers(piece, tables, grow_columns, window_columns, WINDOW_PIECES, ENTRY_ROWS, ROWS)
-        data, scales, rows = _locate(
+        raw, rows = _fetch(
             piece, numbers, stores, tables, here, entry_rows, listed, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES,
-            ENTRY_ROWS, NOPE + 128, WINDOW, TOP_K > 0, ROWS,
+            ENTRY_ROWS, NOPE, WINDOW, TOP_K > 0, ROWS, STAGES > 1, GPU,
         )  # fmt: skip
-        raw = fetch(data, scales, tl.arange(0, ROWS) < rows, NOPE, FRESH_ROW, False)
         sums = _added(sums, queries, raw, rows, scale, NOPE, ROWS, GPU)
 
     place = split * (tl.num_programs(0) // BLOCKS).to(tl.int64) * H
     at = (place + token * H + head[:, None]) * WIDTH + tl.arange(0, WIDTH)[None, :]
     let_successor_in()
-    tl.store(parts + at, _joined(sums, NOPE, HEADS), mask=inside)
+    tl.store(parts + at, joined(sums[0], sums[1], sums[2], sums[3], WIDTH // 128), mask=inside)
     stat = stats + (place + token * H + head[:, None]) * 2 + tl.arange(0, 2)[None, :]
     tl.store(stat, tl.join(sums[4], sums[5]), mask=inside)
 

@@ -18,19 +18,38 @@ _CHUNK = 8  # splits read at a time
 
 
 @triton.jit
+def dot_of_halves(q0, q1, k0, k1, always, PRECISION: tl.constexpr):
+    """Return the products of queries and rows [H, R], both given in halves of their channels; ``always`` is true."""
+    # If the compiler sees that a product is an operand of another one, each group of four warps computes all of it. A branch hides
+    # this, so that the groups divide the product among them.
+    if always:
+        logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+        more = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+    else:
+        logits = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+        more = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+    return logits + more
+
+
+@triton.jit
+def softmax_step(logits, peak, total, AXIS: tl.constexpr):
+    """Return the weights of a piece's rows, which are on AXIS, the factor of the sums so far, and the new peak and total."""
+    # Reference: sparse_attention, one block; exponentials of two instead of e.
+    new_peak = tl.maximum(peak, tl.max(logits, AXIS))
+    shrink = tl.exp2(peak - new_peak)
+    p = tl.exp2(logits - tl.expand_dims(new_peak, AXIS))
+    return p, shrink, new_peak, total * shrink + tl.sum(p, AXIS)
+
+
+@triton.jit
 def added(
     acc0, acc1, peak, total, logits, k0, k1, rows, ROWS: tl.constexpr, SWAP: tl.constexpr, FLOAT32: tl.constexpr,
     PRECISION: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Return the sums with the first ``rows`` rows of a piece added."""
-    # Reference: sparse_attention, one block; exponentials of two instead of e.
-    AXIS: tl.constexpr = 0 if SWAP else 1
     inside = tl.arange(0, ROWS) < rows
     logits = tl.where(inside[:, None] if SWAP else inside[None, :], logits, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(logits, AXIS))
-    shrink = tl.exp2(peak - new_peak)
-    p = tl.exp2(logits - (new_peak[None, :] if SWAP else new_peak[:, None]))
-    total = total * shrink + tl.sum(p, AXIS)
+    p, shrink, peak, total = softmax_step(logits, peak, total, 0 if SWAP else 1)
     p = narrowed(p, FLOAT32, GPU)
     if SWAP:
         acc0 = tl.dot(tl.trans(k0), p, acc0 * shrink[None, :], input_precision=PRECISION)
@@ -38,7 +57,7 @@ def added(
     else:
         acc0 = tl.dot(p, k0, acc0 * shrink[:, None], input_precision=PRECISION)
         acc1 = tl.dot(p, k1, acc1 * shrink[:, None], input_precision=PRECISION)
-    return acc0, acc1, new_peak, total
+    return acc0, acc1, peak, total
 
 
 @triton.jit
@@ -49,6 +68,15 @@ def entries_of(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, ENTRIES: tl.c
     if TOP_K > 0:
         rows = tl.minimum(rows, TOP_K)
     return rows, listed
+
+
+@triton.jit
+def counts_of(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
+    """Return the number of window rows and of entries of a token, whether entries are listed, window pieces, and all pieces."""
+    window_rows = tl.minimum(position + 1, WINDOW)
+    window_pieces = (window_rows + ROWS - 1) // ROWS
+    entry_rows, listed = entries_of(position, RATIO, TOP_K, ENTRIES)
+    return window_rows, entry_rows, listed, window_pieces, window_pieces + (entry_rows + ROWS - 1) // ROWS
 
 
 @triton.jit

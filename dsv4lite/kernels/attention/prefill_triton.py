@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.attention import AttentionInputs
-from dsv4lite.kernels.attention.merge_triton import added, entries_of
+from dsv4lite.kernels.attention.merge_triton import added, counts_of, dot_of_halves
 from dsv4lite.kernels.dispatch import ceil_div
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, rotated_back, scaled
 
@@ -78,7 +78,7 @@ def _rows_of(
 ):  # fmt: skip
     """Return the indices of a piece's rows; for missing rows the index of the token's own row."""
     position, first, first_row = here
-    window_rows, entry_rows, listed, window_pieces = counts
+    window_rows, entry_rows, listed, window_pieces, _pieces = counts
     r = tl.arange(0, ROWS)
     in_window = piece < window_pieces
     # Reference: _RecentRows
@@ -103,13 +103,7 @@ def _logits(q0, q1, k0, k1, scale, always, SWAP: tl.constexpr):
     if SWAP:
         logits = tl.dot(k1, q1, tl.dot(k0, q0)) * scale
     else:
-        if always:  # ``_logits`` in triton.py explains the branch
-            logits = tl.dot(q0, tl.trans(k0))
-            more = tl.dot(q1, tl.trans(k1))
-        else:
-            logits = tl.dot(q1, tl.trans(k1))
-            more = tl.dot(q0, tl.trans(k0))
-        logits = (logits + more) * scale
+        logits = dot_of_halves(q0, q1, k0, k1, always, "tf32") * scale
     return logits
 
 
@@ -126,11 +120,8 @@ def _prefill_kernel(
     position = tl.load(positions + token)
     sequence = tl.load(sequence_of + token)
     here = (position, tl.load(firsts + sequence), tl.load(first_rows + sequence))
-    window_rows = tl.minimum(position + 1, WINDOW)
-    window_pieces = (window_rows + ROWS - 1) // ROWS
-    entry_rows, listed = entries_of(position, RATIO, TOP_K, ENTRY_ROWS > 0)
-    pieces = window_pieces + (entry_rows + ROWS - 1) // ROWS
-    counts = (window_rows, entry_rows, listed, window_pieces)
+    counts = counts_of(position, RATIO, TOP_K, WINDOW, ROWS, ENTRY_ROWS > 0)
+    window_rows, entry_rows, _listed, window_pieces, pieces = counts
     window_base = tokens + (sequence + 1) * WINDOW
     entry_base = tokens + sequences * WINDOW + sequence * grow_columns * ENTRY_ROWS
     selected += token.to(tl.int64) * TOP_K

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from dsv4lite.kernels.attention import DECODE_SPLITS, WIDENED_ROWS, AttentionInputs
 from dsv4lite.kernels.attention.decode_triton import decode_attention_triton
-from dsv4lite.kernels.attention.merge_triton import added, entries_of, merged
+from dsv4lite.kernels.attention.merge_triton import added, counts_of, dot_of_halves, merged
 from dsv4lite.kernels.attention.prefill_triton import prefill_attention_triton
 from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div
 from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, UnquantizedRow
-from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, rotated_back, scaled
+from dsv4lite.kernels.rows.packed import LOG2_E, fetch, joined, narrowed, rotated_back, scaled
 
 SMALL_BLOCK_SPLITS = 8  # from this number of splits on, unquantized rows take blocks of 16 heads, for more programs
 _ROW_BYTES = 1024  # widest unquantized row for which larger tiles fit into shared memory
@@ -113,19 +113,7 @@ def _locate(
 
 
 @triton.jit
-def _joined(a, b, c, d, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """Return the first ``TILES`` tiles [R, 64] side by side; no value moves between threads."""
-    if TILES == 1:
-        both = a
-    elif TILES == 2:
-        both = tl.permute(tl.join(a, b), (0, 2, 1))
-    else:
-        both = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
-    return tl.reshape(both, (ROWS, TILES * 64))
-
-
-@triton.jit
-def _first_half(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, GPU: tl.constexpr):
+def _first_half(raw, NOPE: tl.constexpr, PACKED: tl.constexpr, GPU: tl.constexpr):
     """Return the first half of the channels of a piece's rows, from its bytes; float32 in the interpreter."""
     # Reference: RowFormat.unpack
     if PACKED:
@@ -134,14 +122,14 @@ def _first_half(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexp
         k1 = scaled(raw[1], words, 1, GPU) if NOPE > 64 else k0
         k2 = scaled(raw[2], words, 2, GPU) if NOPE > 192 else k0
         k3 = scaled(raw[3], words, 3, GPU) if NOPE > 192 else k0
-        half = _joined(k0, k1, k2, k3, ROWS, (NOPE + 64) // 128)
+        half = joined(k0, k1, k2, k3, (NOPE + 64) // 128)
     else:
         half = raw[0] if GPU else raw[0].to(tl.float32)
     return half
 
 
 @triton.jit
-def _second_half(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, GPU: tl.constexpr):
+def _second_half(raw, NOPE: tl.constexpr, PACKED: tl.constexpr, GPU: tl.constexpr):
     if not PACKED:
         half = raw[1] if GPU else raw[1].to(tl.float32)
     else:
@@ -150,47 +138,30 @@ def _second_half(raw, NOPE: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constex
         if NOPE == 64:
             half = tail
         elif NOPE == 192:
-            half = _joined(scaled(raw[2], words, 2, GPU), tail, tail, tail, ROWS, 2)
+            half = joined(scaled(raw[2], words, 2, GPU), tail, tail, tail, 2)
         else:
             k4 = scaled(raw[4], words, 4, GPU)
             k5 = scaled(raw[5], words, 5, GPU)
             k6 = scaled(raw[6], words, 6, GPU)
-            half = _joined(k4, k5, k6, tail, ROWS, 4)
+            half = joined(k4, k5, k6, tail, 4)
     return half
 
 
 @triton.jit
 def _logits(
-    raw, q0, q1, always, NOPE: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr, PACKED: tl.constexpr,
+    raw, q0, q1, always, NOPE: tl.constexpr, SWAP: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Return the products of queries and rows, [H, R] or, swapped, [R, H], and both halves of the rows; ``always`` is true."""
-    k0 = _first_half(raw, NOPE, ROWS, PACKED, GPU)
+    k0 = _first_half(raw, NOPE, PACKED, GPU)
     if SWAP:
         logits = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
-        k1 = _second_half(raw, NOPE, ROWS, PACKED, GPU)
+        k1 = _second_half(raw, NOPE, PACKED, GPU)
         logits = tl.dot(k1, tl.trans(q1), logits, input_precision=PRECISION)
     else:
-        k1 = _second_half(raw, NOPE, ROWS, PACKED, GPU)
-        # If the compiler sees that a product is an operand of another one, each group of four warps computes all of it. A branch
-        # hides this, so that the groups divide the product among them.
-        if always:
-            logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-            more = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-        else:
-            logits = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-            more = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-        logits += more
+        k1 = _second_half(raw, NOPE, PACKED, GPU)
+        logits = dot_of_halves(q0, q1, k0, k1, always, PRECISION)
     return logits, k0, k1
-
-
-@triton.jit
-def _counts_of(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
-    """Return the number of window rows and of entries of a token, whether entries are listed, window pieces, and all pieces."""
-    window_rows = tl.minimum(position + 1, WINDOW)
-    window_pieces = (window_rows + ROWS - 1) // ROWS
-    entry_rows, listed = entries_of(position, RATIO, TOP_K, ENTRIES)
-    return window_rows, entry_rows, listed, window_pieces, window_pieces + (entry_rows + ROWS - 1) // ROWS
 
 
 @triton.jit(do_not_specialize=["grow_columns", "window_columns"])
@@ -219,7 +190,7 @@ def _attend_kernel(
     second = (head < H)[:, None] & (HALF + column < WIDTH)
     q0 = tl.load(q + at, mask=first, other=0.0)
     q1 = tl.load(q + HALF + at, mask=second, other=0.0)
-    counts = _counts_of(position, RATIO, TOP_K, WINDOW, ROWS, ENTRY_ROWS > 0)
+    counts = counts_of(position, RATIO, TOP_K, WINDOW, ROWS, ENTRY_ROWS > 0)
     window_rows, entry_rows, _listed, window_pieces, pieces = counts
     if SPLITS > 1:  # noqa: SIM102  decided when compiled; the other when run
         if split >= pieces:
@@ -249,7 +220,7 @@ def _attend_kernel(
             k0 = tl.load(keys, mask=live[:, None] & (column < WIDTH), other=0.0)
             raw = (k0, tl.load(keys + HALF, mask=live[:, None] & (HALF + column < WIDTH), other=0.0))
         rows = tl.where(piece < window_pieces, window_rows - piece * ROWS, entry_rows - (piece - window_pieces) * ROWS)
-        logits, k0, k1 = _logits(raw, q0, q1, piece < pieces, NOPE, ROWS, SWAP, PACKED, PRECISION, GPU)
+        logits, k0, k1 = _logits(raw, q0, q1, piece < pieces, NOPE, SWAP, PACKED, PRECISION, GPU)
         acc0, acc1, peak, total = added(
             acc0, acc1, peak, total, logits * scale, k0, k1, rows, ROWS, SWAP, FLOAT32, PRECISION, GPU
         )  # fmt: skip

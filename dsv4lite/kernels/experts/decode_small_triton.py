@@ -84,7 +84,7 @@ def _prepare_kernel(
     if program < tokens:
         token = program + tl.arange(0, 1)
         ids, weight, place = route_rows(
-            token.to(tl.int64), token < tokens, logits, bias, table, token_ids, positions, logits_stride, route_scale,
+            token.to(tl.int64), logits, bias, table, token_ids, positions, logits_stride, route_scale,
             EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, PADDED, GPU,
         )  # fmt: skip
         used = tl.arange(0, TOP_TILE)[None, :] < TOP_K

@@ -1,6 +1,6 @@
-"""Kernels of unquantized experts. Grouping and the sum over experts are those of ``triton.py``.
+"""Kernel of both products of unquantized experts. Grouping and the sum over experts are those of ``triton.py``.
 
-    gate_up   one program: one block x 64 columns of ``u``, from 128 rows of weights
+    gate, up  one program: one block x 64 columns of ``u``, from 128 rows of weights
     down      one program: one block x 64 columns of the result, one row per token and expert
 
 Weights are the left operand: 64 of their rows fill the tensor cores whatever the number of tokens. Blocks of every size run the
@@ -39,12 +39,13 @@ def times(w, x, total, GPU: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _gate_up_kernel(
-    x, w13, block_pairs, block_expert, num_blocks, weight, u, pairs, limit,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INPUTS: tl.constexpr,
-    STAGES: tl.constexpr, GPU: tl.constexpr,
+def _unquantized_kernel(
+    x, w, block_pairs, block_expert, num_blocks, weight, y, pairs, limit,
+    K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INPUTS: tl.constexpr,
+    SWIGLU: tl.constexpr, STAGES: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    PROGRAMS: tl.constexpr = (WIDTH + OUTS - 1) // OUTS
+    """Multiply rows of ``x`` by their experts' matrices [N, K]; if SWIGLU by gate and up, and activate."""
+    PROGRAMS: tl.constexpr = (N + OUTS - 1) // OUTS
     block = (tl.program_id(0) // PROGRAMS).to(tl.int64)
     column = tl.program_id(0) % PROGRAMS * OUTS + tl.arange(0, OUTS)
     if block >= tl.load(num_blocks):
@@ -54,51 +55,27 @@ def _gate_up_kernel(
     valid = pair < pairs
     pair = tl.where(valid, pair, 0).to(tl.int64)
     channel = tl.arange(0, INPUTS)
-    inputs = x + (pair // TOP_K)[:, None] * HIDDEN + channel[None, :]
-    rows = w13 + (expert * (2 * WIDTH) + tl.minimum(column, WIDTH - 1))[:, None] * HIDDEN + channel[None, :]
-    gate = tl.zeros((OUTS, ROWS), tl.float32)
-    up = tl.zeros((OUTS, ROWS), tl.float32)
-    for k in tl.range(0, HIDDEN, INPUTS, num_stages=STAGES):
-        # Reference: h_TI = matmul_rows(x, w13[expert], row_tile).to(dtype)
-        inside = (k + channel < HIDDEN)[None, :]
-        a = tl.load(inputs + k, mask=inside & valid[:, None], other=0.0)
-        gate = times(tl.load(rows + k, mask=inside, other=0.0), a, gate, GPU)
-        up = times(tl.load(rows + WIDTH * HIDDEN + k, mask=inside, other=0.0), a, up, GPU)
-    # Reference: u_TI = (swiglu(h_TI[:, :width], h_TI[:, width:], limit) * weight_T1).to(dtype)
-    WIDE: tl.constexpr = x.dtype.element_ty == tl.float32
-    gate = tl.minimum(rounded(gate, WIDE, GPU), limit)
-    up = tl.minimum(tl.maximum(rounded(up, WIDE, GPU), -limit), limit)
-    mix = tl.load(weight + pair, mask=valid, other=0.0)
-    y = rounded(gate / (1.0 + tl.exp(-gate)) * up * mix[None, :], WIDE, GPU).to(x.dtype.element_ty)
-    tl.store(u + pair[None, :] * WIDTH + column[:, None], y, mask=valid[None, :] & (column < WIDTH)[:, None])
-
-
-@triton.jit(do_not_specialize=["pairs"])
-def _down_kernel(
-    u, w2, block_pairs, block_expert, num_blocks, y, pairs,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
-    GPU: tl.constexpr,
-):  # fmt: skip
-    PROGRAMS: tl.constexpr = (HIDDEN + OUTS - 1) // OUTS
-    block = (tl.program_id(0) // PROGRAMS).to(tl.int64)
-    column = tl.program_id(0) % PROGRAMS * OUTS + tl.arange(0, OUTS)
-    if block >= tl.load(num_blocks):
-        return
-    expert = tl.load(block_expert + block).to(tl.int64)
-    pair = tl.load(block_pairs + block * ROWS + tl.arange(0, ROWS))
-    valid = pair < pairs
-    pair = tl.where(valid, pair, 0).to(tl.int64)
-    channel = tl.arange(0, INPUTS)
-    inputs = u + pair[:, None] * WIDTH + channel[None, :]
-    rows = w2 + (expert * HIDDEN + tl.minimum(column, HIDDEN - 1))[:, None] * WIDTH + channel[None, :]
+    inputs = x + (pair // TOP_K)[:, None] * K + channel[None, :]
+    rows = w + (expert * (2 * N if SWIGLU else N) + tl.minimum(column, N - 1))[:, None] * K + channel[None, :]
     total = tl.zeros((OUTS, ROWS), tl.float32)
-    for k in tl.range(0, WIDTH, INPUTS, num_stages=STAGES):
-        # Reference: matmul_rows(u_TI, w2[expert], row_tile).to(dtype); float32 if ``partial``
-        inside = (k + channel < WIDTH)[None, :]
+    if SWIGLU:
+        up = tl.zeros((OUTS, ROWS), tl.float32)
+    for k in tl.range(0, K, INPUTS, num_stages=STAGES):
+        # Reference: matmul_rows(x_MK, w[expert], row_tile).to(dtype); float32 if ``partial``
+        inside = (k + channel < K)[None, :]
         a = tl.load(inputs + k, mask=inside & valid[:, None], other=0.0)
         total = times(tl.load(rows + k, mask=inside, other=0.0), a, total, GPU)
+        if SWIGLU:
+            up = times(tl.load(rows + N * K + k, mask=inside, other=0.0), a, up, GPU)
+    if SWIGLU:
+        # Reference: u_TI = (swiglu(h_TI[:, :width], h_TI[:, width:], limit) * weight_T1).to(dtype)
+        WIDE: tl.constexpr = x.dtype.element_ty == tl.float32
+        gate = tl.minimum(rounded(total, WIDE, GPU), limit)
+        up = tl.minimum(tl.maximum(rounded(up, WIDE, GPU), -limit), limit)
+        mix = tl.load(weight + pair, mask=valid, other=0.0)
+        total = gate / (1.0 + tl.exp(-gate)) * up * mix[None, :]
     total = rounded(total, y.dtype.element_ty == tl.float32, GPU).to(y.dtype.element_ty)
-    tl.store(y + pair[None, :] * HIDDEN + column[:, None], total, mask=valid[None, :] & (column < HIDDEN)[:, None])
+    tl.store(y + pair[None, :] * N + column[:, None], total, mask=valid[None, :] & (column < N)[:, None])
 
 
 def unquantized_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None = None) -> Tensor:
@@ -117,11 +94,14 @@ def unquantized_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None
     group_triton(given.slots_TK, None, experts, groups)
     u = torch.empty(pairs, width, dtype=x.dtype, device=device)
     work, most = (groups.block_pairs, groups.block_expert, groups.num_blocks), groups.max_blocks
-    sizes = {"HIDDEN": hidden, "WIDTH": width, "ROWS": block.rows, "OUTS": OUTS, "INPUTS": _INPUT_BYTES // x.dtype.itemsize}
-    launch = sizes | {
-        "STAGES": block.num_stages, "GPU": on_gpu(device),
-        "num_warps": block.num_warps, "num_stages": block.num_stages, "enable_fp_fusion": True,
+    launch = {
+        "ROWS": block.rows, "OUTS": OUTS, "INPUTS": _INPUT_BYTES // x.dtype.itemsize, "GPU": on_gpu(device),
+        "STAGES": block.num_stages, "num_warps": block.num_warps, "num_stages": block.num_stages, "enable_fp_fusion": True,
     }  # fmt: skip
-    _gate_up_kernel[(most * ceil_div(width, OUTS),)](x, w13, *work, given.weight_TK, u, pairs, given.limit, TOP_K=top_k, **launch)
-    _down_kernel[(most * ceil_div(hidden, OUTS),)](u, w2, *work, y, pairs, **launch)
+    _unquantized_kernel[(most * ceil_div(width, OUTS),)](
+        x, w13, *work, given.weight_TK, u, pairs, given.limit, K=hidden, N=width, TOP_K=top_k, SWIGLU=True, **launch
+    )
+    _unquantized_kernel[(most * ceil_div(hidden, OUTS),)](
+        u, w2, *work, given.weight_TK, y, pairs, given.limit, K=width, N=hidden, TOP_K=1, SWIGLU=False, **launch
+    )
     return y

@@ -18,7 +18,7 @@ from dsv4lite.kernels.experts import ExpertInputs
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
 from dsv4lite.kernels.experts.unquantized_triton import OUTS, times
 from dsv4lite.kernels.four_bit import FourBit
-from dsv4lite.kernels.rows.triton import rounded
+from dsv4lite.kernels.rows.triton import e2m1_values, rounded
 
 _INPUT_BYTES = 128  # of a row of inputs, per iteration
 
@@ -44,10 +44,9 @@ def _weights(
     at, inside = row[:, None] * (K // GROUP) + group[None, :], (group < K // GROUP)[None, :]
     scale = tl.load(scales + at, mask=inside, other=0)
     if NVFP4:
-        # e2m1_values(codes) * (scales.float() * offsets): exponent and mantissa 22 bits up are the value times 2^-126
+        # e2m1_values(codes) * (scales.float() * offsets)
         scale = e4m3_values(scale) * tl.load(offsets + row)[:, None]
-        bits = ((q & 7) << 22) | ((q & 8) << 28)
-        value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+        value = e2m1_values(q)
     else:
         # (codes.float() - offsets.float()) * scales.float()
         scale = scale.to(tl.float32)

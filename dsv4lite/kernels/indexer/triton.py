@@ -17,12 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
+from dsv4lite.kernels.e4m3 import e8m0
 from dsv4lite.kernels.gemm.triton import e4m3_to_bf16
 from dsv4lite.kernels.indexer import IndexInputs
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows import Fp4Key, Fp8Key, UnquantizedRow
-from dsv4lite.kernels.rows.triton import bf16, memory_of
+from dsv4lite.kernels.rows.triton import bf16, e2m1_values, memory_of
 
 KEYS, FEW_KEYS = 128, 64  # keys of a piece; with float32 queries, or if tokens do not share pieces
 TOKENS = 32  # most tokens that share a piece
@@ -51,12 +52,6 @@ fma.rn.bf16x2 s, s, f, z; fma.rn.bf16x2 $3, s, $6, z;
 # 1 if the first number is less than the second, for numbers of 16 and of 32 bits. What becomes of a comparison takes longer.
 _LESS_16 = tl.constexpr("{ .reg .b32 t; sub.u32 t, $1, $2; shr.u32 $0, t, 31; }")
 _LESS_32 = tl.constexpr("{ .reg .pred p; setp.lt.u32 p, $1, $2; selp.u32 $0, 1, 0, p; }")
-
-
-@triton.jit
-def _e2m1(nibble, factor):
-    bits = ((nibble & 8) << 28) | ((nibble & 7) << 22)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * factor
 
 
 @triton.jit
@@ -132,10 +127,9 @@ def _widened(raw, scale, GROUPS: tl.constexpr, KEYS: tl.constexpr, FP8: tl.const
                 _WIDEN, "=r,=r,=r,=r,r,r,r", [raw, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
             )
         else:
-            bits = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, scale << 23))
-            factor = bits.to(tl.float32, bitcast=True)[:, :, None]
-            low = _e2m1(raw.to(tl.int32) & 15, factor)
-            high = _e2m1(raw.to(tl.int32) >> 4, factor)
+            factor = e8m0(scale)[:, :, None]
+            low = e2m1_values(raw.to(tl.int32) & 15) * factor
+            high = e2m1_values(raw.to(tl.int32) >> 4) * factor
         k = _copied(tl.reshape(tl.join(low, high), (KEYS, GROUPS * 32)), GPU)
     return k if GPU else k.to(tl.float32)
 

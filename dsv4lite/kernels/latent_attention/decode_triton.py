@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.attention.merge_triton import dot_of_halves, softmax_step
 from dsv4lite.kernels.attention.triton import Tile
 from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.e4m3 import e4m3_values
@@ -116,27 +117,15 @@ def _added(
     PRECISION: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Return the sums with the first ``rows`` rows of a piece added; ``always`` is true."""
-    # If the compiler sees that a product is an operand of another one, each group of four warps computes all of it. With several
-    # groups a branch hides this, so that they divide the product among them.
     if WIDE:
-        if always:
-            logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-            more = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-        else:
-            logits = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-            more = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-        logits += more
+        logits = dot_of_halves(q0, q1, k0, k1, always, PRECISION)
     else:
         logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
         logits = tl.dot(q1, tl.trans(k1), logits, input_precision=PRECISION)
-    # Reference: sparse_attention, one block; exponentials of two instead of e.
     logits = tl.where((tl.arange(0, ROWS) < rows)[None, :], logits * scale, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(logits, 1))
-    shrink = tl.exp2(peak - new_peak)
-    p = tl.exp2(logits - new_peak[:, None])
-    total = total * shrink + tl.sum(p, 1)
+    p, shrink, peak, total = softmax_step(logits, peak, total, 1)
     acc = tl.dot(narrowed(p, FLOAT32, GPU), k0, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, new_peak, total
+    return acc, peak, total
 
 
 @triton.jit(do_not_specialize=["columns", "begin"])

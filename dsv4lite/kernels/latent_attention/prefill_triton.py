@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.attention.merge_triton import softmax_step
 from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, on_gpu, power_of_2, send
 from dsv4lite.kernels.gemm import float_linear
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, projected_rows
@@ -141,7 +142,7 @@ def _with_rows(
     v = tl.load(of_head + NOPE + value, mask=live & (value < VALUE), other=0.0)
     if not GPU:
         k0, k1, v = k0.to(tl.float32), k1.to(tl.float32), v.to(tl.float32)
-    # Reference: attend, and merged; exponentials of two instead of e.
+    # Reference: attend, and merged
     logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
     logits = tl.dot(q1, tl.trans(k1), logits, input_precision=PRECISION) * scale
     if MASK == 1:
@@ -152,12 +153,9 @@ def _with_rows(
         if KEYS == 64:
             word = tl.where(bit < 32, word, tl.load(bits + begin // 32 + 1)[:, None])
         logits = tl.where((word & (1 << bit % 32)) != 0, logits, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(logits, 1))
-    shrink = tl.exp2(peak - new_peak)
-    p = tl.exp2(logits - new_peak[:, None])
-    total = total * shrink + tl.sum(p, 1)
+    p, shrink, peak, total = softmax_step(logits, peak, total, 1)
     acc = tl.dot(narrowed(p, FLOAT32, GPU), v, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, new_peak, total
+    return acc, peak, total
 
 
 @triton.jit(do_not_specialize=["words"])

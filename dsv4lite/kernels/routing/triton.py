@@ -57,42 +57,6 @@ def best_experts(
 
 
 @triton.jit
-def route_rows(
-    token, here, logits, bias, table, token_ids, positions, logits_stride, route_scale,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
-    FIXED: tl.constexpr, PADDED: tl.constexpr, GPU: tl.constexpr,
-):  # fmt: skip
-    """Route the tokens [TOKENS] where ``here``; return experts, their weights and their places in the row, [TOKENS, TOP_TILE]."""
-    slot = tl.arange(0, TOP_TILE)[None, :]
-    used = here[:, None] & (slot < TOP_K)
-    logits += token[:, None] * logits_stride
-    if FIXED:
-        row = tl.load(token_ids + token, mask=here, other=0).to(tl.int64)
-        ids = tl.load(table + row[:, None] * TOP_K + slot, mask=used, other=EXPERTS).to(tl.int32)
-    else:
-        expert = tl.arange(0, BLOCK)[None, :]
-        inside = expert < EXPERTS
-        selection = _score(tl.load(logits + expert, mask=here[:, None] & inside, other=0.0), GPU)
-        if BIASED:
-            selection += tl.load(bias + expert, mask=inside, other=0.0)
-        ids = best_experts(selection, EXPERTS, BLOCK, TOP_K, TOP_TILE)
-    picked = _score(tl.load(logits + ids, mask=used, other=0.0), GPU)
-    at = tl.arange(0, ids.shape[1])
-    # Reference: chosen_TK.sort(-1); an expert's place is the number of experts before it.
-    other = ids[:, None, :]
-    before = (other < ids[:, :, None]) | ((other == ids[:, :, None]) & (at[None, None, :] < at[None, :, None]))
-    place = tl.sum(before.to(tl.int32), 2)
-    # Reference: picked / picked.sum(-1, keepdim=True) * route_scale
-    total = tl.where(here, _row_sums(tl.where(used, picked, 0.0)), 1.0)
-    weight = tl.div_rn(picked, tl.zeros_like(picked) + total[:, None]) * route_scale
-    if PADDED:
-        padding = (tl.load(positions + token, mask=here, other=0) < 0)[:, None]
-        ids = tl.where(padding, EXPERTS, ids)
-        weight = tl.where(padding, 0.0, weight)
-    return ids, weight, place
-
-
-@triton.jit
 def _scores(logit, inside, SOFTMAX: tl.constexpr, GPU: tl.constexpr):
     """Return the scores of rows of logits [TOKENS, BLOCK]: softmax or sigmoid."""
     # Reference: scores_of
@@ -137,29 +101,50 @@ def _in_top_groups(
 
 
 @triton.jit
-def _grouped_rows(
-    token, logits, bias, positions, logits_stride, route_scale,
+def route_rows(
+    token, logits, bias, table, token_ids, positions, logits_stride, route_scale,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
-    PADDED: tl.constexpr, SOFTMAX: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr,
-    RENORMALIZE: tl.constexpr, GPU: tl.constexpr,
+    FIXED: tl.constexpr, PADDED: tl.constexpr, GPU: tl.constexpr, GROUPED: tl.constexpr = False, SOFTMAX: tl.constexpr = False,
+    GROUPS: tl.constexpr = 1, TOP_GROUPS: tl.constexpr = 1, GROUP_TILE: tl.constexpr = 1, RENORMALIZE: tl.constexpr = True,
 ):  # fmt: skip
-    """Return the same as ``route_rows``, for softmax or sigmoid scores."""
-    expert = tl.arange(0, BLOCK)[None, :]
-    inside = expert < EXPERTS
-    logit = tl.load(logits + token[:, None] * logits_stride + expert, mask=inside, other=0.0)
-    scores = _scores(logit, inside, SOFTMAX, GPU)
-    selection = scores
-    if BIASED:
-        selection += tl.load(bias + expert, mask=inside, other=0.0)
-    if TOP_GROUPS < GROUPS:
-        selection = _in_top_groups(selection, EXPERTS, BLOCK, GROUPS, TOP_GROUPS, GROUP_TILE, BIASED)
-    ids = best_experts(selection, EXPERTS, BLOCK, TOP_K, TOP_TILE)
-    picked = tl.sum(tl.where(ids[:, :, None] == expert[:, None, :], scores[:, None, :], 0.0), 2)
+    """Route the tokens [TOKENS]; return experts, their weights and their places in the row, [TOKENS, TOP_TILE].
+
+    GROUPED: scores are softmax or sigmoid; only these take the constants after it.
+    """
+    if GROUPED:
+        expert = tl.arange(0, BLOCK)[None, :]
+        inside = expert < EXPERTS
+        logit = tl.load(logits + token[:, None] * logits_stride + expert, mask=inside, other=0.0)
+        scores = _scores(logit, inside, SOFTMAX, GPU)
+        selection = scores
+        if BIASED:
+            selection += tl.load(bias + expert, mask=inside, other=0.0)
+        if TOP_GROUPS < GROUPS:
+            selection = _in_top_groups(selection, EXPERTS, BLOCK, GROUPS, TOP_GROUPS, GROUP_TILE, BIASED)
+        ids = best_experts(selection, EXPERTS, BLOCK, TOP_K, TOP_TILE)
+        picked = tl.sum(tl.where(ids[:, :, None] == expert[:, None, :], scores[:, None, :], 0.0), 2)
+    else:
+        slot = tl.arange(0, TOP_TILE)[None, :]
+        used = slot < TOP_K
+        logits += token[:, None] * logits_stride
+        if FIXED:
+            row = tl.load(token_ids + token).to(tl.int64)
+            ids = tl.load(table + row[:, None] * TOP_K + slot, mask=used, other=EXPERTS).to(tl.int32)
+        else:
+            expert = tl.arange(0, BLOCK)[None, :]
+            inside = expert < EXPERTS
+            selection = _score(tl.load(logits + expert, mask=inside, other=0.0), GPU)
+            if BIASED:
+                selection += tl.load(bias + expert, mask=inside, other=0.0)
+            ids = best_experts(selection, EXPERTS, BLOCK, TOP_K, TOP_TILE)
+        picked = _score(tl.load(logits + ids, mask=used, other=0.0), GPU)
     at = tl.arange(0, TOP_TILE)
     used = (at < TOP_K)[None, :]
+    # Reference: chosen_TK.sort(-1); an expert's place is the number of experts before it.
     other = ids[:, None, :]
     before = (other < ids[:, :, None]) | ((other == ids[:, :, None]) & (at[None, None, :] < at[None, :, None]))
     place = tl.sum(before.to(tl.int32), 2)
+    # Reference: picked / (picked.sum(-1, keepdim=True) + _LEAST_SUM) * route_scale
     weight = picked
     if RENORMALIZE:
         total = _row_sums(tl.where(used, picked, 0.0)) + 1e-20
@@ -199,16 +184,10 @@ def route_kernel(
     RENORMALIZE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    if GROUPED:
-        ids, weight, place = _grouped_rows(
-            token, logits, bias, positions, logits_stride, route_scale, EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, PADDED,
-            SOFTMAX, GROUPS, TOP_GROUPS, GROUP_TILE, RENORMALIZE, GPU,
-        )  # fmt: skip
-    else:
-        ids, weight, place = route_rows(
-            token, token >= 0, logits, bias, table, token_ids, positions, logits_stride, route_scale,
-            EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, PADDED, GPU,
-        )  # fmt: skip
+    ids, weight, place = route_rows(
+        token, logits, bias, table, token_ids, positions, logits_stride, route_scale, EXPERTS, BLOCK, TOP_K, TOP_TILE,
+        BIASED, FIXED, PADDED, GPU, GROUPED, SOFTMAX, GROUPS, TOP_GROUPS, GROUP_TILE, RENORMALIZE,
+    )  # fmt: skip
     used = tl.arange(0, TOP_TILE)[None, :] < TOP_K
     at = token[:, None] * TOP_K + place
     tl.store(chosen + at, ids.to(tl.int64), mask=used)

@@ -1,11 +1,11 @@
-"""Helpers of the attention kernels: e4m3 codes of rows widened to bfloat16, and results rotated back."""
+"""Helpers of the attention kernels: e4m3 codes of rows widened to bfloat16, tiles put side by side, results rotated back."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from dsv4lite.kernels.e4m3 import e4m3_values, to_bf16
+from dsv4lite.kernels.e4m3 import e4m3_values, e8m0, to_bf16
 
 LOG2_E = 1.4426950408889634
 
@@ -45,8 +45,7 @@ def _widen(codes, scale, GPU: tl.constexpr):
         factor = bits.to(tl.int16)[:, None]
         wide = tl.inline_asm_elementwise(WIDEN_E4M3, "=r,=r,r,r,r", [codes, factor], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
-        factor = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, scale << 23))
-        wide = e4m3_values(codes) * factor.to(tl.float32, bitcast=True)[:, None]
+        wide = e4m3_values(codes) * e8m0(scale)[:, None]
     return wide
 
 
@@ -74,6 +73,18 @@ def fetch(data, scales, live, NOPE: tl.constexpr, FRESH_ROW: tl.constexpr, VOLAT
 @triton.jit
 def scaled(codes, words, number: tl.constexpr, GPU: tl.constexpr):
     return _widen(codes, ((words >> (8 * number)) & 255).to(tl.int32), GPU)
+
+
+@triton.jit
+def joined(a, b, c, d, TILES: tl.constexpr):
+    """Return the first ``TILES`` tiles side by side, 1, 2 or 4; no value moves between threads."""
+    if TILES == 1:
+        both = a
+    elif TILES == 2:
+        both = tl.permute(tl.join(a, b), (0, 2, 1))
+    else:
+        both = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
+    return tl.reshape(both, (a.shape[0], TILES * a.shape[1]))
 
 
 @triton.jit

@@ -70,6 +70,13 @@ def e2m1_codes(x):
 
 
 @triton.jit
+def e2m1_values(codes):
+    # e2m1_values, of int32 codes: exponent and mantissa 22 bits up are the value times 2^-126
+    bits = ((codes & 7) << 22) | ((codes & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
 def e2m1_round(x):
     # e2m1_values(e2m1_codes(x)), the sign of zero included
     bits = x.to(tl.int32, bitcast=True)
