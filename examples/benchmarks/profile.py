@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4lite import MTP, AsyncLLM
+from dsv4lite import MTP, AsyncLLM, AsyncStream
 from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.kernels.attention import AttentionInputs
 from dsv4lite.kernels.compress import CompressInputs
@@ -402,17 +402,26 @@ async def decode(llm: AsyncLLM, profiler: Profiler, args: argparse.Namespace, ba
     sampled = params(args.max_model_len - args.context - 1).replace(temperature=1e9 if args.drafts else 1.0)
     prompts = [[rng.randrange(3, 4000) for _ in range(args.context)] for _ in range(batch)]
     hosts: list[float] = []
+    streams: list[AsyncStream] = []
     async with AsyncExitStack() as stack:
 
         async def begin(prompt: list[int]) -> None:
-            stream = await stack.enter_async_context(llm.stream(prompt, sampled))
-            await anext(aiter(stream))
+            streams.append(await stack.enter_async_context(llm.stream(prompt, sampled)))
+            await anext(aiter(streams[-1]))
+
+        async def explain() -> None:
+            llm.abort()
+            for stream in streams:
+                async for _ in stream:  # raises the error of a request that failed
+                    pass
+            raise SystemExit("a request has ended")
 
         async def steps(count: int) -> None:
             last = llm.stats().steps + count
             await llm.resume()
             while llm.stats().steps < last:
-                assert llm.stats().num_running == batch, "a request has ended"
+                if llm.stats().num_running != batch:
+                    await explain()
                 await asyncio.sleep(0.001)
                 hosts.append(llm.stats().host_s)
             await llm.pause()
