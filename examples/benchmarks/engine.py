@@ -148,6 +148,7 @@ def v3(layers: int) -> dict[str, Any]:
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
         "rope_scaling": {**lite["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0},
+        "num_nextn_predict_layers": 1,
         "quantization_config": {
             "quant_method": "fp8",
             "fmt": "e4m3",
