@@ -29,8 +29,8 @@ KEYS, FEW_KEYS = 128, 64  # keys of a piece; with float32 queries, or if tokens 
 TOKENS = 32  # most tokens that share a piece
 PROGRAMS, SINGLE_PROGRAMS = 4096, 528  # number of programs that the scores kernel aims at; if tokens do not share pieces
 SEGMENT = 4096  # scores of one program if a token has too many for ``select``
-MOST, MOST_OF_FEW = 32768, 16384  # most scores that one program of ``select`` holds; of so few tokens that segments are faster
-FEW = 128
+MOST, MOST_OF_FEW = 32768, 16384  # most scores of a token in one program of ``select``; in steps of few tokens
+FEW = 128  # tokens; for so few, programs that share a token's scores are faster than one
 ALIGNED = tl.constexpr(4)  # rows of scores begin at multiples of so many, which threads load at once
 
 # Widens the low and the high nibbles of bytes 0 and 1, then of bytes 2 and 3. Every byte has its own scale: if the product reads k
