@@ -234,3 +234,27 @@ def test_launches_take_every_tile(chip: int, work: Work) -> None:
         "indexer.triton", "_select_kernel", "BLOCK", "num_warps"
     )
     assert {(number,) for number in range(5)} <= tiles("indexer.triton", "_segment_kernel", "PASS")
+
+
+def place_of_heads(one: Specialization) -> str:
+    """Return where threads hold the heads of the products [keys, heads] that the scores' kernel adds."""
+    ttgir = one.compile().asm["ttgir"]
+    (name,) = set(re.findall(r"\}\) : \(tensor<\d+x\d+xf32, (#\w+)>\) ->", ttgir))
+    (layout,) = re.findall(rf"^{name} = (.*)$", ttgir, re.MULTILINE)
+    if "linear" in layout:  # the heads that the bits of a register's, a lane's and a warp's number stand for
+        bits = re.findall(r"(\w+) = \[(.*?\]|)\](?=,)", layout)
+        return str([(kind, re.findall(r"\[0, (\d+)\]", places)) for kind, places in bits])
+    (warps,), (shape,) = re.findall(r"warpsPerCTA = \[\d+, (\d+)\]", layout), re.findall(r"instrShape = \[(.*?)\]", layout)
+    return f"{warps} warps of {shape}"
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_scores_add_heads_in_one_order(chip: int, work: Work) -> None:
+    """Scores of a token would otherwise depend on whether it decodes or is one of a prompt."""
+    places: dict[tuple[object, ...], set[str]] = {}
+    for one in work.found[Case("dsv4lite.kernels.indexer.triton", "_scores_kernel", chip)]:
+        constants = constants_of(one)
+        if constants["HEADS"] == 64:
+            kind = one.signature["iq"], constants["GROUPS"], constants["FP8"]
+            places.setdefault(kind, set()).add(place_of_heads(one))
+    assert len(places) >= 3 and all(len(found) == 1 for found in places.values()), places

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
+from dsv4lite.kernels.dispatch import capability_of, ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.e4m3 import e8m0
 from dsv4lite.kernels.gemm.triton import e4m3_to_bf16
 from dsv4lite.kernels.indexer import IndexInputs
@@ -25,7 +25,7 @@ from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_pr
 from dsv4lite.kernels.rows import Fp4Key, Fp8Key, UnquantizedRow
 from dsv4lite.kernels.rows.triton import bf16, e2m1_values, memory_of
 
-KEYS, FEW_KEYS = 128, 64  # keys of a piece; with float32 queries, or if tokens do not share pieces
+KEYS, FEW_KEYS = 128, 64  # keys of a piece; see ``_piece_keys``
 TOKENS = 32  # most tokens that share a piece
 PROGRAMS, SINGLE_PROGRAMS = 4096, 528  # number of programs that the scores kernel aims at; if tokens do not share pieces
 SEGMENT = 4096  # scores of one program if a token has too many for ``select``
@@ -362,6 +362,17 @@ def _segment_kernel(
         _gather(selected + n * TOP_K, at, number, threshold, more, equal, wanted)
 
 
+def _piece_keys(given: IndexInputs) -> int:
+    """Return the number of keys of a piece: few with float32 queries, or if tokens do not share pieces.
+
+    On compute capability 10 the tensor cores spread the heads of 64 keys otherwise than those of 128, so their sum would have
+    another order, and a token's scores would depend on whether it shares pieces.
+    """
+    if given.iq_THC.dtype == torch.float32:
+        return FEW_KEYS
+    return FEW_KEYS if given.paging.singles and capability_of(given.iq_THC.device) // 10 != 10 else KEYS
+
+
 def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tensor:
     """See ``indexer.index_scores_paged``."""
     iq_NHC, weights_NH, keys, paging = given.iq_THC[begin:end], given.weights_TH[begin:end], given.keys, given.paging
@@ -374,9 +385,8 @@ def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tenso
     assert given.has_kernel and fmt.width == channels, (fmt, channels, iq_NHC.dtype)
     assert isinstance(fmt, UnquantizedRow) or channels & (channels - 1) == 0, fmt
     tokens = 1 if paging.singles else TOKENS
-    float32 = iq_NHC.dtype == torch.float32
-    tiles, piece = ceil_div(count, tokens), FEW_KEYS if float32 or paging.singles else KEYS
-    programs, stages = SINGLE_PROGRAMS if paging.singles else PROGRAMS, 1 if float32 else 3
+    tiles, piece = ceil_div(count, tokens), _piece_keys(given)
+    programs, stages = SINGLE_PROGRAMS if paging.singles else PROGRAMS, 1 if iq_NHC.dtype == torch.float32 else 3
     pieces = min(ceil_div(entries_max, piece), max(1, programs // tiles))
     _scores_kernel[(tiles, pieces)](
         iq_NHC,
