@@ -93,6 +93,21 @@ def test_scores_of_some_tokens_are_those_of_all(first: int, last: int) -> None:
             assert torch.equal(some[t - first, : visible[t]], every[t, : visible[t]])
 
 
+@pytest.mark.parametrize(("heads", "first", "top_k"), [(16, 300, 8), *([(64, 9000, 512)] if ON_GPU else [])])
+def test_scores_of_a_token_are_the_same_in_a_prompt_and_alone(heads: int, first: int, top_k: int) -> None:
+    prompt, alone = make_paging([(first, 7)], DEVICE), make_paging([(first + i, 1) for i in range(7)], DEVICE)
+    alone.grow_SP.copy_(prompt.grow_SP.expand(7, -1))
+    assert alone.singles and not prompt.singles
+    visible = visible_of(prompt.positions_T)
+    keys = fill_store(Fp4Key(128), pages_of(prompt.grow_SP), 64, DEVICE, seed=5)
+    iq, weights = queries(7, heads)
+    a, b = (
+        index_scores_paged_triton(IndexInputs(iq, weights, keys, paging, top_k, max(visible)), 0, 7) for paging in (prompt, alone)
+    )
+    for t, count in enumerate(visible):
+        assert count > top_k and torch.equal(a[t, :count], b[t, :count])
+
+
 def numbers(kind: str, tokens: int, count: int) -> Tensor:
     """Return scores: distinct, many equal, all equal, both zeros, infinities."""
     generator = torch.Generator().manual_seed(6)

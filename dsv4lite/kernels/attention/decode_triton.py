@@ -18,26 +18,17 @@ from dsv4lite.kernels.attention.merge_triton import LOW, entries_of, merged, sof
 from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, joined, narrowed, scaled
-from dsv4lite.kernels.rows.triton import inverse_root, mean_of, rotate_tail, rounded
+from dsv4lite.kernels.rows.triton import inverse_root, mean_of, opaque, rotate_tail, rounded
 
 _HEADS = 16
 _SMALL_SPLITS = 16  # from this number of splits on, layers with few rows have enough programs for small pieces
 
-# An opaque copy. Without it Triton converts bytes to each product's layout before it widens them, so widens twice.
-_COPY = tl.constexpr("mov.b32 $0, $1;")
 # $1, ored with the others where $5 has a bit, which is never set: so the others must be loaded before $1 is used.
 _AFTER_LOADS = tl.constexpr("""{
 .reg .b32 t;
 or.b32 t, $2, $3; or.b32 t, t, $4;
 lop3.b32 $0, $1, t, $5, 0xF8;
 }""")
-
-
-@triton.jit
-def _opaque(x, GPU: tl.constexpr):
-    if GPU:
-        x = tl.inline_asm_elementwise(_COPY, "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
-    return x
 
 
 @triton.jit
@@ -127,7 +118,8 @@ def _fetch(
 @triton.jit
 def _pair(a, b, GPU: tl.constexpr):
     """Return two tiles [R, 64] side by side."""
-    return _opaque(joined(a, b, b, b, 2), GPU)
+    # Without the copy Triton converts bytes to each product's layout before it widens them, so widens twice.
+    return opaque(joined(a, b, b, b, 2), GPU)
 
 
 @triton.jit
@@ -211,7 +203,7 @@ def _queries(
         q0, q1, q2, q3 = q0.to(tl.bfloat16), q1.to(tl.bfloat16), q2.to(tl.bfloat16), q3.to(tl.bfloat16)
     else:
         q0, q1, q2, q3 = q0.to(tl.float32), q1.to(tl.float32), q2.to(tl.float32), q3.to(tl.float32)
-    return _opaque(q0, GPU), _opaque(q1, GPU), _opaque(q2, GPU), _opaque(q3, GPU)
+    return opaque(q0, GPU), opaque(q1, GPU), opaque(q2, GPU), opaque(q3, GPU)
 
 
 @triton.jit(do_not_specialize=["grow_columns", "window_columns"])

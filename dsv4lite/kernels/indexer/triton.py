@@ -23,7 +23,7 @@ from dsv4lite.kernels.indexer import IndexInputs
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows import Fp4Key, Fp8Key, UnquantizedRow
-from dsv4lite.kernels.rows.triton import bf16, e2m1_values, memory_of
+from dsv4lite.kernels.rows.triton import bf16, e2m1_values, memory_of, opaque
 
 KEYS, FEW_KEYS = 128, 64  # keys of a piece; see ``_piece_keys``
 TOKENS = 32  # most tokens that share a piece
@@ -55,14 +55,6 @@ _LESS_32 = tl.constexpr("{ .reg .pred p; setp.lt.u32 p, $1, $2; selp.u32 $0, 1, 
 
 
 @triton.jit
-def _copied(x, GPU: tl.constexpr):
-    """Return a copy: Triton 3.6 cannot compile a product with a reshaped operand for compute capability 10.0."""
-    if GPU:
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
-    return x
-
-
-@triton.jit
 def _page(pages, piece, count, PAGE_ROWS: tl.constexpr, KEYS: tl.constexpr):
     """Return the page of a piece, or of each of its keys if it can have several."""
     if PAGE_ROWS % KEYS == 0:
@@ -74,64 +66,56 @@ def _page(pages, piece, count, PAGE_ROWS: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _fetch(
+def _keys(
     keys, page, piece, count,
     PAGE_BYTES: tl.constexpr, PAGE_ROWS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr,
-    KEYS: tl.constexpr, FP8: tl.constexpr,
+    KEYS: tl.constexpr, FP8: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Load a piece of keys as stored, and their scales if they have any; zeros from entry ``count`` on."""
+    """Return a piece of keys [KEYS, C] (float32 in the interpreter), FP8 keys without their scales, and these scales [KEYS].
+
+    Entries from ``count`` on are zeros.
+    """
     entry = piece * KEYS + tl.arange(0, KEYS)
     live = entry < count
     page = page.to(tl.int64)
     place = entry % PAGE_ROWS
+    base = keys + page * PAGE_BYTES
+    scale = 0.0
     if FP8:
-        base = keys + page * PAGE_BYTES
+        # Reference: Fp8Key.unpack
         data = base + place * CHANNELS
-        raw = tl.load(data[:, None] + tl.arange(0, CHANNELS)[None, :], mask=live[:, None], other=0)
+        codes = tl.load(data[:, None] + tl.arange(0, CHANNELS)[None, :], mask=live[:, None], other=0)
         scale = tl.load((base + PAGE_ROWS * CHANNELS).to(tl.pointer_type(tl.float32)) + place, mask=live, other=0.0)
+        k = e4m3_to_bf16(codes, GPU)
     elif GROUPS == 0:
+        # Reference: UnquantizedRow.unpack
         row = keys + (page * PAGE_ROWS + place) * CHANNELS
         channel = tl.arange(0, PADDED)
-        raw = tl.load(row[:, None] + channel[None, :], mask=live[:, None] & (channel < CHANNELS)[None, :], other=0.0)
-        scale = tl.zeros((), tl.int32)
+        k = tl.load(row[:, None] + channel[None, :], mask=live[:, None] & (channel < CHANNELS)[None, :], other=0.0)
     else:
-        base = keys + page * PAGE_BYTES
+        # Reference: Fp4Key.unpack
         DATA: tl.constexpr = GROUPS * 16
         data = tl.multiple_of(base + place * DATA, 16)
         group = tl.arange(0, GROUPS)
         at = data[:, None, None] + group[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-        raw = tl.load(at, mask=live[:, None, None], other=0)
+        codes = tl.load(at, mask=live[:, None, None], other=0)
         WORD: tl.constexpr = tl.int8 if GROUPS == 1 else tl.int16 if GROUPS == 2 else tl.int32 if GROUPS == 4 else tl.int64
-        scales = (base + PAGE_ROWS * DATA).to(tl.pointer_type(WORD)) + place
-        scale = tl.load(scales, mask=live, other=0)
-    return raw, scale
-
-
-@triton.jit
-def _widened(raw, scale, GROUPS: tl.constexpr, KEYS: tl.constexpr, FP8: tl.constexpr, GPU: tl.constexpr):
-    """Return keys [KEYS, C], bfloat16 (float32 in the interpreter); FP8 keys without their scales."""
-    if FP8:
-        # Reference: Fp8Key.unpack
-        k = e4m3_to_bf16(raw, GPU)
-    elif GROUPS == 0:
-        # Reference: UnquantizedRow.unpack
-        k = raw
-    else:
-        # Reference: Fp4Key.unpack
-        scale = (scale[:, None] >> (tl.arange(0, GROUPS) * 8)[None, :]).to(tl.int32) & 255
+        words = tl.load((base + PAGE_ROWS * DATA).to(tl.pointer_type(WORD)) + place, mask=live, other=0)
+        byte = (words[:, None] >> (group * 8)[None, :]).to(tl.int32) & 255
         # Exponent and mantissa of a nibble, moved to where bfloat16 has them, are 2^-126 times its value.
         if GPU:
-            bits = tl.where(scale == 0, 0x0040, tl.where(scale == 255, 0x7FC0, scale << 7))
+            bits = tl.where(byte == 0, 0x0040, tl.where(byte == 255, 0x7FC0, byte << 7))
             factor = bits.to(tl.int16)[:, :, None]
             low, high = tl.inline_asm_elementwise(
-                _WIDEN, "=r,=r,=r,=r,r,r,r", [raw, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+                _WIDEN, "=r,=r,=r,=r,r,r,r", [codes, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
             )
         else:
-            factor = e8m0(scale)[:, :, None]
-            low = e2m1_values(raw.to(tl.int32) & 15) * factor
-            high = e2m1_values(raw.to(tl.int32) >> 4) * factor
-        k = _copied(tl.reshape(tl.join(low, high), (KEYS, GROUPS * 32)), GPU)
-    return k if GPU else k.to(tl.float32)
+            factor = e8m0(byte)[:, :, None]
+            low = e2m1_values(codes.to(tl.int32) & 15) * factor
+            high = e2m1_values(codes.to(tl.int32) >> 4) * factor
+        # Triton 3.6 cannot compile a product with a reshaped operand for compute capability 10.0, unless it is a copy.
+        k = opaque(tl.reshape(tl.join(low, high), (KEYS, GROUPS * 32)), GPU)
+    return k if GPU else k.to(tl.float32), scale
 
 
 @triton.jit
@@ -236,14 +220,12 @@ def _scores_kernel(
             for piece in tl.range(tl.program_id(1), pieces, step, num_stages=STAGES):
                 page = ahead
                 ahead = _page(pages, piece + step, most, PAGE_ROWS, KEYS)
-                raw, scale = _fetch(keys, page, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, CHANNELS, PADDED, KEYS, FP8)
-                k = _widened(raw, scale, GROUPS, KEYS, FP8, GPU)
+                k, scale = _keys(keys, page, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, CHANNELS, PADDED, KEYS, FP8, GPU)
                 _store_scores(scores + row * columns, k, scale, q, weight, most, piece, KEYS, FP8, GPU)
         else:
             for piece in range(tl.program_id(1), pieces, step):
                 page = _page(pages, piece, most, PAGE_ROWS, KEYS)
-                raw, scale = _fetch(keys, page, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, CHANNELS, PADDED, KEYS, FP8)
-                k = _widened(raw, scale, GROUPS, KEYS, FP8, GPU)
+                k, scale = _keys(keys, page, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, CHANNELS, PADDED, KEYS, FP8, GPU)
                 # Index of the first token that needs scores and sees an entry of the piece.
                 needs = n + RATIO * (tl.maximum(TOP_K, piece * KEYS) + 1) - 1 - position
                 for token in tl.range(tl.maximum(n, needs), end, num_stages=STAGES):
