@@ -25,7 +25,7 @@ from dsv4lite.errors import CapacityError, ConfigError, DSV4LiteError, Unsupport
 log = logging.getLogger("dsv4lite.engine")
 
 LEAST_CAPABILITY = (8, 0)  # of the chips that the kernels are compiled for
-LEAST_TRITON = (3, 5)
+LEAST_TRITON = (3, 6)
 FREE_MEMORY = (
     "lower gpu_memory_utilization, kv_cache_memory_bytes, max_num_batched_tokens or max_num_seqs, "
     "or free what this program or other processes hold on the device"

@@ -42,6 +42,7 @@ import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import build
 from triton.runtime.cache import get_cache_key
 from triton.runtime.jit import JITFunction
@@ -61,7 +62,7 @@ class Specialization:
     """The description of one kernel to compile, in values that can be pickled.
 
     Attributes:
-        module, name: Of the ``@triton.jit`` function.
+        module, name: Of the ``@triton.jit`` or ``@gluon.jit`` function.
         signature: Type of each argument, ``constexpr`` for constants.
         constants: Values by path to the argument.
         attributes: Properties of pointers and integers, such as alignment, by path to the argument.
@@ -80,7 +81,8 @@ class Specialization:
     def source(self) -> Any:
         """Return Triton's input of the compilation."""
         kernel = getattr(importlib.import_module(self.module), self.name)
-        return ASTSource(kernel, dict(self.signature), dict(self.constants), dict(self.attributes))
+        source = GluonASTSource if kernel.is_gluon() else ASTSource
+        return source(kernel, dict(self.signature), dict(self.constants), dict(self.attributes))
 
     def compile(self) -> Any:
         """Compile, with the cache that Triton is configured for in this process; needs no device."""

@@ -120,11 +120,11 @@ def test_missing_triton_is_named(gpu: Fake, monkeypatch: pytest.MonkeyPatch) -> 
         choose_device(config_of("cuda"))
 
 
-@pytest.mark.parametrize(("version", "old"), [("3.4.0", True), ("2.9", True), ("3.5.0", False), ("3.10.1+gitab12", False)])
+@pytest.mark.parametrize(("version", "old"), [("3.5.0", True), ("2.9", True), ("3.6.0", False), ("3.10.1+gitab12", False)])
 def test_old_triton_is_refused(gpu: Fake, monkeypatch: pytest.MonkeyPatch, version: str, old: bool) -> None:
     gpu()
     monkeypatch.setattr(triton, "__version__", version)
-    with pytest.raises(UnsupportedError, match=f"needs Triton 3.5 or newer, and finds {version}") if old else nullcontext():
+    with pytest.raises(UnsupportedError, match=f"needs Triton 3.6 or newer, and finds {version}") if old else nullcontext():
         choose_device(config_of("cuda"))
 
 

@@ -111,7 +111,7 @@ class AttentionInputs(NamedTuple):
         norm_eps: Unless ``None``, the op first norms with this ``eps`` and rotates the queries, as ``head_norms`` does. Only on
             packed rows with ``DECODE_SPLITS`` or more.
         any_order: The order in which a token's rows are summed may depend on the rest of the step. The reference uses this in
-            float32, kernels in steps of many tokens.
+            float32; kernels ignore it.
     """
 
     q_THC: Tensor

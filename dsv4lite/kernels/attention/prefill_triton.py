@@ -1,13 +1,13 @@
-"""Attention of many tokens on packed pages: all rows that the tokens may see are first widened to bfloat16.
+"""Attention of many tokens on packed pages, on Hopper: all rows that the tokens may see are first widened to bfloat16.
 
 The first kernel writes, one after the other, the step's own rows, the window rows before them and the compressed entries of each
-sequence. In the second kernel one program takes one token x a block of heads. It processes the rows in the pieces of ``triton.py``
-and returns the same bits, but copies a piece to shared memory without converting it. Neighbouring tokens share most rows, so each
-row is widened and looked up in the page tables once for all of them.
+sequence. In the second kernel every multiprocessor takes one token x a block of heads after the other, and processes the rows in
+the pieces of ``triton.py``, with the same bits. Neighbouring tokens share most rows, so each row is widened and looked up in the
+page tables once for all of them.
 
-If a rank has only 32 heads, half of a block of 64 heads is empty. With ``any_order`` such a layer takes blocks of 32 heads as the
-right operand of both products. They fill the tensor cores and leave room for a second program on the multiprocessor, which computes
-while the first waits for rows.
+The second kernel is written in Gluon, because its warps do different work. Four of them copy queries and rows to shared memory, up
+to two pieces ahead. Eight compute, four for each half of the channels: a part of the logits, which they exchange, the same softmax,
+and their half of the sums. Where all warps run the same instructions, copies, products and softmax of a piece follow each other.
 """
 
 from __future__ import annotations
@@ -16,14 +16,29 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from dsv4lite.kernels.attention import AttentionInputs
-from dsv4lite.kernels.attention.merge_triton import added, counts_of, dot_of_halves
-from dsv4lite.kernels.dispatch import ceil_div
-from dsv4lite.kernels.rows.packed import LOG2_E, fetch, narrowed, rotated_back, scaled
+from dsv4lite.kernels.attention.merge_triton import counts_of
+from dsv4lite.kernels.dispatch import ceil_div, multiprocessors_of
+from dsv4lite.kernels.rows.packed import LOG2_E, fetch, scaled
 
-_HEADS, _SWAPPED_HEADS, _ROWS, _STAGES = 64, 32, 64, 2  # heads of a program, also swapped; rows of a piece; pipeline stages
+_HEADS, _ROWS = 64, 64  # heads of a block; rows of a piece
 _WIDENED = 32  # rows of one program of the first kernel
+# Triton 3.6 has the older name.
+_copy_ahead = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+# A thread's numbers by address: four side by side, then those of its neighbours, then its next four.
+_EXCHANGED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        lane_bases=[[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],
+        warp_bases=[[0, 128], [0, 256]],
+        block_bases=[],
+        shape=[8, 512],
+    )
+)
 
 
 @triton.jit(do_not_specialize=["tokens", "sequences", "grow_columns", "window_columns"])
@@ -71,103 +86,234 @@ def _widen_rows_kernel(
     tl.store(out + NOPE, raw[7], mask=live[:, None])
 
 
-@triton.jit
+@gluon.jit
 def _rows_of(
-    piece, selected, here, counts, tokens, window_base, entry_base, WINDOW: tl.constexpr, ENTRIES: tl.constexpr,
-    SELECTED: tl.constexpr, ROWS: tl.constexpr,
+    piece, selected, here, counts, tokens, window_base, entry_base, r, ENTRIES: gl.constexpr, SELECTED: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Return the indices of a piece's rows; for missing rows the index of the token's own row."""
+    """Return the indices of a piece's rows ``r``; for missing rows the index of the token's own row."""
     position, first, first_row = here
     window_rows, entry_rows, listed, window_pieces, _pieces = counts
-    r = tl.arange(0, ROWS)
     in_window = piece < window_pieces
     # Reference: _RecentRows
     since = position + 1 - window_rows + piece * ROWS + r - first
     own = first_row + position - first
-    place = tl.where(since >= 0, first_row + since, window_base + since)
-    place = tl.where(r < window_rows - piece * ROWS, place, own)
+    place = gl.where(since >= 0, first_row + since, window_base + since)
+    place = gl.where(r < window_rows - piece * ROWS, place, own)
     if ENTRIES:
         # Reference: _entry_rows
         done = (piece - window_pieces) * ROWS
-        left = tl.where(in_window, 0, entry_rows - done)
+        left = gl.where(in_window, 0, entry_rows - done)
         entry = done + r
         if SELECTED:
-            entry = tl.where(listed, tl.load(selected + entry, mask=r < tl.where(listed, left, 0), other=0), entry)
-        place = tl.where(in_window, place, tl.where(r < left, entry_base + entry, own))
+            entry = gl.where(listed, gl.load(selected + entry, mask=r < gl.where(listed, left, 0), other=0), entry)
+        place = gl.where(in_window, place, gl.where(r < left, entry_base + entry, own))
     return place
 
 
-@triton.jit
-def _logits(q0, q1, k0, k1, scale, always, SWAP: tl.constexpr):
-    """Return the products of queries and rows, [H, R] or, swapped, [R, H]; ``always`` is true."""
-    if SWAP:
-        logits = tl.dot(k1, q1, tl.dot(k0, q0)) * scale
-    else:
-        logits = dot_of_halves(q0, q1, k0, k1, always, "tf32") * scale
-    return logits
+@gluon.jit
+def _load_rows(
+    tensors, sizes, shared, barriers, H: gl.constexpr, WIDTH: gl.constexpr, RATIO: gl.constexpr, TOP_K: gl.constexpr,
+    WINDOW: gl.constexpr, ENTRY_ROWS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """Copy the queries of each item and its pieces, as soon as their places are free. Four warps."""
+    q, rows, selected, positions, sequence_of, firsts, first_rows = tensors
+    tokens, sequences, grow_columns = sizes
+    queries, keys, _sums = shared
+    q_full, q_empty, k_full, k_empty, _s_full, _s_empty = barriers
+    HALF: gl.constexpr = WIDTH // 2
+    BLOCKS: gl.constexpr = (H + HEADS - 1) // HEADS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    step = 0
+    turn = 0
+    for item in range(gl.program_id(0), tokens * BLOCKS, gl.num_programs(0)):
+        token = item // BLOCKS
+        position = gl.load(positions + token)
+        sequence = gl.load(sequence_of + token)
+        here = (position, gl.load(firsts + sequence), gl.load(first_rows + sequence))
+        counts = counts_of(position, RATIO, TOP_K, WINDOW, ROWS, ENTRY_ROWS > 0)
+        window_base = tokens + (sequence + 1) * WINDOW
+        entry_base = tokens + sequences * WINDOW + sequence * grow_columns * ENTRY_ROWS
+        chosen = selected + token.to(gl.int64) * TOP_K
+        place = _rows_of(0, chosen, here, counts, tokens, window_base, entry_base, r, ENTRY_ROWS > 0, TOP_K > 0, ROWS)
+        for piece in range(counts[4]):
+            at = rows + gl.expand_dims(place.to(gl.int64) * WIDTH, 1) + column
+            for half in gl.static_range(2):
+                slot = step % 2 * 2 + half
+                mbarrier.wait(k_empty.index(slot), (step // 2 & 1) ^ 1)
+                _copy_ahead(keys.index(slot), at + half * HALF)
+                async_copy.mbarrier_arrive(k_full.index(slot), increment_count=False)
+            if piece == 0:
+                head = item % BLOCKS * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(1, LAYOUT))
+                at = q + gl.expand_dims((token.to(gl.int64) * H + head) * WIDTH, 1) + column
+                inside = gl.expand_dims(head < H, 1) if H % HEADS != 0 else None
+                for half in gl.static_range(2):
+                    mbarrier.wait(q_empty.index(half), (turn & 1) ^ 1)
+                    _copy_ahead(queries.index(half), at + half * HALF, mask=inside)
+                    async_copy.mbarrier_arrive(q_full.index(half), increment_count=False)
+                turn += 1
+            step += 1
+            # Loaded here, the indices have come when the next place is free.
+            place = _rows_of(
+                piece + 1, chosen, here, counts, tokens, window_base, entry_base, r, ENTRY_ROWS > 0, TOP_K > 0, ROWS
+            )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences", "grow_columns"])
+@gluon.jit
+def _spread(sums, ROWS: gl.constexpr):
+    """Arrange sums [64, 64] for their exchange: the four numbers of a thread side by side, and beside them its neighbours'."""
+    sums = gl.permute(gl.reshape(sums, (4, 2, 8, ROWS // 8, 4, 2)), (3, 0, 2, 4, 1, 5))
+    return gl.convert_layout(gl.reshape(sums, (ROWS // 8, 512)), _EXCHANGED, assert_trivial=True)
+
+
+@gluon.jit
+def _gathered(sums, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Undo ``_spread``."""
+    sums = gl.permute(gl.reshape(sums, (ROWS // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    return gl.convert_layout(gl.reshape(sums, (64, ROWS)), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _turned_back(result, cos, sin):
+    """Rotate the last 64 channels of a result back by the token's angles."""
+    # Reference: rope(o, cos, sin, inverse=True)
+    HEADS: gl.constexpr = result.shape[0]
+    PAIRS: gl.constexpr = result.shape[1] // 2
+    even, odd = gl.split(gl.reshape(result.to(gl.float32), (HEADS, PAIRS, 2)))
+    pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, even.type.layout)) - (PAIRS - 32)
+    turned = pair >= 0
+    c = gl.expand_dims(gl.load(cos + pair, mask=turned, other=1.0), 0)
+    s = gl.expand_dims(gl.load(sin + pair, mask=turned, other=0.0), 0)
+    turned = gl.expand_dims(turned, 0)
+    # Rounded as ``rotated_back`` is compiled.
+    even, odd = gl.where(turned, gl.fma(even, c, odd * s), even), gl.where(turned, gl.fma(odd, c, -(even * s)), odd)
+    return gl.reshape(gl.join(even, odd), (HEADS, 2 * PAIRS)).to(gl.bfloat16)
+
+
+@gluon.jit
+def _attend(
+    tensors, tokens, shared, barriers, scale, PART: gl.constexpr, H: gl.constexpr, WIDTH: gl.constexpr, RATIO: gl.constexpr,
+    TOP_K: gl.constexpr, WINDOW: gl.constexpr, ENTRY_ROWS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """Compute half ``PART`` of the channels of every item's result. Four warps."""
+    positions, sink, cos, sin, out = tensors
+    queries, keys, exchanged = shared
+    q_full, q_empty, k_full, k_empty, s_full, s_empty = barriers
+    HALF: gl.constexpr = WIDTH // 2
+    BLOCKS: gl.constexpr = (H + HEADS - 1) // HEADS
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    OF_LOGITS: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    OF_RESULT: gl.constexpr = gl.SliceLayout(1, RESULT)
+    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    r = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, LOGITS)), 0)
+    step = 0
+    turn = 0
+    for item in range(gl.program_id(0), tokens * BLOCKS, gl.num_programs(0)):
+        token = item // BLOCKS
+        position = gl.load(positions + token)
+        window_rows, entry_rows, _listed, window_pieces, pieces = counts_of(position, RATIO, TOP_K, WINDOW, ROWS, ENTRY_ROWS > 0)
+        acc = gl.zeros((HEADS, HALF), gl.float32, RESULT)
+        peak = gl.full((HEADS,), float("-inf"), gl.float32, OF_LOGITS)
+        total = gl.zeros((HEADS,), gl.float32, OF_LOGITS)
+        if pieces > 0:
+            mbarrier.wait(q_full.index(PART), turn & 1)
+            turn += 1
+        for piece in range(pieces):
+            slot = step % 2 * 2 + PART
+            mbarrier.wait(k_full.index(slot), step // 2 & 1)
+            rows = keys.index(slot)
+            none = gl.zeros((HEADS, ROWS), gl.float32, LOGITS)
+            own = warpgroup_mma(queries.index(PART), rows.permute((1, 0)), none, use_acc=False, is_async=True)
+            own = warpgroup_mma_wait(0, deps=(own,))
+            mbarrier.arrive(q_empty.index(PART), count=1, pred=piece == pieces - 1)
+            # Each half of the channels gives a part of every logit.
+            mbarrier.wait(s_empty.index(PART), (step & 1) ^ 1)
+            exchanged.index(PART).store(_spread(own, ROWS))
+            mbarrier.arrive(s_full.index(PART), count=1)
+            mbarrier.wait(s_full.index(1 - PART), step & 1)
+            other = _gathered(exchanged.index(1 - PART).load(_EXCHANGED), ROWS, LOGITS)
+            mbarrier.arrive(s_empty.index(1 - PART), count=1)
+            logits = (own + other) * scale
+            count = gl.where(piece < window_pieces, window_rows - piece * ROWS, entry_rows - (piece - window_pieces) * ROWS)
+            if count < ROWS:
+                logits = gl.where(r < count, logits, float("-inf"))
+            # Reference: sparse_attention, one block; exponentials of two instead of e.
+            new_peak = gl.maximum(peak, gl.max(logits, 1))
+            shrink = gl.exp2(peak - new_peak)
+            weights = gl.exp2(logits - gl.expand_dims(new_peak, 1))
+            # Added as ``_attend_kernel`` of triton.py adds them, whose warps have half of a piece's rows each.
+            added = gl.sum(gl.sum(gl.reshape(weights, (HEADS, 2, ROWS // 2)), 2), 1)
+            total = total * shrink + gl.convert_layout(added, OF_LOGITS)
+            peak = new_peak
+            acc *= gl.expand_dims(gl.convert_layout(shrink, OF_RESULT), 1)
+            weights = gl.convert_layout(weights.to(gl.bfloat16), gl.DotOperandLayout(0, RESULT, 2))
+            acc = warpgroup_mma_wait(0, deps=(warpgroup_mma(weights, rows, acc, is_async=True),))
+            mbarrier.arrive(k_empty.index(slot), count=1, pred=piece < pieces - 1)
+            step += 1
+        head = item % BLOCKS * HEADS + gl.arange(0, HEADS, layout=OF_RESULT)
+        total = gl.convert_layout(total, OF_RESULT)
+        total += gl.exp2(gl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634 - gl.convert_layout(peak, OF_RESULT))
+        # Padding has no rows: its peak is -inf, ``total`` is infinite and the result 0.
+        result = (acc / gl.expand_dims(total, 1)).to(gl.bfloat16)
+        if PART == 1:
+            result = gl.convert_layout(_turned_back(result, cos + token * 32, sin + token * 32), RESULT)
+        head = item % BLOCKS * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(1, STORED))
+        column = PART * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, STORED))
+        at = out + gl.expand_dims((token.to(gl.int64) * H + head) * WIDTH, 1) + gl.expand_dims(column, 0)
+        inside = gl.expand_dims(head < H, 1) if H % HEADS != 0 else None
+        if pieces > 0:
+            # Through the place of the last piece, so that each thread stores 16 bytes.
+            slot = (step + 1) % 2 * 2 + PART
+            keys.index(slot).store(result)
+            stored = keys.index(slot).load(STORED)
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            gl.store(at, stored, mask=inside)
+        else:
+            gl.store(at, gl.zeros((HEADS, HALF), gl.bfloat16, STORED), mask=inside)
+
+
+@gluon.jit(do_not_specialize=["tokens", "sequences", "grow_columns"])
 def _prefill_kernel(
     q, rows, selected, positions, sequence_of, firsts, first_rows, sink, cos, sin, out, tokens, sequences, grow_columns, scale,
-    H: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
-    ENTRY_ROWS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr, GPU: tl.constexpr,
+    H: gl.constexpr, WIDTH: gl.constexpr, RATIO: gl.constexpr, TOP_K: gl.constexpr, WINDOW: gl.constexpr,
+    ENTRY_ROWS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    HALF: tl.constexpr = WIDTH // 2
-    BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
-    token = tl.program_id(0) // BLOCKS
-    head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
-    position = tl.load(positions + token)
-    sequence = tl.load(sequence_of + token)
-    here = (position, tl.load(firsts + sequence), tl.load(first_rows + sequence))
-    counts = counts_of(position, RATIO, TOP_K, WINDOW, ROWS, ENTRY_ROWS > 0)
-    window_rows, entry_rows, _listed, window_pieces, pieces = counts
-    window_base = tokens + (sequence + 1) * WINDOW
-    entry_base = tokens + sequences * WINDOW + sequence * grow_columns * ENTRY_ROWS
-    selected += token.to(tl.int64) * TOP_K
-
-    column = tl.arange(0, HALF)[None, :]
-    at = (token.to(tl.int64) * H + head[:, None]) * WIDTH + column
-    inside = (head < H)[:, None]
-    q0 = tl.load(q + at, mask=inside, other=0.0)
-    q1 = tl.load(q + HALF + at, mask=inside, other=0.0)
-    if not GPU:
-        q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
-    if SWAP:  # transposed before the loop: inside it the compiler would write them to shared memory for each piece
-        q0, q1 = tl.trans(q0), tl.trans(q1)
-    acc0 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
-    acc1 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
-    peak = tl.full((HEADS,), float("-inf"), tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    for piece in tl.range(0, pieces, num_stages=STAGES):
-        place = _rows_of(
-            piece, selected, here, counts, tokens, window_base, entry_base, WINDOW, ENTRY_ROWS > 0, TOP_K > 0, ROWS
-        )  # fmt: skip
-        keys = rows + place[:, None] * WIDTH + column
-        k0 = tl.load(keys)
-        k1 = tl.load(keys + HALF)
-        if SWAP:  # noqa: SIM102  decided when compiled; the other when run
-            # If rows are used only from shared memory, the compiler reserves two pieces, and one program fits on a multiprocessor.
-            # This branch, which is never taken, uses them in registers; then it reserves one piece, and two programs fit.
-            if piece > pieces:
-                tl.store(out + place[:, None] * WIDTH + column, k0)
-                tl.store(out + place[:, None] * WIDTH + column, k1)
-        if not GPU:
-            k0, k1 = k0.to(tl.float32), k1.to(tl.float32)
-        logits = _logits(q0, q1, k0, k1, scale, piece < pieces, SWAP)
-        count = tl.where(piece < window_pieces, window_rows - piece * ROWS, entry_rows - (piece - window_pieces) * ROWS)
-        acc0, acc1, peak, total = added(acc0, acc1, peak, total, logits, k0, k1, count, ROWS, SWAP, False, "tf32", GPU)
-
-    if SWAP:
-        acc0, acc1 = tl.trans(acc0), tl.trans(acc1)
-    # Padding has no rows: its peak is -inf, ``total`` is infinite and the result 0.
-    total += tl.exp2(tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634 - peak)
-    cos += token * 32
-    sin += token * 32
-    o0 = narrowed(acc0 / total[:, None], False, GPU)
-    o1 = rotated_back(narrowed(acc1 / total[:, None], False, GPU), cos, sin, HEADS, HALF, HALF - 64, 64)
-    tl.store(out + at, o0, mask=inside)
-    tl.store(out + HALF + at, narrowed(o1, False, GPU), mask=inside)
+    HALF: gl.constexpr = WIDTH // 2
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, HALF], OPERAND)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [4, ROWS, HALF], OPERAND)
+    exchanged = gl.allocate_shared_memory(gl.float32, [2, ROWS // 8, 512], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    s_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    s_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4):
+        mbarrier.init(k_full.index(i), count=128)  # the threads that copy
+        mbarrier.init(k_empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=128)
+        mbarrier.init(q_empty.index(i), count=1)
+        mbarrier.init(s_full.index(i), count=1)
+        mbarrier.init(s_empty.index(i), count=1)
+    shared = (queries, keys, exchanged)
+    barriers = (q_full, q_empty, k_full, k_empty, s_full, s_empty)
+    results = (positions, sink, cos, sin, out)
+    given = (q, rows, selected, positions, sequence_of, firsts, first_rows)
+    sizes = (tokens, sequences, grow_columns)
+    gl.warp_specialize(
+        [
+            (_attend, (results, tokens, shared, barriers, scale, 0, H, WIDTH, RATIO, TOP_K, WINDOW, ENTRY_ROWS, ROWS, HEADS)),
+            (_attend, (results, tokens, shared, barriers, scale, 1, H, WIDTH, RATIO, TOP_K, WINDOW, ENTRY_ROWS, ROWS, HEADS)),
+            (_load_rows, (given, sizes, shared, barriers, H, WIDTH, RATIO, TOP_K, WINDOW, ENTRY_ROWS, ROWS, HEADS)),
+        ],
+        [4, 4],
+        [216, 72],
+    )
 
 
 def prefill_attention_triton(given: AttentionInputs) -> Tensor:
@@ -175,20 +321,18 @@ def prefill_attention_triton(given: AttentionInputs) -> Tensor:
     (tokens, heads, channels), paging, q = given.q_THC.shape, given.paging, given.q_THC
     sequences, columns = paging.grow_SP.shape
     count, layout, layer = given.visible_rows, given.row_layout(), given.layer(_ROWS)
+    gpu = layer.pop("GPU")
     rows = torch.empty(count, channels, dtype=torch.bfloat16, device=q.device)
     _widen_rows_kernel[(ceil_div(count, _WIDENED),)](
         given.fresh_TB, given.window.memory, (given.entries or given.window).memory, paging.first_S, paging.lens_S,
         paging.grow_SP, paging.window_SP, paging.window_first_S, rows, tokens, sequences, columns, paging.window_SP.shape[1],
-        RATIO=layer["RATIO"], WINDOW=given.window_size, NOPE=channels - 64, **layout, ROWS=_WIDENED, GPU=layer["GPU"],
+        RATIO=layer["RATIO"], WINDOW=given.window_size, NOPE=channels - 64, **layout, ROWS=_WIDENED, GPU=gpu,
         num_warps=4, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
-    out, swap = torch.empty_like(q), heads <= _SWAPPED_HEADS and given.any_order
-    block = _SWAPPED_HEADS if swap else _HEADS
-    _prefill_kernel[(tokens * ceil_div(heads, block),)](
+    out, items = torch.empty_like(q), tokens * ceil_div(heads, _HEADS)
+    _prefill_kernel[(min(items, multiprocessors_of(q.device)),)](
         q, rows, paging.positions_T if given.selected_TK is None else given.selected_TK, paging.positions_T, paging.sequence_T,
         paging.first_S, paging.rows_S, given.sink_H, given.cos, given.sin, out, tokens, sequences, columns, given.scale * LOG2_E,
-        H=heads, WIDTH=channels, RATIO=layer["RATIO"], TOP_K=layer["TOP_K"], WINDOW=given.window_size,
-        ENTRY_ROWS=layout["ENTRY_ROWS"], HEADS=block, ROWS=_ROWS, SWAP=swap, STAGES=_STAGES, GPU=layer["GPU"],
-        num_warps=4 if swap else 8, num_stages=1, enable_fp_fusion=True,
+        **layer, ENTRY_ROWS=layout["ENTRY_ROWS"], HEADS=_HEADS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out
