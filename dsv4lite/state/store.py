@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from dsv4lite.device import fill_storage, free_storage, holds_storage
 from dsv4lite.kernels.dispatch import send
 from dsv4lite.kernels.rows import RowStore
-from dsv4lite.state.spec import Lifetime, SharedStore, StateSizes, StateSpec, StoreSpec
+from dsv4lite.state.spec import Lifetime, SharedStore, SlotSpec, StateSizes, StateSpec, StoreSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +28,57 @@ class LayerCache:
     slots: dict[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SlotStack:
+    """The slot tensors of all layers with equal specs: one operation changes those of all layers.
+
+    Attributes:
+        slots: float32 [layers, slots, copies, *shape].
+        fill: Initial values, float32 [shape[-2], 1].
+        kept: What snapshots keep, float32 [layers, snapshots, kept, …]; ``None`` if they keep nothing.
+    """
+
+    slots: Tensor
+    fill: Tensor
+    kept: Tensor | None
+
+    @classmethod
+    def allocate(cls, spec: SlotSpec, layers: int, copies: int, sizes: StateSizes, device: torch.device) -> SlotStack:
+        """Allocate the tensors for so many layers, without their initial values."""
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(layers, *shape, dtype=torch.float32, device=device)
+
+        return cls(
+            slots=empty(sizes.slots, copies, *spec.shape),
+            fill=send(torch.tensor(spec.fill, dtype=torch.float32, device="cpu"), device)[:, None],
+            kept=empty(sizes.snapshots, spec.snapshot, *spec.shape[1:]) if spec.snapshot else None,
+        )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors whose memory can be released."""
+        return [self.slots, *(() if self.kept is None else (self.kept,))]
+
+    @property
+    def first(self) -> Tensor:
+        """Copy 0 of the slots, float32 [layers, slots, *shape]."""
+        return self.slots[:, :, 0]
+
+    def initialize(self) -> None:
+        """Write the initial values."""
+        self.slots.copy_(self.fill)
+        if self.kept is not None:
+            self.kept.copy_(self.slots[:1, :1, 0, : self.kept.shape[2]])
+
+
 @dataclass(slots=True)
 class StateCache:
     """The tensors of a ``StateSpec``; mutable, owned by one engine.
 
     Attributes:
         layers: In the order of the spec.
-        snapshots: Slot tensors that snapshots keep parts of, with those parts, float32 [snapshots, kept, …].
+        stacks: The slot tensors of the layers, and their snapshots.
         last_token: int64 [slots + 1], the token sampled last in each slot; the last element is for padding.
     """
 
@@ -41,9 +86,8 @@ class StateCache:
     sizes: StateSizes
     device: torch.device
     layers: list[LayerCache]
-    snapshots: list[tuple[Tensor, Tensor]]
+    stacks: list[SlotStack]
     last_token: Tensor
-    _slots: list[tuple[Tensor, Tensor]]  # slot tensors and their initial values
 
     @classmethod
     def allocate(
@@ -51,8 +95,10 @@ class StateCache:
     ) -> StateCache:
         """Allocate ``spec.bytes(sizes)`` bytes, with stores that ``rows`` makes."""
         counts: Mapping[Lifetime, int] = {"grow": sizes.grow_pages, "window": sizes.window_pages}
+        kinds = Counter(part._replace(name="") for part in spec.slots)
+        stacks = {kind: SlotStack.allocate(kind, count, spec.copies, sizes, device) for kind, count in kinds.items()}
+        free = {kind: iter(stack.slots) for kind, stack in stacks.items()}
         layers: list[LayerCache] = []
-        snapshots, filled = [], []
         for layer in spec.layers:
             stores: dict[str, RowStore] = {}
             slots: dict[str, Tensor] = {}
@@ -62,27 +108,15 @@ class StateCache:
                 elif isinstance(part, SharedStore):
                     stores[part.name] = layers[part.layer].stores[part.name]
                 else:
-                    fill = send(torch.tensor(part.fill, dtype=torch.float32, device="cpu"), device)[:, None]
-                    slot = slots[part.name] = torch.empty(sizes.slots, spec.copies, *part.shape, dtype=torch.float32, device=device)
-                    filled.append((slot, fill))
-                    if part.snapshot:
-                        kept = torch.empty(sizes.snapshots, part.snapshot, *part.shape[1:], dtype=torch.float32, device=device)
-                        snapshots.append((slot, kept))
+                    slots[part.name] = next(free[part._replace(name="")])
             layers.append(LayerCache(stores=stores, slots=slots))
         last_token = torch.zeros(sizes.slots + 1, dtype=torch.int64, device=device)
-        cache = cls(spec, sizes, device, layers, snapshots, last_token, filled)
-        cache._fill_slots()
-        return cache
-
-    def _fill_slots(self) -> None:
-        for slot, fill in self._slots:
-            slot.copy_(fill)
-        for slot, kept in self.snapshots:
-            kept.copy_(slot[0, 0, : kept.shape[1]])
+        for stack in stacks.values():
+            stack.initialize()
+        return cls(spec, sizes, device, layers, list(stacks.values()), last_token)
 
     def _tensors(self) -> list[Tensor]:
-        tensors = [slot for slot, _ in self._slots] + [kept for _, kept in self.snapshots]
-        return [store.memory for _, _, store in self.stores()] + tensors
+        return [store.memory for _, _, store in self.stores()] + [tensor for stack in self.stacks for tensor in stack.tensors]
 
     def release_memory(self) -> None:
         """Free the memory; nothing may be read or written until ``restore_memory``."""
@@ -96,7 +130,8 @@ class StateCache:
             fill_storage(tensor)
             tensor.zero_()
         if freed:
-            self._fill_slots()
+            for stack in self.stacks:
+                stack.initialize()
 
     @property
     def nbytes(self) -> int:
@@ -116,24 +151,26 @@ class StateCache:
 
     def reset(self, slots: Tensor) -> None:
         """Set copy 0 of slots int64 [N] to its initial values."""
-        for slot, fill in self._slots:
-            slot[slots, 0] = fill.expand(slot.shape[2:])
+        for stack in self.stacks:
+            stack.first[:, slots] = stack.fill.expand(stack.first.shape[2:])
 
     def save(self, slots: Tensor, snapshots: Tensor) -> None:
         """Save copy 0 of slots to snapshots, at a 256-token boundary."""
-        for slot, kept in self.snapshots:
-            kept[snapshots] = slot[slots, 0, : kept.shape[1]]
+        for stack in self.stacks:
+            if stack.kept is not None:
+                stack.kept[:, snapshots] = stack.first[:, slots, : stack.kept.shape[2]]
 
     def restore(self, snapshots: Tensor, slots: Tensor) -> None:
         """Restore copy 0 of slots from snapshots."""
         self.reset(slots)
-        for slot, kept in self.snapshots:
-            slot[slots, 0, : kept.shape[1]] = kept[snapshots]
+        for stack in self.stacks:
+            if stack.kept is not None:
+                stack.first[:, slots, : stack.kept.shape[2]] = stack.kept[:, snapshots]
 
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy copy 0 of slots to other slots."""
-        for slot, _ in self._slots:
-            slot[target, 0] = slot[source, 0]
+        for stack in self.stacks:
+            stack.first[:, target] = stack.first[:, source]
 
     def zero_rows(self, first: int, pages: Tensor, rows: Tensor) -> None:
         """Zero rows int64 [N] of window pages int64 [N], or of grow pages if there are none, in the layers from ``first`` on."""

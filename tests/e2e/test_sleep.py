@@ -61,7 +61,7 @@ def tensors_of(engine: Engine) -> dict[str, list[Tensor]]:
     rows = [store.memory for _, _, store in cache.stores()]
     return {
         "weights": [*runner.model.parameters(), *(ids for name, ids in runner.model.named_buffers() if "tid2eid" in name)],
-        "kv_cache": [*rows, *cache.slots().values(), *(kept for _, kept in cache.snapshots)],
+        "kv_cache": [*rows, *(tensor for stack in cache.stacks for tensor in stack.tensors)],
     }
 
 
