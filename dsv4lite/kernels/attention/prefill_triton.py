@@ -265,7 +265,7 @@ def _attend(
         at = out + gl.expand_dims((token.to(gl.int64) * H + head) * WIDTH, 1) + gl.expand_dims(column, 0)
         inside = gl.expand_dims(head < H, 1) if H % HEADS != 0 else None
         if pieces > 0:
-            # Through the place of the last piece, so that each thread stores 16 bytes.
+            # Through the place of the last piece, which has as many rows as a block has heads: each thread stores 16 bytes.
             slot = (step + 1) % 2 * 2 + PART
             keys.index(slot).store(result)
             stored = keys.index(slot).load(STORED)
