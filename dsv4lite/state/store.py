@@ -97,7 +97,7 @@ class StateCache:
         counts: Mapping[Lifetime, int] = {"grow": sizes.grow_pages, "window": sizes.window_pages}
         kinds = Counter(part._replace(name="") for part in spec.slots)
         stacks = {kind: SlotStack.allocate(kind, count, spec.copies, sizes, device) for kind, count in kinds.items()}
-        free = {kind: iter(stack.slots) for kind, stack in stacks.items()}
+        given = Counter[SlotSpec]()  # slot tensors of each kind that have a layer
         layers: list[LayerCache] = []
         for layer in spec.layers:
             stores: dict[str, RowStore] = {}
@@ -108,7 +108,9 @@ class StateCache:
                 elif isinstance(part, SharedStore):
                     stores[part.name] = layers[part.layer].stores[part.name]
                 else:
-                    slots[part.name] = next(free[part._replace(name="")])
+                    kind = part._replace(name="")
+                    slots[part.name] = stacks[kind].slots[given[kind]]
+                    given[kind] += 1
             layers.append(LayerCache(stores=stores, slots=slots))
         last_token = torch.zeros(sizes.slots + 1, dtype=torch.int64, device=device)
         for stack in stacks.values():

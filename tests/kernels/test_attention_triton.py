@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.attention import AttentionInputs, paged_attention
 from dsv4lite.kernels.rope import rope, rope_angles
-from dsv4lite.kernels.rows import Fp8Kv, RowFormat, RowStore, UnquantizedRow, pack_rows
+from dsv4lite.kernels.rows import Fp8Kv, RowFormat, RowStore, UnquantizedRow, pack_rows, unpack_rows
 from tests.kernels.paged import attention_bound, fill_store, make_paging, pages_of
 from tests.kernels.tensors import DEVICE, ON_GPU
 
@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton")
 
 from dsv4lite.kernels.attention import triton as attention_triton  # noqa: E402
 from dsv4lite.kernels.attention.merge_triton import merged  # noqa: E402
-from dsv4lite.kernels.attention.prefill_triton import prefill_attention_triton  # noqa: E402
+from dsv4lite.kernels.attention.prefill_triton import prefill_attention_triton, widened_rows_triton  # noqa: E402
 from dsv4lite.kernels.attention.triton import Tile, paged_attention_triton, tile_for, unquantized_tile_for  # noqa: E402
 
 pytestmark = pytest.mark.kernel
@@ -240,7 +240,38 @@ PREFILL: list[tuple[Layer, Steps]] = [
 ]
 
 
-@pytest.mark.skipif(not ON_HOPPER, reason="its warps do different work, which needs Hopper")
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # the interpreter's, of rows that are not read
+@pytest.mark.parametrize(("layer", "steps"), PREFILL)
+def test_rows_are_widened_one_after_the_other(layer: Layer, steps: Steps) -> None:
+    """The step's own rows, then each sequence's window rows before the step, then each sequence's entries."""
+    given = case(layer, steps, room=8)
+    got, paging, rows = widened_rows_triton(given), given.paging, iter(range(given.visible_rows))
+    own = [next(rows) for _ in given.q_THC]
+    assert torch.equal(got[own], unpack_rows(layer.format, given.fresh_TB, torch.bfloat16))
+
+    def equal(store: RowStore, found: list[tuple[int, int]]) -> None:
+        places, addresses = torch.tensor(found, device=DEVICE).view(-1, 2).T
+        assert torch.equal(got[places], store.read(addresses, torch.bfloat16))
+
+    found: list[tuple[int, int]] = []
+    for window, first, (begin, _) in zip(paging.window_SP.tolist(), paging.window_first_S.tolist(), steps, strict=True):
+        for position in range(begin - layer.window, begin):
+            place, column = next(rows), position // 64 - first
+            if position >= 0 and column >= 0:
+                found.append((place, 64 * window[column] + position % 64))
+    equal(given.window, found)
+    if given.entries is None:
+        return
+    found, size = [], given.entries.rows_per_page
+    for pages, (begin, length) in zip(paging.grow_SP.tolist(), steps, strict=True):
+        for entry in range(len(pages) * size):
+            place = next(rows)
+            if entry < (begin + length) // layer.ratio:
+                found.append((place, size * pages[entry // size] + entry % size))
+    equal(given.entries, found)
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="the kernel is specialized for Hopper's warps")
 @pytest.mark.parametrize(("layer", "steps"), PREFILL)
 def test_rows_may_be_widened_first(layer: Layer, steps: Steps) -> None:
     given = case(layer, steps, padding=2, room=8)

@@ -5,9 +5,13 @@ sequence. In the second kernel every multiprocessor takes one token x a block of
 the pieces of ``triton.py``, with the same bits. Neighbouring tokens share most rows, so each row is widened and looked up in the
 page tables once for all of them.
 
-The second kernel is written in Gluon, because its warps do different work. Four of them copy queries and rows to shared memory, up
-to two pieces ahead. Eight compute, four for each half of the channels: a part of the logits, which they exchange, the same softmax,
-and their half of the sums. Where all warps run the same instructions, copies, products and softmax of a piece follow each other.
+The second kernel is warp-specialized, and therefore written in Gluon. Four producer warps copy queries and rows to shared memory,
+up to two pieces ahead. Two groups of four consumer warps have half of the channels each: a group computes its part of the logits,
+exchanges it with the other group, takes the softmax, and adds up its half of the result. Where all warps run the same instructions,
+copies, products and softmax of a piece follow each other.
+
+An item is one token x one block of heads; a program computes one after the other. Producers and consumers each count items
+(``turn``) and pieces (``step``): the counts say which buffer is next, and which phase of its barriers to wait for.
 """
 
 from __future__ import annotations
@@ -113,14 +117,13 @@ def _rows_of(
 
 @gluon.jit
 def _load_rows(
-    tensors, sizes, shared, barriers, H: gl.constexpr, WIDTH: gl.constexpr, RATIO: gl.constexpr, TOP_K: gl.constexpr,
+    tensors, sizes, buffers, H: gl.constexpr, WIDTH: gl.constexpr, RATIO: gl.constexpr, TOP_K: gl.constexpr,
     WINDOW: gl.constexpr, ENTRY_ROWS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Copy the queries of each item and its pieces, as soon as their places are free. Four warps."""
+    """Producer warps: copy each item's queries and the rows of its pieces as soon as their buffers are free."""
     q, rows, selected, positions, sequence_of, firsts, first_rows = tensors
     tokens, sequences, grow_columns = sizes
-    queries, keys, _sums = shared
-    q_full, q_empty, k_full, k_empty, _s_full, _s_empty = barriers
+    queries, keys, q_full, q_empty, k_full, k_empty = buffers
     HALF: gl.constexpr = WIDTH // 2
     BLOCKS: gl.constexpr = (H + HEADS - 1) // HEADS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -155,24 +158,24 @@ def _load_rows(
                     async_copy.mbarrier_arrive(q_full.index(half), increment_count=False)
                 turn += 1
             step += 1
-            # Loaded here, the indices have come when the next place is free.
+            # The indices of the next piece are loaded before the wait for its buffer.
             place = _rows_of(
                 piece + 1, chosen, here, counts, tokens, window_base, entry_base, r, ENTRY_ROWS > 0, TOP_K > 0, ROWS
             )  # fmt: skip
 
 
 @gluon.jit
-def _spread(sums, ROWS: gl.constexpr):
-    """Arrange sums [64, 64] for their exchange: the four numbers of a thread side by side, and beside them its neighbours'."""
-    sums = gl.permute(gl.reshape(sums, (4, 2, 8, ROWS // 8, 4, 2)), (3, 0, 2, 4, 1, 5))
-    return gl.convert_layout(gl.reshape(sums, (ROWS // 8, 512)), _EXCHANGED, assert_trivial=True)
+def _spread(sums):
+    """Arrange sums [64, 64] for their exchange, so that each thread stores 16 bytes beside those of its neighbours."""
+    sums = gl.permute(gl.reshape(sums, (4, 2, 8, 8, 4, 2)), (3, 0, 2, 4, 1, 5))
+    return gl.convert_layout(gl.reshape(sums, (8, 512)), _EXCHANGED, assert_trivial=True)
 
 
 @gluon.jit
-def _gathered(sums, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def _gathered(sums, LAYOUT: gl.constexpr):
     """Undo ``_spread``."""
-    sums = gl.permute(gl.reshape(sums, (ROWS // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
-    return gl.convert_layout(gl.reshape(sums, (64, ROWS)), LAYOUT, assert_trivial=True)
+    sums = gl.permute(gl.reshape(sums, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    return gl.convert_layout(gl.reshape(sums, (64, 64)), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -194,13 +197,13 @@ def _turned_back(result, cos, sin):
 
 @gluon.jit
 def _attend(
-    tensors, tokens, shared, barriers, scale, PART: gl.constexpr, H: gl.constexpr, WIDTH: gl.constexpr, RATIO: gl.constexpr,
+    tensors, tokens, buffers, exchange, scale, PART: gl.constexpr, H: gl.constexpr, WIDTH: gl.constexpr, RATIO: gl.constexpr,
     TOP_K: gl.constexpr, WINDOW: gl.constexpr, ENTRY_ROWS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Compute half ``PART`` of the channels of every item's result. Four warps."""
+    """Consumer warps: compute half ``PART`` of the channels of every item's result."""
     positions, sink, cos, sin, out = tensors
-    queries, keys, exchanged = shared
-    q_full, q_empty, k_full, k_empty, s_full, s_empty = barriers
+    queries, keys, q_full, q_empty, k_full, k_empty = buffers
+    exchanged, s_full, s_empty = exchange
     HALF: gl.constexpr = WIDTH // 2
     BLOCKS: gl.constexpr = (H + HEADS - 1) // HEADS
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -231,10 +234,10 @@ def _attend(
             mbarrier.arrive(q_empty.index(PART), count=1, pred=piece == pieces - 1)
             # Each half of the channels gives a part of every logit.
             mbarrier.wait(s_empty.index(PART), (step & 1) ^ 1)
-            exchanged.index(PART).store(_spread(own, ROWS))
+            exchanged.index(PART).store(_spread(own))
             mbarrier.arrive(s_full.index(PART), count=1)
             mbarrier.wait(s_full.index(1 - PART), step & 1)
-            other = _gathered(exchanged.index(1 - PART).load(_EXCHANGED), ROWS, LOGITS)
+            other = _gathered(exchanged.index(1 - PART).load(_EXCHANGED), LOGITS)
             mbarrier.arrive(s_empty.index(1 - PART), count=1)
             logits = (own + other) * scale
             count = gl.where(piece < window_pieces, window_rows - piece * ROWS, entry_rows - (piece - window_pieces) * ROWS)
@@ -265,7 +268,7 @@ def _attend(
         at = out + gl.expand_dims((token.to(gl.int64) * H + head) * WIDTH, 1) + gl.expand_dims(column, 0)
         inside = gl.expand_dims(head < H, 1) if H % HEADS != 0 else None
         if pieces > 0:
-            # Through the place of the last piece, which has as many rows as a block has heads: each thread stores 16 bytes.
+            # Through the buffer of the last piece, which has as many rows as a block has heads, so that a thread stores 16 bytes.
             slot = (step + 1) % 2 * 2 + PART
             keys.index(slot).store(result)
             stored = keys.index(slot).load(STORED)
@@ -285,7 +288,7 @@ def _prefill_kernel(
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     queries = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, HALF], OPERAND)
     keys = gl.allocate_shared_memory(gl.bfloat16, [4, ROWS, HALF], OPERAND)
-    exchanged = gl.allocate_shared_memory(gl.float32, [2, ROWS // 8, 512], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    exchanged = gl.allocate_shared_memory(gl.float32, [2, 8, 512], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
@@ -300,39 +303,47 @@ def _prefill_kernel(
         mbarrier.init(q_empty.index(i), count=1)
         mbarrier.init(s_full.index(i), count=1)
         mbarrier.init(s_empty.index(i), count=1)
-    shared = (queries, keys, exchanged)
-    barriers = (q_full, q_empty, k_full, k_empty, s_full, s_empty)
+    buffers = (queries, keys, q_full, q_empty, k_full, k_empty)
+    exchange = (exchanged, s_full, s_empty)
     results = (positions, sink, cos, sin, out)
     given = (q, rows, selected, positions, sequence_of, firsts, first_rows)
     sizes = (tokens, sequences, grow_columns)
     gl.warp_specialize(
         [
-            (_attend, (results, tokens, shared, barriers, scale, 0, H, WIDTH, RATIO, TOP_K, WINDOW, ENTRY_ROWS, ROWS, HEADS)),
-            (_attend, (results, tokens, shared, barriers, scale, 1, H, WIDTH, RATIO, TOP_K, WINDOW, ENTRY_ROWS, ROWS, HEADS)),
-            (_load_rows, (given, sizes, shared, barriers, H, WIDTH, RATIO, TOP_K, WINDOW, ENTRY_ROWS, ROWS, HEADS)),
+            (_attend, (results, tokens, buffers, exchange, scale, 0, H, WIDTH, RATIO, TOP_K, WINDOW, ENTRY_ROWS, ROWS, HEADS)),
+            (_attend, (results, tokens, buffers, exchange, scale, 1, H, WIDTH, RATIO, TOP_K, WINDOW, ENTRY_ROWS, ROWS, HEADS)),
+            (_load_rows, (given, sizes, buffers, H, WIDTH, RATIO, TOP_K, WINDOW, ENTRY_ROWS, ROWS, HEADS)),
         ],
-        [4, 4],
+        [4, 4],  # warps and registers of the second and third function
         [216, 72],
     )
+
+
+def widened_rows_triton(given: AttentionInputs) -> Tensor:
+    """Launch the first kernel; return the rows, bfloat16 [visible_rows, C], those that no token may see undefined."""
+    (tokens, _, channels), paging, layout = given.q_THC.shape, given.paging, given.row_layout()
+    sequences, columns = paging.grow_SP.shape
+    count, layer = given.visible_rows, given.layer(_ROWS)
+    rows = torch.empty(count, channels, dtype=torch.bfloat16, device=given.q_THC.device)
+    _widen_rows_kernel[(ceil_div(count, _WIDENED),)](
+        given.fresh_TB, given.window.memory, (given.entries or given.window).memory, paging.first_S, paging.lens_S,
+        paging.grow_SP, paging.window_SP, paging.window_first_S, rows, tokens, sequences, columns, paging.window_SP.shape[1],
+        RATIO=layer["RATIO"], WINDOW=given.window_size, NOPE=channels - 64, **layout, ROWS=_WIDENED, GPU=layer["GPU"],
+        num_warps=4, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
+    return rows
 
 
 def prefill_attention_triton(given: AttentionInputs) -> Tensor:
     """See ``attention.paged_attention``; inputs are as ``paged_attention_triton`` has checked them."""
     (tokens, heads, channels), paging, q = given.q_THC.shape, given.paging, given.q_THC
     sequences, columns = paging.grow_SP.shape
-    count, layout, layer = given.visible_rows, given.row_layout(), given.layer(_ROWS)
-    gpu = layer.pop("GPU")
-    rows = torch.empty(count, channels, dtype=torch.bfloat16, device=q.device)
-    _widen_rows_kernel[(ceil_div(count, _WIDENED),)](
-        given.fresh_TB, given.window.memory, (given.entries or given.window).memory, paging.first_S, paging.lens_S,
-        paging.grow_SP, paging.window_SP, paging.window_first_S, rows, tokens, sequences, columns, paging.window_SP.shape[1],
-        RATIO=layer["RATIO"], WINDOW=given.window_size, NOPE=channels - 64, **layout, ROWS=_WIDENED, GPU=gpu,
-        num_warps=4, num_stages=1, enable_fp_fusion=True,
-    )  # fmt: skip
+    rows, layer = widened_rows_triton(given), given.layer(_ROWS)
     out, items = torch.empty_like(q), tokens * ceil_div(heads, _HEADS)
     _prefill_kernel[(min(items, multiprocessors_of(q.device)),)](
         q, rows, paging.positions_T if given.selected_TK is None else given.selected_TK, paging.positions_T, paging.sequence_T,
         paging.first_S, paging.rows_S, given.sink_H, given.cos, given.sin, out, tokens, sequences, columns, given.scale * LOG2_E,
-        **layer, ENTRY_ROWS=layout["ENTRY_ROWS"], HEADS=_HEADS, num_warps=4, enable_fp_fusion=True,
+        H=heads, WIDTH=channels, RATIO=layer["RATIO"], TOP_K=layer["TOP_K"], WINDOW=given.window_size,
+        ENTRY_ROWS=given.row_layout()["ENTRY_ROWS"], ROWS=_ROWS, HEADS=_HEADS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out
