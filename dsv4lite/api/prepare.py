@@ -329,8 +329,9 @@ def _encode(tokenizer: Tokenizer, prompt: object, name: str, *, add_bos: bool) -
         raise InvalidRequestError(f"the {name} is bytes; decode it to a str first", parameter=name, value=prompt)
     found = type(prompt).__name__
     if isinstance(prompt, (list, tuple)):
-        if bool in set(map(type, prompt)):
-            return tuple(prompt)  # as they are: ``check_request`` refuses them, and 1 is not True
+        kinds = set(map(type, prompt))
+        if kinds == {int} or bool in kinds:
+            return tuple(prompt)  # as they are: ``check_request`` refuses ``True``, which is not 1
         try:
             return tuple(map(operator.index, prompt))
         except TypeError:

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, by_head, latent_attention, projected_rows, splits_of
 from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed, widened_rows
+from dsv4lite.kernels.latent_attention.prefill_hopper_triton import takes_round
 from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected, plan_rounds, selection_bits
 from dsv4lite.kernels.latent_attention.triton import by_head_triton
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
@@ -116,21 +117,43 @@ if ON_GPU:
 @pytest.mark.parametrize("chunk", [None, 100])
 @pytest.mark.parametrize("steps", PREFILLS, ids=len)
 @pytest.mark.parametrize("top_k", [0, 60])
+@pytest.mark.parametrize("least", [0, 1 << 30] if ON_GPU else [0], ids=["hopper", "any chip"] if ON_GPU else None)
 def test_prefill_agrees(
-    layer: Layer, chunk: int | None, steps: list[tuple[int, int]], top_k: int, monkeypatch: pytest.MonkeyPatch
+    layer: Layer, chunk: int | None, steps: list[tuple[int, int]], top_k: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows in one round, or in several, which begin inside of sequences; single tokens between prompts are absorbed."""
     monkeypatch.setattr("dsv4lite.kernels.latent_attention._FLOPS_PER_BYTE", 0)  # small layers else are never up-projected
     monkeypatch.setattr("dsv4lite.kernels.latent_attention._LISTED_COST", 1000)
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention.prefill_hopper_triton._LEAST_TOKENS", least)
     given = inputs(layer, steps, padding=2, top_k=top_k)._replace(any_order=True, chunk_rows=chunk)
     paging = replace(given.paging, host_spans=tuple(given.paging.spans()))
     given = given._replace(paging=paging)
     assert given.projected and (len(steps) == 1 or len(given.projected) < len(steps))
+    # ``attend_round`` is for the sizes of released models, on Hopper.
+    hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
+    assert takes_round(given) == (hopper and layer[1] == 128 and given.q_THC.dtype == BF16 and not least)
     got, out = check(given), torch.full_like(given.q_THC[..., : layer[2]], float("nan"))
     assert got[-2:].eq(0).all()
     attend_projected(given, given.projected, out)
     found = ~out.isnan().all(-1).all(-1)
     assert torch.equal(out[found], got[found]) and found.sum() == sum(steps[sequence][1] for sequence in given.projected)
+
+
+@kernel_test
+@pytest.mark.parametrize("layer", [LAYERS[1], *((LAYERS[3], LAYERS[-1]) if ON_GPU else ())], ids=str)
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
+def test_rows_of_other_sequences_may_hold_nan(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention._FLOPS_PER_BYTE", 0)
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention.prefill_hopper_triton._LEAST_TOKENS", 0)
+    given = inputs(layer, [(0, 70), (100, 66), (3, 40)])._replace(any_order=True)
+    given = given._replace(paging=replace(given.paging, host_spans=tuple(given.paging.spans())))
+    assert given.projected == [0, 1, 2]
+    wanted = launch(latent_attention, given)
+    at = torch.arange(166, device=DEVICE)
+    addresses = given.paging.grow_SP[1].long()[at // GROW] * GROW + at % GROW
+    given.rows.write(addresses, torch.full((166, given.rows.format.width), float("nan"), device=DEVICE))
+    got = launch(latent_attention, given)
+    assert torch.equal(got[:70], wanted[:70]) and torch.equal(got[136:], wanted[136:]) and got[70:136].isnan().all()
 
 
 @kernel_test
@@ -149,20 +172,24 @@ def test_copies_of_rows_and_bits_of_selections_are_exact() -> None:
 
 
 def test_rounds_take_all_rows_once_and_blocks_see_those_before_them() -> None:
-    """Sequences continue in the next round at multiples of 64, even if rows of a round stay unused."""
-    steps = [(0, 70), (100, 66)]
-    given = inputs(LAYERS[0], steps)._replace(any_order=True, chunk_rows=140)
+    """Sequences begin and continue at multiples of 128 rows; the rows up to the next one repeat the last."""
+    steps = [(0, 70), (200, 66)]
+    given = inputs(LAYERS[0], steps)._replace(any_order=True, chunk_rows=260)
     rounds = plan_rounds(given, [0, 1], 64)
-    assert [len(addresses) for addresses, _ in rounds] == [134, 102]
+    assert [len(addresses) for addresses, _ in rounds] == [384, 128]
     table = given.paging.grow_SP.long()
-    wanted = [int(table[s, p // GROW]) * GROW + p % GROW for s, (first, new) in enumerate(steps) for p in range(first + new)]
-    assert torch.cat([addresses for addresses, _ in rounds]).tolist() == wanted
+
+    def addresses(sequence: int, positions: list[int]) -> list[int]:
+        return [int(table[sequence, p // GROW]) * GROW + p % GROW for p in positions]
+
+    assert rounds[0].addresses_R.tolist() == addresses(0, [*range(70), *[69] * 58]) + addresses(1, [*range(256)])
+    assert rounds[1].addresses_R.tolist() == addresses(1, [*range(256, 266), *[265] * 118])
     blocks = [[tuple(block) for block in found.tolist()] for _, found in rounds]
     assert blocks[0][:2] == [(0, 64, 0, 0, 70, 0, 0, 1), (64, 6, 64, 0, 70, 0, 0, 1)]
-    assert blocks[0][2:] == [(70, 64, 100, 0, 64, 70, 0, 0), (134, 2, 164, 0, 64, 70, 0, 0)]
-    assert blocks[1] == [(70, 64, 100, 64, 102, 0, 1, 1), (134, 2, 164, 64, 102, 0, 1, 1)]
-    none_fits = plan_rounds(given._replace(chunk_rows=100), [0, 1], 64)
-    assert [len(addresses) for addresses, _ in none_fits] == [70, 64, 64, 38]
+    assert blocks[0][2:] == [(70, 64, 200, 0, 256, 128, 0, 0), (134, 2, 264, 0, 256, 128, 0, 0)]
+    assert blocks[1] == [(70, 64, 200, 256, 10, 0, 1, 1), (134, 2, 264, 256, 10, 0, 1, 1)]
+    smaller = plan_rounds(given._replace(chunk_rows=100), [0, 1], 64)
+    assert [len(addresses) for addresses, _ in smaller] == [128, 128, 128, 128]
 
 
 def test_rounds_of_kernels_are_bounded() -> None:

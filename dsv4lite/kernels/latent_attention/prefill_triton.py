@@ -21,10 +21,11 @@ from dsv4lite.kernels.attention.merge_triton import softmax_step
 from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, on_gpu, power_of_2, send
 from dsv4lite.kernels.gemm import float_linear
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, projected_rows
+from dsv4lite.kernels.latent_attention.prefill_hopper_triton import attend_round, takes_round
 from dsv4lite.kernels.rows.packed import LOG2_E, narrowed
 from dsv4lite.kernels.rows.triton import only_if, rotate
 
-_CUT = 64  # first positions in a round are multiples of it, for words of ``selection_bits``
+_CUT = 128  # first positions in a round are multiples of it, for words of ``selection_bits``
 
 
 class Round(NamedTuple):
@@ -44,24 +45,25 @@ class Round(NamedTuple):
 def _pieces(spans: Sequence[tuple[int, int, int, int]], most: int) -> Iterator[list[tuple[int, int, int, int]]]:
     """Cut the rows of sequences into rounds of ``most``; yield each round's parts: span index, first position, count, place.
 
-    First positions are multiples of ``_CUT``.
+    ``most``, first positions and places are multiples of ``_CUT``.
     """
     parts: list[tuple[int, int, int, int]] = []
     used = 0
     for index, (_, _, new, first) in enumerate(spans):
         begin = 0
         while begin < first + new:
-            count, room = first + new - begin, most - used
-            if count > room:
-                count = room // _CUT * _CUT
-            if count:
-                parts.append((index, begin, count, used))
-                begin, used = begin + count, used + count
-            if begin < first + new or used == most:
+            if used == most:
                 yield parts
                 parts, used = [], 0
+            count = min(first + new - begin, most - used)
+            parts.append((index, begin, count, used))
+            begin, used = begin + count, used + _up(count)
     if parts:
         yield parts
+
+
+def _up(rows: int) -> int:
+    return ceil_div(rows, _CUT) * _CUT
 
 
 def plan_rounds(given: LatentAttentionInputs, sequences: Sequence[int], queries: int) -> list[Round]:
@@ -70,14 +72,15 @@ def plan_rounds(given: LatentAttentionInputs, sequences: Sequence[int], queries:
     device, table_SP = paging.grow_SP.device, paging.grow_SP.long()
     spans = [(sequence, *paging.spans()[sequence]) for sequence in sequences]
     heads, channels, _ = given.up_HCL.shape
-    most = max(_CUT, given.chunk_rows or projected_rows(heads, channels, given.up_HCL.element_size()))
+    most = _up(given.chunk_rows or projected_rows(heads, channels, given.up_HCL.element_size()))
     rounds = []
     for parts in _pieces(spans, most):
         blocks, owner, place = [], [], []
         for index, begin, count, used in parts:
             sequence, row, new, first = spans[index]
-            owner.append(torch.full((count,), sequence, dtype=torch.int64, device="cpu"))
-            place.append(torch.arange(begin, begin + count, dtype=torch.int64, device="cpu"))
+            owner.append(torch.full((_up(count),), sequence, dtype=torch.int64, device="cpu"))
+            # Rows up to the next part repeat the last one, for whole pieces are copied: other sequences' rows may hold NaN.
+            place.append(torch.arange(begin, begin + _up(count), dtype=torch.int64, device="cpu").clamp_(max=begin + count - 1))
             for at in range(0, new, queries):
                 size = min(queries, new - at)
                 last = first + at + size - 1
@@ -229,6 +232,7 @@ def attend_projected(given: LatentAttentionInputs, sequences: Sequence[int], out
     q, up_HCL, nope, device = given.q_THC, given.up_HCL, given.nope, given.q_THC.device
     (tokens, heads, _), (_, channels, latent) = q.shape, up_HCL.shape
     key, value = (max(16, power_of_2(size)) for size in (nope, channels - nope))
+    hopper = takes_round(given)
     large = capability_of(device) in LARGE_SHARED_MEMORY and q.element_size() == 2 and key + value <= 256
     queries, keys, stages = (128, 64, 3) if large else (32 if q.element_size() == 4 else 64, 32, 1 if key + value > 256 else 2)
     name = ("rounds", tuple(sequences), heads, channels, queries, given.chunk_rows, given.rows.rows_per_page)
@@ -240,6 +244,9 @@ def attend_projected(given: LatentAttentionInputs, sequences: Sequence[int], out
     for addresses_R, blocks in rounds:
         rows = given.rows.read(addresses_R, q.dtype)
         projected = float_linear(rows[:, :latent], up_HCL.flatten(0, 1), q.dtype)
+        if hopper:
+            attend_round(given, projected, rows, blocks, bits_TW, (out_THV, parts, stats))
+            continue
         _projected_kernel[(len(blocks), heads)](
             q, *given.angles(), projected, rows, blocks, bits_TW, out_THV, parts, stats, q.stride(0), bits_TW.stride(0),
             given.scale * LOG2_E,
