@@ -51,7 +51,11 @@ KINDS = {
     **dict.fromkeys(("_absorbed_kernel", "_latent_rows_kernel", "_key_kernel", "_scores_kernel"), "FP8"),
 }
 # Of modules whose kernels need e4m3, or run on Hopper alone.
-ONLY = {"gemm.decode_1_triton": CHIPS[1:], "attention.prefill_triton": (90,), "gemm.prefill_triton": (90, 100)}
+ONLY = {
+    "gemm.decode_1_triton": CHIPS[1:],
+    "gemm.prefill_triton": (90, 100),
+    **dict.fromkeys(("attention.prefill_triton", "gemm.prefill_fp8_triton", "latent_attention.prefill_hopper_triton"), (90,)),
+}
 # PTX, with or without a predicate; a descriptor's copy names the memory that it writes first.
 WRITES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:(?:st|red|atom)\.(?:\w+\.)*|cp\.async\.bulk\.tensor\.\dd\.)global\b", re.MULTILINE)
 # The wait for the kernel before, and whatever touches global memory.

@@ -34,6 +34,7 @@ from dsv4lite.kernels.gemm.decode_1_triton import (  # noqa: E402
     takes_groups,
     takes_pair,
 )
+from dsv4lite.kernels.gemm.prefill_fp8_triton import many_rows_fp8, takes_many_fp8  # noqa: E402
 from dsv4lite.kernels.gemm.prefill_triton import many_rows, takes_many  # noqa: E402
 from dsv4lite.kernels.gemm.triton import (  # noqa: E402
     float_linear_triton,
@@ -158,6 +159,25 @@ def test_only_rows_at_aligned_addresses_are_copied_by_descriptors(monkeypatch: p
     for capability, takes in ((80, False), (89, False), (90, True), (100, True), (120, False)):
         monkeypatch.setattr(gemm_prefill_triton, "capability_of", lambda device, capability=capability: capability)
         assert takes_many(x[..., :72], w, out) == takes
+
+
+@pytest.mark.skipif(not ON_GPU or torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for Hopper")
+@pytest.mark.parametrize(("rows", "outs", "inputs"), [(2048, 1536, 4096), (2050, 272, 128), (8191, 144, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("floats", [False, True])
+def test_many_fp8_rows_have_the_same_bits_on_hopper(
+    rows: int, outs: int, inputs: int, dtype: torch.dtype, floats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operands are ``described`` to the hardware, which copies whole tiles; the last ones are partly empty."""
+    x, x_scales = quantize_fp8(random(rows, inputs), 128)
+    w, w_scales = fp8_weights(outs, inputs)
+    if floats:
+        w_scales = e8m0_to_float(w_scales) * 1.37
+    assert takes_many_fp8(x, w, 128) and not takes_many_fp8(x[:2047], w, 128) and not takes_many_fp8(x, w, 1)
+    out = torch.full((rows, outs), float("nan"), dtype=dtype, device=DEVICE)
+    many_rows_fp8(x, x_scales, w, w_scales, out)
+    monkeypatch.setattr(gemm_triton, "takes_many_fp8", lambda *_: False)
+    assert torch.equal(out, fp8_linear_triton(x, x_scales, w, w_scales, dtype))
 
 
 def test_every_code_counts() -> None:

@@ -27,12 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from dsv4lite.kernels.attention import AttentionInputs
 from dsv4lite.kernels.attention.merge_triton import counts_of
 from dsv4lite.kernels.dispatch import ceil_div, multiprocessors_of
+from dsv4lite.kernels.hopper import copy_by_threads
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, scaled
 
 _HEADS, _ROWS = 64, 64  # heads of a block; rows of a piece
 _WIDENED = 32  # rows of one program of the first kernel
-# Triton 3.6 has the older name.
-_copy_ahead = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 # A thread's numbers by address: four side by side, then those of its neighbours, then its next four.
 _EXCHANGED = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -146,7 +145,7 @@ def _load_rows(
             for half in gl.static_range(2):
                 slot = step % 2 * 2 + half
                 mbarrier.wait(k_empty.index(slot), (step // 2 & 1) ^ 1)
-                _copy_ahead(keys.index(slot), at + half * HALF)
+                copy_by_threads(keys.index(slot), at + half * HALF)
                 async_copy.mbarrier_arrive(k_full.index(slot), increment_count=False)
             if piece == 0:
                 head = item % BLOCKS * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(1, LAYOUT))
@@ -154,7 +153,7 @@ def _load_rows(
                 inside = gl.expand_dims(head < H, 1) if H % HEADS != 0 else None
                 for half in gl.static_range(2):
                     mbarrier.wait(q_empty.index(half), (turn & 1) ^ 1)
-                    _copy_ahead(queries.index(half), at + half * HALF, mask=inside)
+                    copy_by_threads(queries.index(half), at + half * HALF, mask=inside)
                     async_copy.mbarrier_arrive(q_full.index(half), increment_count=False)
                 turn += 1
             step += 1

@@ -34,6 +34,7 @@ from dsv4lite.kernels.dispatch import capability_of, ceil_div, on_gpu
 from dsv4lite.kernels.e4m3 import e4m3_values, e8m0
 from dsv4lite.kernels.gemm import MANY_ROWS, scale_rows
 from dsv4lite.kernels.gemm.decode_1_triton import fp8_row, groups_row, pair_row, takes_fp8, takes_groups, takes_pair
+from dsv4lite.kernels.gemm.prefill_fp8_triton import many_rows_fp8, takes_many_fp8
 from dsv4lite.kernels.gemm.prefill_triton import many_rows, place, takes_many
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
@@ -559,6 +560,9 @@ def _fp8_linear(operands: Operands, dtype: torch.dtype, in_parts: bool = True, o
     x, _, w, w_scales = operands
     out, codes = torch.empty(len(x), 1, w.shape[1], dtype=dtype, device=x.device), w.dtype == torch.uint8
     scale_of = scale_rows(w[0], w_scales)
+    if not in_parts and takes_many_fp8(x[:, 0], w[0], scale_of):
+        many_rows_fp8(x[:, 0], operands[1], w[0], w_scales, out[:, 0])
+        return out[:, 0]
     _launch(_FP8_TILES, operands, out, in_parts, FP8_X=True, CODES=codes, SCALE_ROWS=scale_of, overlaps=overlaps)
     return out[:, 0]
 

@@ -7,8 +7,9 @@ softmax, the other one's products keep the tensor cores busy.
 Whole pieces are copied, without masks: in a round, rows of a sequence begin at multiples of 128, and rows up to the next sequence
 repeat its own.
 
-An item is one block of queries x one head; a program computes one after the other. Producers and consumers each count pieces
-(``step``): the count says which buffer is next, and which phase of its barriers to wait for.
+An item is one block of queries x one head. A program computes one item after the other: its producer takes the next one that no
+program has, for items take between one and hundreds of pieces. Producers and consumers each count pieces (``step``): the count says
+which buffer is next, and which phase of its barriers to wait for.
 """
 
 from __future__ import annotations
@@ -17,33 +18,20 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import capability_of, multiprocessors_of
+from dsv4lite.kernels.hopper import ALIGNED, HOPPER, STORED, copy_tile, described
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs
 from dsv4lite.kernels.rows.packed import LOG2_E
 
-_CAPABILITY = 90
 _LEAST_TOKENS = 1024  # of a step: for fewer, encoding descriptors takes the host longer than this kernel saves
-_ALIGNED = 16  # bytes: what descriptors ask of addresses and strides
 _NOPE, _ROPE, _VALUE = 128, 64, 128
 _QUERIES = gl.constexpr(64)  # of a group of consumer warps; a block has twice as many
 _KEYS = gl.constexpr(128)  # of a piece
 _STAGES = gl.constexpr(2)
 _OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
-# A thread stores 16 bytes and its neighbours the bytes beside them. Numbers change threads within their warp only.
-_STORED = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 128],
-    )
-)
-# Triton 3.6 has the older name.
-_copy_ahead = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -56,14 +44,15 @@ def _block_of(blocks, count, item):
 
 
 @gluon.jit
-def _load(descriptors, blocks, count, items, buffers, barriers, LATENT: gl.constexpr):
+def _load(descriptors, blocks, count, items, taken, buffers, barriers, LATENT: gl.constexpr):
     """Producer warp: copy each item's queries and the rows of its pieces as soon as their buffers are free."""
     q_nope, q_rope, projected, rows = descriptors
-    q0, q1, k0, k1, v = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    q0, q1, k0, k1, v, next_item = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, i_full, i_empty = barriers
     step = 0
-    q_phase = 1
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    item_phase = 1
+    item = gl.program_id(0)
+    while item < items:
         head = item // count
         row, size, position, first, seen, place, _goes_on, _complete = _block_of(blocks, count, item)
         seen = gl.minimum(seen, position + size - first)
@@ -72,20 +61,27 @@ def _load(descriptors, blocks, count, items, buffers, barriers, LATENT: gl.const
             at = place + piece * _KEYS
             mbarrier.wait(k_empty.index(slot), phase)
             mbarrier.expect(k_full.index(slot), _KEYS * 192 * 2)
-            _copy_ahead(projected, [at, head * 256], k_full.index(slot), k0.index(slot))
-            _copy_ahead(rows, [at, LATENT], k_full.index(slot), k1.index(slot))
+            copy_tile(projected, [at, head * 256], k_full.index(slot), k0.index(slot))
+            copy_tile(rows, [at, LATENT], k_full.index(slot), k1.index(slot))
             if piece == 0:
                 for part in gl.static_range(2):
-                    mbarrier.wait(q_empty.index(part), q_phase)
+                    mbarrier.wait(q_empty.index(part), item_phase)
                     mbarrier.expect(q_full.index(part), _QUERIES * 192 * 2)
                     at_q = row + part * _QUERIES
-                    _copy_ahead(q_nope, [at_q, head * 192], q_full.index(part), q0.index(part))
-                    _copy_ahead(q_rope, [at_q, head * 192 + 128], q_full.index(part), q1.index(part))
-                q_phase ^= 1
+                    copy_tile(q_nope, [at_q, head * 192], q_full.index(part), q0.index(part))
+                    copy_tile(q_rope, [at_q, head * 192 + 128], q_full.index(part), q1.index(part))
             mbarrier.wait(v_empty.index(slot), phase)
             mbarrier.expect(v_full.index(slot), _KEYS * 128 * 2)
-            _copy_ahead(projected, [at, head * 256 + 128], v_full.index(slot), v.index(slot))
+            copy_tile(projected, [at, head * 256 + 128], v_full.index(slot), v.index(slot))
             step += 1
+        before = gl.atomic_add(taken, 1, sem="relaxed")
+        if before == items - 1:  # the last of all programs to ask
+            gl.store(taken, 0)
+        item = before + gl.num_programs(0)
+        mbarrier.wait(i_empty, item_phase)
+        next_item.store(gl.full((1,), item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.arrive(i_full, count=1)
+        item_phase ^= 1
 
 
 @gluon.jit
@@ -128,8 +124,8 @@ def _attend(
 ):  # fmt: skip
     """Consumer warps: compute half ``PART`` of the queries of every item."""
     blocks, cos, sin, bits, words = given
-    q0, q1, k0, k1, v = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    q0, q1, k0, k1, v, next_item = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, i_full, i_empty = barriers
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])  # of logits, and of results
     i = gl.arange(0, _QUERIES, layout=gl.SliceLayout(1, LAYOUT))
     key = gl.expand_dims(gl.arange(0, _KEYS, layout=gl.SliceLayout(0, LAYOUT)), 0)
@@ -137,8 +133,9 @@ def _attend(
     WORDS: gl.constexpr = gl.SliceLayout(2, gl.reshape(none, (_QUERIES, 4, 32)).type.layout)
     q0, q1 = q0.index(PART), q1.index(PART)
     step = 0
-    q_phase = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    item_phase = 0
+    item = gl.program_id(0)
+    while item < items:
         row, size, position, first, seen, _place, goes_on, complete = _block_of(blocks, count, item)
         pieces = gl.cdiv(gl.minimum(seen, position + size - first), _KEYS)
         # Of this half; positions count from the sequence's first row in the round.
@@ -150,7 +147,7 @@ def _attend(
         acc, peak, total = _sums_so_far(results, (row + i) * H + item // count, i < size, goes_on, LAYOUT)
         if TURNS:
             c, s = _angles(cos, sin, row, size)
-        mbarrier.wait(q_full.index(PART), q_phase)
+        mbarrier.wait(q_full.index(PART), item_phase)
         if TURNS:
             _rotate(q1, c, s)
         for piece in range(own):
@@ -181,7 +178,6 @@ def _attend(
             mbarrier.arrive(v_empty.index(slot), count=1)
             step += 1
         mbarrier.arrive(q_empty.index(PART), count=1)
-        q_phase ^= 1
         for _piece in range(own, pieces):  # of the other half alone
             slot, phase = step % _STAGES, step // _STAGES & 1
             mbarrier.wait(k_full.index(slot), phase)
@@ -190,6 +186,10 @@ def _attend(
             mbarrier.arrive(v_empty.index(slot), count=1)
             step += 1
         _store(results, acc, peak, total, row, size, item // count, complete, H)
+        mbarrier.wait(i_full, item_phase)
+        item = gl.max(next_item.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.arrive(i_empty, count=1)
+        item_phase ^= 1
 
 
 @gluon.jit
@@ -215,9 +215,9 @@ def _store(results, acc, peak, total, row, size, head, complete, H: gl.constexpr
     out, parts, stats = results
     if complete > 0:
         result = acc / gl.expand_dims(gl.where(total > 0.0, total, 1.0), 1)
-        result = gl.convert_layout(result.to(gl.bfloat16), _STORED)
-        query = gl.expand_dims(gl.arange(0, _QUERIES, layout=gl.SliceLayout(1, _STORED)), 1)
-        value = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, _STORED)), 0)
+        result = gl.convert_layout(result.to(gl.bfloat16), STORED)
+        query = gl.expand_dims(gl.arange(0, _QUERIES, layout=gl.SliceLayout(1, STORED)), 1)
+        value = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, STORED)), 0)
         gl.store(out + ((row + query) * H + head) * 128 + value, result, mask=query < size)
     else:
         i = gl.arange(0, _QUERIES, layout=peak.type.layout)
@@ -230,7 +230,7 @@ def _store(results, acc, peak, total, row, size, head, complete, H: gl.constexpr
 
 @gluon.jit(do_not_specialize=["words", "count", "items"])
 def _round_kernel(
-    q_nope, q_rope, projected, rows, cos, sin, blocks, bits, out, parts, stats, words, count, items, scale,
+    q_nope, q_rope, projected, rows, cos, sin, blocks, bits, out, parts, stats, taken, words, count, items, scale,
     H: gl.constexpr, LATENT: gl.constexpr, SELECTED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     q0 = gl.allocate_shared_memory(gl.bfloat16, [2, _QUERIES, 128], _OPERAND)
@@ -238,22 +238,27 @@ def _round_kernel(
     k0 = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _KEYS, 128], _OPERAND)
     k1 = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _KEYS, 64], _OPERAND)
     v = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _KEYS, 128], _OPERAND)
+    next_item = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    i_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    i_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(i_full, count=1)
+    mbarrier.init(i_empty, count=2)  # both groups of consumers
     for part in gl.static_range(2):
         mbarrier.init(q_full.index(part), count=1)
         mbarrier.init(q_empty.index(part), count=1)
     for stage in gl.static_range(_STAGES):
         mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)  # both groups of consumers
+        mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=2)
-    buffers = (q0, q1, k0, k1, v)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    buffers = (q0, q1, k0, k1, v, next_item)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, i_full, i_empty)
     given = (blocks, cos, sin, bits, words)
     results = (out, parts, stats)
     descriptors = (q_nope, q_rope, projected, rows)
@@ -261,7 +266,7 @@ def _round_kernel(
         [
             (_attend, (given, results, count, items, scale, buffers, barriers, 0, H, SELECTED, TURNS)),
             (_attend, (given, results, count, items, scale, buffers, barriers, 1, H, SELECTED, TURNS)),
-            (_load, (descriptors, blocks, count, items, buffers, barriers, LATENT)),
+            (_load, (descriptors, blocks, count, items, taken, buffers, barriers, LATENT)),
         ],
         [4, 1],  # warps and registers of the second and third function
         [240, 24],
@@ -271,9 +276,9 @@ def _round_kernel(
 def takes_round(given: LatentAttentionInputs) -> bool:
     """Return whether this kernel knows the chip and the sizes, and the step is large enough."""
     q_THC, sizes = given.q_THC, (given.nope, given.rope, given.up_HCL.shape[1] - given.nope)
-    known = q_THC.dtype == torch.bfloat16 and sizes == (_NOPE, _ROPE, _VALUE) and capability_of(q_THC.device) == _CAPABILITY
+    known = q_THC.dtype == torch.bfloat16 and sizes == (_NOPE, _ROPE, _VALUE) and capability_of(q_THC.device) == HOPPER
     strides = q_THC.stride(0), given.up_HCL.shape[2] + _ROPE
-    aligned = q_THC.data_ptr() % _ALIGNED == 0 and all(q_THC.itemsize * stride % _ALIGNED == 0 for stride in strides)
+    aligned = q_THC.data_ptr() % ALIGNED == 0 and all(q_THC.itemsize * stride % ALIGNED == 0 for stride in strides)
     return known and aligned and len(q_THC) >= _LEAST_TOKENS
 
 
@@ -295,13 +300,9 @@ def attend_round(
     q_TC = q_THC.as_strided((len(q_THC), heads * (_NOPE + _ROPE)), (q_THC.stride(0), 1))
     items = len(blocks_B8) * heads
     _round_kernel[(min(items, multiprocessors_of(q_THC.device)),)](
-        _described(q_TC, _QUERIES.value, _NOPE), _described(q_TC, _QUERIES.value, _ROPE),
-        _described(projected_RC, _KEYS.value, _VALUE), _described(rows_RC, _KEYS.value, _ROPE),
-        *given.angles(), blocks_B8, bits_TW, *results, bits_TW.stride(0) // 4, len(blocks_B8), items, given.scale * LOG2_E,
-        H=heads, LATENT=latent, SELECTED=given.selected_TK is not None, TURNS=given.cos is not None, num_warps=4,
-        enable_fp_fusion=True,
+        described(q_TC, _QUERIES.value, _NOPE), described(q_TC, _QUERIES.value, _ROPE),
+        described(projected_RC, _KEYS.value, _VALUE), described(rows_RC, _KEYS.value, _ROPE),
+        *given.angles(), blocks_B8, bits_TW, *results, counters_of(q_THC.device), bits_TW.stride(0) // 4, len(blocks_B8), items,
+        given.scale * LOG2_E, H=heads, LATENT=latent, SELECTED=given.selected_TK is not None, TURNS=given.cos is not None,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-
-
-def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], _OPERAND.value)

@@ -1,0 +1,123 @@
+"""Products of FP8 rows by FP8 weights in one part on Hopper, for more rows than decode steps have.
+
+The kernel is warp-specialized, and therefore written in Gluon. One producer warp lets the hardware copy blocks of rows and of
+weights to shared memory, several ahead. Two groups of four consumer warps have 64 rows each: while one adds up its product of 128
+inputs by its scales, the other one's product keeps the tensor cores busy. Programs compute one tile of the result after the other.
+
+Inside a block of 128 inputs the tensor cores sum, and blocks are added in order: the bits are those of ``triton.py`` in one part.
+
+Producers and consumers each count blocks (``step``): the count says which buffer is next, and which phase of its barriers to wait
+for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from dsv4lite.kernels.dispatch import capability_of, ceil_div, multiprocessors_of
+from dsv4lite.kernels.e4m3 import e8m0
+from dsv4lite.kernels.gemm.prefill_triton import place
+from dsv4lite.kernels.hopper import HOPPER, STORED, copy_tile, described
+
+_LEAST_ROWS = 2048  # for fewer, encoding descriptors takes the host longer than this kernel saves
+_GROUPED = 8  # tiles of rows that read the same weights one after the other
+_TILE = gl.constexpr(128)  # rows, results and inputs
+_STAGES = gl.constexpr(6)
+_OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 8, rank=2))
+
+
+@gluon.jit
+def _load(x, w, M, tiles_n, blocks, buffers, barriers, GROUPED: gl.constexpr):
+    """Producer warp: copy the blocks of each tile's rows and weights as soon as their buffers are free."""
+    rows, weights = buffers
+    full, empty = barriers
+    step = 0
+    for tile in range(gl.program_id(0), gl.cdiv(M, _TILE) * tiles_n, gl.num_programs(0)):
+        pm, pn = place(tile, M, tiles_n, _TILE, GROUPED)
+        for block in range(blocks):
+            slot = step % _STAGES
+            mbarrier.wait(empty.index(slot), (step // _STAGES & 1) ^ 1)
+            mbarrier.expect(full.index(slot), 2 * _TILE * _TILE)
+            for part in gl.static_range(2):
+                at = pm * _TILE + part * (_TILE // 2)
+                copy_tile(x, [at, block * _TILE], full.index(slot), rows.index(2 * slot + part))
+            copy_tile(w, [pn * _TILE, block * _TILE], full.index(slot), weights.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _multiply(xs, ws, out, M, N, tiles_n, blocks, buffers, barriers, PART: gl.constexpr, GROUPED: gl.constexpr):
+    """Consumer warps: compute half ``PART`` of the rows of every tile."""
+    rows, weights = buffers
+    full, empty = barriers
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    none = gl.zeros((_TILE // 2, _TILE), gl.float32, LAYOUT)
+    step = 0
+    for tile in range(gl.program_id(0), gl.cdiv(M, _TILE) * tiles_n, gl.num_programs(0)):
+        pm, pn = place(tile, M, tiles_n, _TILE, GROUPED)
+        row = pm * _TILE + PART * (_TILE // 2)
+        # matmul_rows(x, dequantize_fp8_rows(w_codes, w_scales)); x = dequantize_fp8(x_codes, x_scales)
+        m = gl.minimum(row + gl.arange(0, _TILE // 2, layout=gl.SliceLayout(1, LAYOUT)), M - 1)
+        of_rows, of_weights = xs + m.to(gl.int64) * blocks, ws + pn * blocks
+        next_x, next_w = gl.load(of_rows), gl.load(of_weights)
+        acc = none
+        for block in range(blocks):
+            slot = step % _STAGES
+            scale = e8m0(next_x) * e8m0(next_w)
+            ahead = gl.minimum(block + 1, blocks - 1)
+            next_x, next_w = gl.load(of_rows + ahead), gl.load(of_weights + ahead)
+            mbarrier.wait(full.index(slot), step // _STAGES & 1)
+            b = weights.index(slot).permute((1, 0))
+            product = warpgroup_mma(rows.index(2 * slot + PART), b, none, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, deps=(product,))
+            mbarrier.arrive(empty.index(slot), count=1)
+            acc += product * gl.expand_dims(scale, 1)
+            step += 1
+        acc = gl.convert_layout(acc.to(out.dtype.element_ty), STORED)
+        m = gl.expand_dims(row + gl.arange(0, _TILE // 2, layout=gl.SliceLayout(1, STORED)), 1)
+        n = gl.expand_dims(pn * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, STORED)), 0)
+        gl.store(out + m.to(gl.int64) * N + n, acc, mask=(m < M) & (n < N))
+
+
+@gluon.jit(do_not_specialize=["M", "blocks"])
+def _many_rows_fp8_kernel(x, xs, w, ws, out, M, N, blocks, GROUPED: gl.constexpr):
+    rows = gl.allocate_shared_memory(gl.float8e4nv, [2 * _STAGES, _TILE // 2, _TILE], _OPERAND)
+    weights = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES, _TILE, _TILE], _OPERAND)
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(_STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)  # both groups of consumers
+    buffers = (rows, weights)
+    barriers = (full, empty)
+    tiles_n = gl.cdiv(N, _TILE)
+    gl.warp_specialize(
+        [
+            (_multiply, (xs, ws, out, M, N, tiles_n, blocks, buffers, barriers, 0, GROUPED)),
+            (_multiply, (xs, ws, out, M, N, tiles_n, blocks, buffers, barriers, 1, GROUPED)),
+            (_load, (x, w, M, tiles_n, blocks, buffers, barriers, GROUPED)),
+        ],
+        [4, 1],  # warps and registers of the second and third function
+        [240, 24],
+    )
+
+
+def takes_many_fp8(x: Tensor, w: Tensor, scale_of: int) -> bool:
+    """Return whether this kernel knows the chip and the sizes, and there are enough rows."""
+    (rows, inputs), outs = x.shape, w.shape[0]
+    known = x.dtype == torch.float8_e4m3fn and capability_of(x.device) == HOPPER and scale_of == _TILE.value
+    return known and rows >= _LEAST_ROWS and inputs % _TILE.value == 0 and outs % 16 == 0
+
+
+def many_rows_fp8(x: Tensor, xs: Tensor, w: Tensor, ws: Tensor, out: Tensor) -> None:
+    """Write ``fp8_linear(x, xs, w, ws)`` to ``out`` [M, N], for operands that ``takes_many_fp8``."""
+    (rows, inputs), outs, tile = x.shape, w.shape[0], _TILE.value
+    programs = min(ceil_div(rows, tile) * ceil_div(outs, tile), multiprocessors_of(x.device))
+    _many_rows_fp8_kernel[(programs,)](
+        described(x, tile // 2, tile), xs, described(w, tile, tile), ws, out, rows, outs, inputs // tile, GROUPED=_GROUPED,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip

@@ -1,0 +1,31 @@
+"""What the warp-specialized kernels for Hopper share. Gluon, in which they are written, lets a program say which warps do what."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+HOPPER = 90  # compute capability
+ALIGNED = 16  # bytes: what descriptors ask of addresses and strides
+# Copies to shared memory, by threads and by the hardware; Triton 3.6 has the older names.
+copy_by_threads = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+# How four warps store results [64, 128]: a thread has 8 side by side, and its neighbours those beside them. From the layout of
+# products, numbers change threads within their warp only.
+STORED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 128],
+    )
+)
+
+
+def described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Return the descriptor of a matrix, of which tiles [rows, columns] are copied as operands of products."""
+    layout = gl.NVMMASharedLayout(128, 8 * x.itemsize, rank=2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
