@@ -125,13 +125,14 @@ def test_prefill_agrees(
     monkeypatch.setattr("dsv4lite.kernels.latent_attention._FLOPS_PER_BYTE", 0)  # small layers else are never up-projected
     monkeypatch.setattr("dsv4lite.kernels.latent_attention._LISTED_COST", 1000)
     monkeypatch.setattr("dsv4lite.kernels.latent_attention.prefill_hopper_triton._LEAST_TOKENS", least)
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention.prefill_hopper_triton._LEAST_SHARE", 0)
     given = inputs(layer, steps, padding=2, top_k=top_k)._replace(any_order=True, chunk_rows=chunk)
     paging = replace(given.paging, host_spans=tuple(given.paging.spans()))
     given = given._replace(paging=paging)
     assert given.projected and (len(steps) == 1 or len(given.projected) < len(steps))
     # ``attend_round`` is for the sizes of released models, on Hopper.
     hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
-    assert takes_round(given) == (hopper and layer[1] == 128 and given.q_THC.dtype == BF16 and not least)
+    assert takes_round(given, len(given.projected)) == (hopper and layer[1] == 128 and given.q_THC.dtype == BF16 and not least)
     got, out = check(given), torch.full_like(given.q_THC[..., : layer[2]], float("nan"))
     assert got[-2:].eq(0).all()
     attend_projected(given, given.projected, out)
@@ -145,6 +146,7 @@ def test_prefill_agrees(
 def test_rows_of_other_sequences_may_hold_nan(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsv4lite.kernels.latent_attention._FLOPS_PER_BYTE", 0)
     monkeypatch.setattr("dsv4lite.kernels.latent_attention.prefill_hopper_triton._LEAST_TOKENS", 0)
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention.prefill_hopper_triton._LEAST_SHARE", 0)
     given = inputs(layer, [(0, 70), (3, 66), (3, 40)])._replace(any_order=True)
     given = given._replace(paging=replace(given.paging, host_spans=tuple(given.paging.spans())))
     assert given.projected == [0, 1, 2]
@@ -172,24 +174,28 @@ def test_copies_of_rows_and_bits_of_selections_are_exact() -> None:
 
 
 def test_rounds_take_all_rows_once_and_blocks_see_those_before_them() -> None:
-    """Sequences begin and continue at multiples of 128 rows; the rows up to the next one repeat the last."""
+    """Sequences continue in the next round at multiples of 128, even if rows of a round stay unused."""
     steps = [(0, 70), (200, 66)]
-    given = inputs(LAYERS[0], steps)._replace(any_order=True, chunk_rows=260)
+    given = inputs(LAYERS[0], steps)._replace(any_order=True, chunk_rows=220)
     rounds = plan_rounds(given, [0, 1], 64)
-    assert [len(addresses) for addresses, _ in rounds] == [384, 128]
+    assert [len(addresses) for addresses, _ in rounds] == [198, 138]
     table = given.paging.grow_SP.long()
 
     def addresses(sequence: int, positions: list[int]) -> list[int]:
         return [int(table[sequence, p // GROW]) * GROW + p % GROW for p in positions]
 
-    assert rounds[0].addresses_R.tolist() == addresses(0, [*range(70), *[69] * 58]) + addresses(1, [*range(256)])
-    assert rounds[1].addresses_R.tolist() == addresses(1, [*range(256, 266), *[265] * 118])
+    wanted = addresses(0, [*range(70)]) + addresses(1, [*range(266)])
+    assert torch.cat([addresses for addresses, _ in rounds]).tolist() == wanted
     blocks = [[tuple(block) for block in found.tolist()] for _, found in rounds]
     assert blocks[0][:2] == [(0, 64, 0, 0, 70, 0, 0, 1), (64, 6, 64, 0, 70, 0, 0, 1)]
-    assert blocks[0][2:] == [(70, 64, 200, 0, 256, 128, 0, 0), (134, 2, 264, 0, 256, 128, 0, 0)]
-    assert blocks[1] == [(70, 64, 200, 256, 10, 0, 1, 1), (134, 2, 264, 256, 10, 0, 1, 1)]
-    smaller = plan_rounds(given._replace(chunk_rows=100), [0, 1], 64)
-    assert [len(addresses) for addresses, _ in smaller] == [128, 128, 128, 128]
+    assert blocks[0][2:] == [(70, 64, 200, 0, 128, 70, 0, 0), (134, 2, 264, 0, 128, 70, 0, 0)]
+    assert blocks[1] == [(70, 64, 200, 128, 138, 0, 1, 1), (134, 2, 264, 128, 138, 0, 1, 1)]
+    none_fits = plan_rounds(given._replace(chunk_rows=100), [0, 1], 64)
+    assert [len(addresses) for addresses, _ in none_fits] == [70, 128, 128, 10]
+    whole = plan_rounds(given, [0, 1], 64, 128)  # places are multiples of 128, and the rows between repeat the last
+    assert whole[0].addresses_R.tolist() == addresses(0, [*range(70), *[69] * 58]) + addresses(1, [*range(128)])
+    assert whole[1].addresses_R.tolist() == addresses(1, [*range(128, 266), *[265] * 118])
+    assert whole[0].blocks.tolist()[2:] == [[70, 64, 200, 0, 128, 128, 0, 0], [134, 2, 264, 0, 128, 128, 0, 0]]
 
 
 def test_rounds_of_kernels_are_bounded() -> None:

@@ -26,10 +26,12 @@ from dsv4lite.kernels.hopper import ALIGNED, HOPPER, STORED, copy_tile, describe
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs
 from dsv4lite.kernels.rows.packed import LOG2_E
 
+KEYS = 128  # of a piece: rows of a sequence begin at multiples of it in a round
 _LEAST_TOKENS = 1024  # of a step: for fewer, encoding descriptors takes the host longer than this kernel saves
+_LEAST_SHARE = 256  # tokens for each sequence: with fewer, too many rows lie between sequences
 _NOPE, _ROPE, _VALUE = 128, 64, 128
 _QUERIES = gl.constexpr(64)  # of a group of consumer warps; a block has twice as many
-_KEYS = gl.constexpr(128)  # of a piece
+_KEYS = gl.constexpr(KEYS)
 _STAGES = gl.constexpr(2)
 _OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 
@@ -273,13 +275,13 @@ def _round_kernel(
     )
 
 
-def takes_round(given: LatentAttentionInputs) -> bool:
-    """Return whether this kernel knows the chip and the sizes, and the step is large enough."""
+def takes_round(given: LatentAttentionInputs, sequences: int) -> bool:
+    """Return whether this kernel knows the chip and the sizes, and the step is large enough for its number of sequences."""
     q_THC, sizes = given.q_THC, (given.nope, given.rope, given.up_HCL.shape[1] - given.nope)
     known = q_THC.dtype == torch.bfloat16 and sizes == (_NOPE, _ROPE, _VALUE) and capability_of(q_THC.device) == HOPPER
     strides = q_THC.stride(0), given.up_HCL.shape[2] + _ROPE
     aligned = q_THC.data_ptr() % ALIGNED == 0 and all(q_THC.itemsize * stride % ALIGNED == 0 for stride in strides)
-    return known and aligned and len(q_THC) >= _LEAST_TOKENS
+    return known and aligned and len(q_THC) >= max(_LEAST_TOKENS, _LEAST_SHARE * sequences)
 
 
 def attend_round(
@@ -301,7 +303,7 @@ def attend_round(
     items = len(blocks_B8) * heads
     _round_kernel[(min(items, multiprocessors_of(q_THC.device)),)](
         described(q_TC, _QUERIES.value, _NOPE), described(q_TC, _QUERIES.value, _ROPE),
-        described(projected_RC, _KEYS.value, _VALUE), described(rows_RC, _KEYS.value, _ROPE),
+        described(projected_RC, KEYS, _VALUE), described(rows_RC, KEYS, _ROPE),
         *given.angles(), blocks_B8, bits_TW, *results, counters_of(q_THC.device), bits_TW.stride(0) // 4, len(blocks_B8), items,
         given.scale * LOG2_E, H=heads, LATENT=latent, SELECTED=given.selected_TK is not None, TURNS=given.cos is not None,
         num_warps=4, enable_fp_fusion=True,

@@ -21,11 +21,11 @@ from dsv4lite.kernels.attention.merge_triton import softmax_step
 from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, on_gpu, power_of_2, send
 from dsv4lite.kernels.gemm import float_linear
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, projected_rows
-from dsv4lite.kernels.latent_attention.prefill_hopper_triton import attend_round, takes_round
+from dsv4lite.kernels.latent_attention.prefill_hopper_triton import KEYS, attend_round, takes_round
 from dsv4lite.kernels.rows.packed import LOG2_E, narrowed
 from dsv4lite.kernels.rows.triton import only_if, rotate
 
-_CUT = 128  # first positions in a round are multiples of it, for words of ``selection_bits``
+_CUT = KEYS  # first positions in a round are multiples of it, for words of ``selection_bits``
 
 
 class Round(NamedTuple):
@@ -42,45 +42,51 @@ class Round(NamedTuple):
     blocks: Tensor
 
 
-def _pieces(spans: Sequence[tuple[int, int, int, int]], most: int) -> Iterator[list[tuple[int, int, int, int]]]:
+def _pieces(spans: Sequence[tuple[int, int, int, int]], most: int, unit: int) -> Iterator[list[tuple[int, int, int, int]]]:
     """Cut the rows of sequences into rounds of ``most``; yield each round's parts: span index, first position, count, place.
 
-    ``most``, first positions and places are multiples of ``_CUT``.
+    First positions are multiples of ``_CUT``, places of ``unit``.
     """
     parts: list[tuple[int, int, int, int]] = []
     used = 0
     for index, (_, _, new, first) in enumerate(spans):
         begin = 0
         while begin < first + new:
-            if used == most:
+            count, room = first + new - begin, most - used
+            if count > room:
+                count = room // _CUT * _CUT
+            if count:
+                parts.append((index, begin, count, used))
+                begin, used = begin + count, used + ceil_div(count, unit) * unit
+            if begin < first + new or used == most:
                 yield parts
                 parts, used = [], 0
-            count = min(first + new - begin, most - used)
-            parts.append((index, begin, count, used))
-            begin, used = begin + count, used + _up(count)
     if parts:
         yield parts
 
 
-def _up(rows: int) -> int:
-    return ceil_div(rows, _CUT) * _CUT
+def plan_rounds(given: LatentAttentionInputs, sequences: Sequence[int], queries: int, unit: int = 1) -> list[Round]:
+    """Return the rounds of some sequences, for which the host must know ``spans``.
 
-
-def plan_rounds(given: LatentAttentionInputs, sequences: Sequence[int], queries: int) -> list[Round]:
-    """Return the rounds of some sequences, for which the host must know ``spans``; blocks have up to ``queries`` tokens."""
+    Args:
+        given: Inputs of the step.
+        sequences: Their indices.
+        queries: Most tokens of a block.
+        unit: The rows of a sequence begin at multiples of it in a round; the rows between repeat the sequence's last.
+    """
     paging, per_page = given.paging, given.rows.rows_per_page
     device, table_SP = paging.grow_SP.device, paging.grow_SP.long()
     spans = [(sequence, *paging.spans()[sequence]) for sequence in sequences]
     heads, channels, _ = given.up_HCL.shape
-    most = _up(given.chunk_rows or projected_rows(heads, channels, given.up_HCL.element_size()))
+    most = ceil_div(max(_CUT, given.chunk_rows or projected_rows(heads, channels, given.up_HCL.element_size())), unit) * unit
     rounds = []
-    for parts in _pieces(spans, most):
+    for parts in _pieces(spans, most, unit):
         blocks, owner, place = [], [], []
         for index, begin, count, used in parts:
             sequence, row, new, first = spans[index]
-            owner.append(torch.full((_up(count),), sequence, dtype=torch.int64, device="cpu"))
-            # Rows up to the next part repeat the last one, for whole pieces are copied: other sequences' rows may hold NaN.
-            place.append(torch.arange(begin, begin + _up(count), dtype=torch.int64, device="cpu").clamp_(max=begin + count - 1))
+            rows = ceil_div(count, unit) * unit
+            owner.append(torch.full((rows,), sequence, dtype=torch.int64, device="cpu"))
+            place.append(torch.arange(begin, begin + rows, dtype=torch.int64, device="cpu").clamp_(max=begin + count - 1))
             for at in range(0, new, queries):
                 size = min(queries, new - at)
                 last = first + at + size - 1
@@ -232,11 +238,12 @@ def attend_projected(given: LatentAttentionInputs, sequences: Sequence[int], out
     q, up_HCL, nope, device = given.q_THC, given.up_HCL, given.nope, given.q_THC.device
     (tokens, heads, _), (_, channels, latent) = q.shape, up_HCL.shape
     key, value = (max(16, power_of_2(size)) for size in (nope, channels - nope))
-    hopper = takes_round(given)
+    hopper = takes_round(given, len(sequences))
     large = capability_of(device) in LARGE_SHARED_MEMORY and q.element_size() == 2 and key + value <= 256
     queries, keys, stages = (128, 64, 3) if large else (32 if q.element_size() == 4 else 64, 32, 1 if key + value > 256 else 2)
-    name = ("rounds", tuple(sequences), heads, channels, queries, given.chunk_rows, given.rows.rows_per_page)
-    rounds = given.paging.once(name, lambda: plan_rounds(given, sequences, queries))
+    unit = KEYS if hopper else 1
+    name = ("rounds", tuple(sequences), heads, channels, queries, unit, given.chunk_rows, given.rows.rows_per_page)
+    rounds = given.paging.once(name, lambda: plan_rounds(given, sequences, queries, unit))
     waits, selects = len(rounds) > 1, given.selected_TK is not None
     bits_TW = selection_bits(given) if selects else given.paging.grow_SP
     parts = torch.empty((tokens, heads, channels - nope) if waits else (1,), dtype=torch.float32, device=device)
