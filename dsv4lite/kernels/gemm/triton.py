@@ -10,7 +10,7 @@ multiprocessor for itself waits for each block in turn, for its copy, its produc
 share that.
 
 A product that may sum in any order has one part above ``MANY_ROWS`` rows, which is faster. Those of bfloat16 in one part have a
-kernel of their own, ``prefill_triton``.
+kernel of their own, ``prefill_triton``, and so have those of FP8 on Hopper, ``prefill_fp8_triton``.
 
 Up to 32 rows, and of bfloat16 where few programs have more, the weights are the left operand: they fill the tensor cores' 64 rows,
 and the inputs are 16 or 32 columns.
