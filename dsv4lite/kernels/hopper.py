@@ -25,7 +25,6 @@ STORED = gl.constexpr(
 )
 
 
-def described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Return the descriptor of a matrix, of which tiles [rows, columns] are copied as operands of products."""
-    layout = gl.NVMMASharedLayout(128, 8 * x.itemsize, rank=2)
+def described(x: Tensor, rows: int, columns: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+    """Return the descriptor of a matrix, of which tiles [rows, columns] are copied to shared memory in a layout."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
