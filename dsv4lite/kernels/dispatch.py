@@ -31,7 +31,9 @@ class AbsentGpu(NamedTuple):
 
 
 ABSENT: AbsentGpu | None = None
+HOPPER = 90  # compute capability
 LARGE_SHARED_MEMORY = (90, 100, 103)  # compute capabilities with more than 200 KB of shared memory per program
+_ALIGNED = 16  # bytes: what tensor descriptors ask of addresses and strides
 
 
 class ReferenceOnly:
@@ -81,6 +83,12 @@ def op(launcher: str, suits: Callable[..., bool] | None = None) -> Callable[[Cal
 def send(x: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to a device; on CUDA without waiting for the copy or for steps in flight."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def describable(x: Tensor) -> bool:
+    """Return whether the address and the strides of a tensor are those of which a tensor descriptor can be made."""
+    *strides, last = x.stride()
+    return last == 1 and all(count % _ALIGNED == 0 for count in (x.data_ptr(), *(x.itemsize * stride for stride in strides)))
 
 
 def by_most(table: Iterable[tuple[float | None, Choice]], count: float | None) -> Choice:

@@ -7,8 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-HOPPER = 90  # compute capability
-ALIGNED = 16  # bytes: what descriptors ask of addresses and strides
 # Copies to shared memory, by threads and by the hardware; Triton 3.6 has the older names.
 copy_by_threads = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

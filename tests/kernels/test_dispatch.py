@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4lite.kernels import dispatch
-from dsv4lite.kernels.dispatch import by_most, capability_of, ceil_div, on_gpu, power_of_2, use_triton
+from dsv4lite.kernels.dispatch import by_most, capability_of, ceil_div, describable, on_gpu, power_of_2, use_triton
 
 META = torch.device("meta")
 
@@ -39,3 +39,10 @@ def test_parts_and_powers_of_two() -> None:
 def test_kernels_give_way_to_gradients() -> None:
     x = torch.zeros(1, device="cuda")
     assert use_triton(x) and not use_triton(x.requires_grad_())
+
+
+def test_descriptors_are_made_of_rows_at_multiples_of_16_bytes() -> None:
+    x = torch.empty(4, 3, 32, dtype=torch.bfloat16)
+    assert describable(x) and describable(x[:, 1:]) and describable(x[..., 8:])
+    assert not describable(x[..., 1:]) and not describable(x[..., ::2])
+    assert not describable(torch.empty(4, 12, dtype=torch.bfloat16))

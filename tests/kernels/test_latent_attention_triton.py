@@ -125,7 +125,7 @@ def test_prefill_agrees(
     monkeypatch.setattr("dsv4lite.kernels.latent_attention._FLOPS_PER_BYTE", 0)  # small layers else are never up-projected
     monkeypatch.setattr("dsv4lite.kernels.latent_attention._LISTED_COST", 1000)
     monkeypatch.setattr("dsv4lite.kernels.latent_attention.prefill_hopper_triton._LEAST_TOKENS", least)
-    monkeypatch.setattr("dsv4lite.kernels.latent_attention.prefill_hopper_triton._LEAST_SHARE", 0)
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention.prefill_hopper_triton._LEAST_MEAN", 0)
     given = inputs(layer, steps, padding=2, top_k=top_k)._replace(any_order=True, chunk_rows=chunk)
     paging = replace(given.paging, host_spans=tuple(given.paging.spans()))
     given = given._replace(paging=paging)
@@ -146,7 +146,7 @@ def test_prefill_agrees(
 def test_rows_of_other_sequences_may_hold_nan(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsv4lite.kernels.latent_attention._FLOPS_PER_BYTE", 0)
     monkeypatch.setattr("dsv4lite.kernels.latent_attention.prefill_hopper_triton._LEAST_TOKENS", 0)
-    monkeypatch.setattr("dsv4lite.kernels.latent_attention.prefill_hopper_triton._LEAST_SHARE", 0)
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention.prefill_hopper_triton._LEAST_MEAN", 0)
     given = inputs(layer, [(0, 70), (3, 66), (3, 40)])._replace(any_order=True)
     given = given._replace(paging=replace(given.paging, host_spans=tuple(given.paging.spans())))
     assert given.projected == [0, 1, 2]

@@ -22,7 +22,7 @@ from dsv4lite.kernels.attention import DECODE_SPLITS, WIDENED_ROWS, AttentionInp
 from dsv4lite.kernels.attention.decode_triton import decode_attention_triton
 from dsv4lite.kernels.attention.merge_triton import added, counts_of, dot_of_halves, merged
 from dsv4lite.kernels.attention.prefill_triton import prefill_attention_triton
-from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div
+from dsv4lite.kernels.dispatch import HOPPER, LARGE_SHARED_MEMORY, capability_of, ceil_div
 from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, UnquantizedRow
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, joined, narrowed, rotated_back, scaled
 
@@ -56,7 +56,7 @@ def tile_for(capability: int) -> Tile:
     if capability not in LARGE_SHARED_MEMORY:
         return Tile(heads=16, rows=32, num_warps=4, num_stages=2)
     # Triton 3.9 removes the whole computation of the wide tile on sm_100.
-    if capability != 90:
+    if capability != HOPPER:
         return Tile(heads=16, rows=64, swap=True, num_warps=4, num_stages=3)
     return WIDE
 
@@ -66,7 +66,7 @@ def unquantized_tile_for(heads: int, row_bytes: int, splits: int, capability: in
     if row_bytes > _ROW_BYTES:
         large = capability in LARGE_SHARED_MEMORY
         return Tile(heads=16, rows=32 if large else 16, num_warps=4, num_stages=2 if large else 1)
-    if heads >= 64 and splits < SMALL_BLOCK_SPLITS and capability == 90:
+    if heads >= 64 and splits < SMALL_BLOCK_SPLITS and capability == HOPPER:
         return Tile(heads=64, rows=64, num_warps=8, num_stages=2)
     return Tile(heads=16, rows=32, num_warps=4, num_stages=2)
 

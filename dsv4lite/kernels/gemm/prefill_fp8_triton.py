@@ -18,10 +18,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from dsv4lite.kernels.dispatch import capability_of, ceil_div, multiprocessors_of
+from dsv4lite.kernels.dispatch import HOPPER, capability_of, ceil_div, describable, multiprocessors_of
 from dsv4lite.kernels.e4m3 import e8m0
 from dsv4lite.kernels.gemm.prefill_triton import place
-from dsv4lite.kernels.hopper import HOPPER, STORED, copy_tile, described
+from dsv4lite.kernels.hopper import STORED, copy_tile, described
 
 _LEAST_ROWS = 2048  # for fewer, encoding descriptors takes the host longer than this kernel saves
 _GROUPED = 8  # tiles of rows that read the same weights one after the other
@@ -110,7 +110,8 @@ def takes_many_fp8(x: Tensor, w: Tensor, scale_of: int) -> bool:
     """Return whether this kernel knows the chip and the sizes, and there are enough rows."""
     (rows, inputs), outs = x.shape, w.shape[0]
     known = x.dtype == torch.float8_e4m3fn and capability_of(x.device) == HOPPER and scale_of == _TILE.value
-    return known and rows >= _LEAST_ROWS and inputs % _TILE.value == 0 and outs % 16 == 0
+    sizes = rows >= _LEAST_ROWS and inputs % _TILE.value == 0 and outs % 16 == 0
+    return known and sizes and describable(x) and describable(w)
 
 
 def many_rows_fp8(x: Tensor, xs: Tensor, w: Tensor, ws: Tensor, out: Tensor) -> None:

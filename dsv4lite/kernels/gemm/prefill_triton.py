@@ -17,12 +17,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dsv4lite.kernels.dispatch import capability_of, ceil_div, multiprocessors_of, on_gpu, power_of_2
+from dsv4lite.kernels.dispatch import capability_of, ceil_div, describable, multiprocessors_of, on_gpu, power_of_2
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows.packed import narrowed
 
 _CHIPS = (90, 100, 103)  # that copy tiles by descriptors and have the shared memory for the tiles below
-_ALIGNED = 16  # bytes: what descriptors ask of addresses and strides
 _GROUPED = 8  # tiles of rows that read the same weights one after the other
 
 
@@ -91,7 +90,7 @@ def _many_rows_kernel(
 def takes_many(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> bool:
     """Return whether descriptors can describe the operands and the result, and the chip has them; the interpreter has."""
     known = not on_gpu(out.device) or capability_of(out.device) in _CHIPS
-    return known and all(_is_aligned(x) for x in (x_MGK, w_GNK, out))
+    return known and all(describable(x) for x in (x_MGK, w_GNK, out))
 
 
 def many_rows(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> None:
@@ -131,11 +130,6 @@ def _tile_for(rows: int, groups: int, outs: int, multiprocessors: int) -> _Tile:
         return ceil_div(_tiles(tile, rows, groups, outs), multiprocessors) * tile.rows * tile.outs / tile.rate
 
     return min(_TILES, key=time)
-
-
-def _is_aligned(x: Tensor) -> bool:
-    first, second, third = x.stride()
-    return third == 1 and all(count % _ALIGNED == 0 for count in (x.data_ptr(), x.itemsize * first, x.itemsize * second))
 
 
 def _tiles(tile: _Tile, rows: int, groups: int, outs: int) -> int:

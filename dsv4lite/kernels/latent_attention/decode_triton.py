@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.attention.merge_triton import dot_of_halves, softmax_step
+from dsv4lite.kernels.attention.merge_triton import LOW, dot_of_halves, softmax_step
 from dsv4lite.kernels.attention.triton import Tile
-from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, on_gpu, power_of_2
+from dsv4lite.kernels.dispatch import HOPPER, LARGE_SHARED_MEMORY, capability_of, ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.e4m3 import e4m3_values
 from dsv4lite.kernels.latent_attention import MOST_HEADS, LatentAttentionInputs
 from dsv4lite.kernels.latent_rows.triton import _row_elements
@@ -49,7 +49,7 @@ def _tile_for(heads: int, fp8: bool, listed: bool, itemsize: int, capability: in
         return Tile(heads=16, rows=32 if large else 16, num_warps=4, num_stages=2 if large else 1)
     if not large:
         return Tile(heads=16, rows=32 if capability == 80 else 16, num_warps=4, num_stages=2)
-    if heads >= MOST_HEADS and capability == 90:
+    if heads >= MOST_HEADS and capability == HOPPER:
         return Tile(heads=MOST_HEADS, rows=64, num_warps=8, num_stages=3 if fp8 and not listed else 2)
     return Tile(heads=16, rows=32, num_warps=4, num_stages=3)  # two programs fit on a multiprocessor
 
@@ -219,7 +219,7 @@ def _merge_kernel(
     column = tl.arange(0, PADDED)[None, :]
     every = tl.arange(0, SPLITS)
     stat = stats + (every * stride + at) * 2
-    peaks = tl.load(stat, mask=every < used, other=-1e30)
+    peaks = tl.load(stat, mask=every < used, other=LOW)
     totals = tl.load(stat + 1, mask=every < used, other=0.0)
     peak = tl.max(peaks)
     total = tl.sum(totals * tl.exp2(peaks - peak))

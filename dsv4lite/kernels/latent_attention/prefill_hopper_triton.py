@@ -20,33 +20,35 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from dsv4lite.kernels.attention.merge_triton import LOW
 from dsv4lite.kernels.counters import counters_of
-from dsv4lite.kernels.dispatch import capability_of, multiprocessors_of
-from dsv4lite.kernels.hopper import ALIGNED, HOPPER, STORED, copy_tile, described
+from dsv4lite.kernels.dispatch import HOPPER, capability_of, describable, multiprocessors_of
+from dsv4lite.kernels.hopper import STORED, copy_tile, described
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs
 from dsv4lite.kernels.rows.packed import LOG2_E
 
+QUERIES = 128  # of a block
 KEYS = 128  # of a piece: rows of a sequence begin at multiples of it in a round
 _LEAST_TOKENS = 1024  # of a step: for fewer, encoding descriptors takes the host longer than this kernel saves
-_LEAST_SHARE = 256  # tokens for each sequence: with fewer, too many rows lie between sequences
+_LEAST_MEAN = 256  # of tokens for each sequence: with fewer, too many rows lie between sequences
 _NOPE, _ROPE, _VALUE = 128, 64, 128
-_QUERIES = gl.constexpr(64)  # of a group of consumer warps; a block has twice as many
+_QUERIES = gl.constexpr(QUERIES // 2)  # of a group of consumer warps
 _KEYS = gl.constexpr(KEYS)
 _STAGES = gl.constexpr(2)
 _OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 
 
 @gluon.jit
-def _block_of(blocks, count, item):
+def _block_of(blocks, num_blocks, item):
     """Return an item's fields of ``Round.blocks``. The last blocks, which see most rows, come first."""
-    block = blocks + (count - 1 - item % count) * 8
+    block = blocks + (num_blocks - 1 - item % num_blocks) * 8
     row, size, position = gl.load(block), gl.load(block + 1), gl.load(block + 2)
-    first, rows, place = gl.load(block + 3), gl.load(block + 4), gl.load(block + 5)
-    return row, size, position, first, rows, place, gl.load(block + 6), gl.load(block + 7)
+    first, count, place = gl.load(block + 3), gl.load(block + 4), gl.load(block + 5)
+    return row, size, position, first, count, place, gl.load(block + 6), gl.load(block + 7)
 
 
 @gluon.jit
-def _load(descriptors, blocks, count, items, taken, buffers, barriers, LATENT: gl.constexpr):
+def _load(descriptors, blocks, num_blocks, items, taken, buffers, barriers, LATENT: gl.constexpr):
     """Producer warp: copy each item's queries and the rows of its pieces as soon as their buffers are free."""
     q_nope, q_rope, projected, rows = descriptors
     q0, q1, k0, k1, v, next_item = buffers
@@ -55,10 +57,10 @@ def _load(descriptors, blocks, count, items, taken, buffers, barriers, LATENT: g
     item_phase = 1
     item = gl.program_id(0)
     while item < items:
-        head = item // count
-        row, size, position, first, seen, place, _goes_on, _complete = _block_of(blocks, count, item)
-        seen = gl.minimum(seen, position + size - first)
-        for piece in range(gl.cdiv(seen, _KEYS)):
+        head = item // num_blocks
+        row, size, position, first, count, place, _goes_on, _complete = _block_of(blocks, num_blocks, item)
+        end = gl.minimum(count, position + size - first)
+        for piece in range(gl.cdiv(end, _KEYS)):
             slot, phase = step % _STAGES, (step // _STAGES & 1) ^ 1
             at = place + piece * _KEYS
             mbarrier.wait(k_empty.index(slot), phase)
@@ -121,7 +123,7 @@ def _selected(logits, words):
 
 @gluon.jit
 def _attend(
-    given, results, count, items, scale, buffers, barriers, PART: gl.constexpr, H: gl.constexpr, SELECTED: gl.constexpr,
+    given, results, num_blocks, items, scale, buffers, barriers, PART: gl.constexpr, H: gl.constexpr, SELECTED: gl.constexpr,
     TURNS: gl.constexpr,
 ):  # fmt: skip
     """Consumer warps: compute half ``PART`` of the queries of every item."""
@@ -138,15 +140,16 @@ def _attend(
     item_phase = 0
     item = gl.program_id(0)
     while item < items:
-        row, size, position, first, seen, _place, goes_on, complete = _block_of(blocks, count, item)
-        pieces = gl.cdiv(gl.minimum(seen, position + size - first), _KEYS)
+        head = item // num_blocks
+        row, size, position, first, count, _place, goes_on, complete = _block_of(blocks, num_blocks, item)
+        pieces = gl.cdiv(gl.minimum(count, position + size - first), _KEYS)
         # Of this half; positions count from the sequence's first row in the round.
         row, size = row.to(gl.int64) + PART * _QUERIES, gl.minimum(size - PART * _QUERIES, _QUERIES)
         position += PART * _QUERIES - first
-        last = gl.expand_dims(gl.minimum(position + i, seen - 1), 1)
-        unmasked = gl.minimum(position + 1, seen) // _KEYS
-        own = gl.where(size > 0, gl.cdiv(gl.maximum(gl.minimum(position + size, seen), 0), _KEYS), 0)
-        acc, peak, total = _sums_so_far(results, (row + i) * H + item // count, i < size, goes_on, LAYOUT)
+        last = gl.expand_dims(gl.minimum(position + i, count - 1), 1)
+        unmasked = gl.minimum(position + 1, count) // _KEYS
+        own = gl.where(size > 0, gl.cdiv(gl.maximum(gl.minimum(position + size, count), 0), _KEYS), 0)
+        acc, peak, total = _sums_so_far(results, (row + i) * H + head, i < size, goes_on, LAYOUT)
         if TURNS:
             c, s = _angles(cos, sin, row, size)
         mbarrier.wait(q_full.index(PART), item_phase)
@@ -187,7 +190,7 @@ def _attend(
             mbarrier.wait(v_full.index(slot), phase)
             mbarrier.arrive(v_empty.index(slot), count=1)
             step += 1
-        _store(results, acc, peak, total, row, size, item // count, complete, H)
+        _store(results, acc, peak, total, row, size, head, complete, H)
         mbarrier.wait(i_full, item_phase)
         item = gl.max(next_item.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
         mbarrier.arrive(i_empty, count=1)
@@ -202,11 +205,11 @@ def _sums_so_far(results, at, here, goes_on, LAYOUT: gl.constexpr):
     if goes_on > 0:
         value = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT)), 0)
         acc = gl.load(parts + gl.expand_dims(at * 128, 1) + value, mask=gl.expand_dims(here, 1), other=0.0)
-        peak = gl.load(stats + at * 2, mask=here, other=-1e30)
+        peak = gl.load(stats + at * 2, mask=here, other=LOW)
         total = gl.load(stats + at * 2 + 1, mask=here, other=0.0)
     else:
         acc = gl.zeros((_QUERIES, 128), gl.float32, LAYOUT)
-        peak = gl.full((_QUERIES,), -1e30, gl.float32, ROW)  # finite, so that a difference of two peaks is not NaN
+        peak = gl.full((_QUERIES,), LOW, gl.float32, ROW)
         total = gl.zeros((_QUERIES,), gl.float32, ROW)
     return acc, peak, total
 
@@ -230,9 +233,9 @@ def _store(results, acc, peak, total, row, size, head, complete, H: gl.constexpr
         gl.store(stats + at * 2 + 1, total, mask=i < size)
 
 
-@gluon.jit(do_not_specialize=["words", "count", "items"])
+@gluon.jit(do_not_specialize=["words", "num_blocks", "items"])
 def _round_kernel(
-    q_nope, q_rope, projected, rows, cos, sin, blocks, bits, out, parts, stats, taken, words, count, items, scale,
+    q_nope, q_rope, projected, rows, cos, sin, blocks, bits, out, parts, stats, taken, words, num_blocks, items, scale,
     H: gl.constexpr, LATENT: gl.constexpr, SELECTED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     q0 = gl.allocate_shared_memory(gl.bfloat16, [2, _QUERIES, 128], _OPERAND)
@@ -266,9 +269,9 @@ def _round_kernel(
     descriptors = (q_nope, q_rope, projected, rows)
     gl.warp_specialize(
         [
-            (_attend, (given, results, count, items, scale, buffers, barriers, 0, H, SELECTED, TURNS)),
-            (_attend, (given, results, count, items, scale, buffers, barriers, 1, H, SELECTED, TURNS)),
-            (_load, (descriptors, blocks, count, items, taken, buffers, barriers, LATENT)),
+            (_attend, (given, results, num_blocks, items, scale, buffers, barriers, 0, H, SELECTED, TURNS)),
+            (_attend, (given, results, num_blocks, items, scale, buffers, barriers, 1, H, SELECTED, TURNS)),
+            (_load, (descriptors, blocks, num_blocks, items, taken, buffers, barriers, LATENT)),
         ],
         [4, 1],  # warps and registers of the second and third function
         [240, 24],
@@ -279,9 +282,8 @@ def takes_round(given: LatentAttentionInputs, sequences: int) -> bool:
     """Return whether this kernel knows the chip and the sizes, and the step is large enough for its number of sequences."""
     q_THC, sizes = given.q_THC, (given.nope, given.rope, given.up_HCL.shape[1] - given.nope)
     known = q_THC.dtype == torch.bfloat16 and sizes == (_NOPE, _ROPE, _VALUE) and capability_of(q_THC.device) == HOPPER
-    strides = q_THC.stride(0), given.up_HCL.shape[2] + _ROPE
-    aligned = q_THC.data_ptr() % ALIGNED == 0 and all(q_THC.itemsize * stride % ALIGNED == 0 for stride in strides)
-    return known and aligned and len(q_THC) >= max(_LEAST_TOKENS, _LEAST_SHARE * sequences)
+    aligned = describable(q_THC) and given.up_HCL.shape[2] % 8 == 0  # rows begin at multiples of 16 bytes
+    return known and aligned and len(q_THC) >= max(_LEAST_TOKENS, _LEAST_MEAN * sequences)
 
 
 def attend_round(

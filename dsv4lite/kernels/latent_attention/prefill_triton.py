@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.attention.merge_triton import softmax_step
+from dsv4lite.kernels.attention.merge_triton import LOW, softmax_step
 from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, on_gpu, power_of_2, send
 from dsv4lite.kernels.gemm import float_linear
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, projected_rows
-from dsv4lite.kernels.latent_attention.prefill_hopper_triton import KEYS, attend_round, takes_round
+from dsv4lite.kernels.latent_attention.prefill_hopper_triton import KEYS, QUERIES, attend_round, takes_round
 from dsv4lite.kernels.rows.packed import LOG2_E, narrowed
 from dsv4lite.kernels.rows.triton import only_if, rotate
 
@@ -199,7 +199,7 @@ def _projected_kernel(
         q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
     again = only_if(goes_on > 0, i < size)
     acc = tl.load(parts + at[:, None] * VALUE + value, mask=again[:, None] & (value < VALUE), other=0.0)
-    peak = tl.load(stats + at * 2, mask=again, other=-1e30)  # finite, so that a difference of two peaks is not NaN
+    peak = tl.load(stats + at * 2, mask=again, other=LOW)
     total = tl.load(stats + at * 2 + 1, mask=again, other=0.0)
     end = tl.minimum(count, position + size - first)
     last = tl.minimum(position + i - first, count - 1)
@@ -240,7 +240,7 @@ def attend_projected(given: LatentAttentionInputs, sequences: Sequence[int], out
     key, value = (max(16, power_of_2(size)) for size in (nope, channels - nope))
     hopper = takes_round(given, len(sequences))
     large = capability_of(device) in LARGE_SHARED_MEMORY and q.element_size() == 2 and key + value <= 256
-    queries, keys, stages = (128, 64, 3) if large else (32 if q.element_size() == 4 else 64, 32, 1 if key + value > 256 else 2)
+    queries, keys, stages = (QUERIES, 64, 3) if large else (32 if q.element_size() == 4 else 64, 32, 1 if key + value > 256 else 2)
     unit = KEYS if hopper else 1
     name = ("rounds", tuple(sequences), heads, channels, queries, unit, given.chunk_rows, given.rows.rows_per_page)
     rounds = given.paging.once(name, lambda: plan_rounds(given, sequences, queries, unit))
@@ -253,13 +253,13 @@ def attend_projected(given: LatentAttentionInputs, sequences: Sequence[int], out
         projected = float_linear(rows[:, :latent], up_HCL.flatten(0, 1), q.dtype)
         if hopper:
             attend_round(given, projected, rows, blocks, bits_TW, (out_THV, parts, stats))
-            continue
-        _projected_kernel[(len(blocks), heads)](
-            q, *given.angles(), projected, rows, blocks, bits_TW, out_THV, parts, stats, q.stride(0), bits_TW.stride(0),
-            given.scale * LOG2_E,
-            H=heads, NOPE=nope, ROPE=given.rope, VALUE=channels - nope, LATENT=latent, KEY=key,
-            TAIL=max(16, power_of_2(given.rope)), OUT=value, QUERIES=queries, KEYS=keys, STAGES=stages,
-            SELECTED=selects, TURNS=given.cos is not None, GPU=on_gpu(device), num_warps=8 if large else 4, num_stages=1,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+        else:
+            _projected_kernel[(len(blocks), heads)](
+                q, *given.angles(), projected, rows, blocks, bits_TW, out_THV, parts, stats, q.stride(0), bits_TW.stride(0),
+                given.scale * LOG2_E,
+                H=heads, NOPE=nope, ROPE=given.rope, VALUE=channels - nope, LATENT=latent, KEY=key,
+                TAIL=max(16, power_of_2(given.rope)), OUT=value, QUERIES=queries, KEYS=keys, STAGES=stages,
+                SELECTED=selects, TURNS=given.cos is not None, GPU=on_gpu(device), num_warps=8 if large else 4, num_stages=1,
+                enable_fp_fusion=True,
+            )  # fmt: skip
         del rows, projected
