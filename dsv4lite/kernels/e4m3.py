@@ -31,8 +31,14 @@ def e8m0(byte):
 @triton.jit
 def fp8_scale_bits(y):
     """Return the float32 bits of the scale of each row of ``y``, float32 [rows, group]: int32 [rows]."""
+    return fp8_scale_bits_of(tl.max(tl.abs(y), 1))
+
+
+@triton.jit
+def fp8_scale_bits_of(largest):
+    """Return the float32 bits of the scales of groups whose largest magnitudes are ``largest``: int32."""
     # scale_bits(y.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR), FP8_MAX)
-    amax = tl.maximum(tl.max(tl.abs(y), 1), 1e-4)
+    amax = tl.maximum(largest, 1e-4)
     return ((amax * (1.0 / 448.0)).to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
 
 

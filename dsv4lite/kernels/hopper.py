@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
@@ -23,6 +25,6 @@ STORED = gl.constexpr(
 )
 
 
-def described(x: Tensor, rows: int, columns: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
-    """Return the descriptor of a matrix, of which tiles [rows, columns] are copied to shared memory in a layout."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
+def described(x: Tensor, tile: Sequence[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+    """Return the descriptor of a tensor, of which parts of size ``tile`` are copied to shared memory in a layout."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(tile), layout)

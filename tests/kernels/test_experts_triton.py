@@ -25,8 +25,9 @@ from tests.kernels.test_experts import matrix
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels.experts import grouping_triton
+from dsv4lite.kernels.experts import grouping_triton, prefill_fp8_triton
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, Groups, group_triton, max_blocks
+from dsv4lite.kernels.experts.prefill_fp8_triton import takes_blocks
 from dsv4lite.kernels.experts.triton import BLOCKS, DECODE_BLOCKS, block_for, combine_triton, experts_outputs_triton
 from dsv4lite.kernels.experts.unquantized_triton import UNQUANTIZED_BLOCKS
 
@@ -120,6 +121,38 @@ def test_kernels_agree_with_the_reference_for_many_tokens(tokens: int, fp4: bool
     w13, w2 = experts(64, 2048, 1024, fp4=fp4)
     given = inputs(tokens, 2048, 64, 6)
     assert_close(forward(*given, w13, w2, LIMIT), forward_ref(*given, w13, w2, LIMIT))
+
+
+@pytest.mark.skipif(not ON_GPU or torch.cuda.get_device_capability() != (9, 0), reason="the kernels are for Hopper")
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "count", "hidden", "width", "top_k"),
+    [(640, 16, 1024, 384, 4), (700, 8, 7168, 2048, 4), (4096, 64, 2048, 512, 6), (200, 5, 256, 128, 2), (3, 5, 256, 128, 2)],
+)
+def test_blocks_on_hopper_have_the_bits_of_any_chip(
+    tokens: int, count: int, hidden: int, width: int, top_k: int, partial: bool
+) -> None:
+    """``outputs_of_blocks``, for all pairs that have an expert, for none, and for all with one expert."""
+    codes, scales, chosen, weights = inputs(tokens, hidden, count, top_k)
+    chosen = torch.where(weights < 0.2, count, chosen).sort(-1).values  # some have no expert
+    small, large = BLOCKS[-2][1], BLOCKS[-1][1]
+    for slots in (chosen, torch.full_like(chosen, count), torch.full_like(chosen, count - 1)):
+        given = ExpertInputs(codes, scales, slots, weights, *experts(count, hidden, width, fp4=False), LIMIT, partial)
+        assert takes_blocks(given, large.rows) and not takes_blocks(given, small.rows)
+        got, wanted = (experts_outputs_triton(given, block=block)[slots < count] for block in (large, small))
+        assert got.isfinite().all() and torch.equal(got, wanted)
+
+
+def test_other_sizes_formats_and_chips_take_the_kernels_for_any_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ExpertInputs(*inputs(3, 256, 4, 2), *experts(4, 256, 128, fp4=False), LIMIT)
+    others = [
+        given._replace(w13=w13, w2=w2)
+        for w13, w2 in (experts(4, 256, 128, fp4=True), experts(4, 384, 128, fp4=False), (given.w13, given.w2))
+    ]
+    for capability in (80, 89, 90, 100, 120):
+        monkeypatch.setattr(prefill_fp8_triton, "capability_of", lambda device, capability=capability: capability)
+        assert [takes_blocks(one, 64) for one in others] == [False, False, capability == 90]
+        assert not takes_blocks(given, 32)
 
 
 @pytest.fixture(scope="module")
@@ -331,6 +364,9 @@ def test_every_pair_has_one_place_among_those_of_its_expert(
     pairs = order[found].long()
     assert sorted(pairs.tolist()) == (chosen.flatten() < count).nonzero().flatten().tolist()
     assert torch.equal(chosen.flatten()[pairs], owner.long()[:, None].expand_as(order)[found])
+    for block, (first, mine) in enumerate(groups.block_span[:blocks].tolist()):
+        same = (owner == owner[block]).nonzero().flatten().tolist()
+        assert same == list(range(first, first + mine))
     if quantized:
         assert torch.equal(words.transpose(1, 2)[found], scales[pairs // top_k].int() << 23)
         assert not groups.arrivals[:blocks].any()

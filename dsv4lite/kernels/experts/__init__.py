@@ -19,15 +19,18 @@ FP4 on tensor cores: the kernels widen FP4 numbers to e5m2, whose exponents have
 each number by its group's scale relative to the scale of the row, so sums over groups need no scales. A group whose scale is less
 than 2^-26 of the largest in its row is rounded when the matrix is stored, by at most 2^-28 of that scale; other groups are exact.
 
-Memory layout of weights ("tiles"): a matrix [N, K] is cut into tiles of 64 rows x 128 columns. A tile is two (FP4) or four (FP8)
-pieces of 2048 bytes, each [4, 8, 4, 2, 2, 4]. A piece has 16 bytes for each of 128 threads: the four 32-bit operands that a thread
-passes to a tensor core for 64 x 32 codes. So tiles are read in whole cache lines, and no byte moves between threads. The address
-bits of a byte in a piece are, from the highest: row 5-4, row 2-0, column 3-2, column 4, row 3, column 1-0. A 32-bit word of FP4
-holds eight codes: of columns j to j + 3 and of j + 32 to j + 35 of the piece's 64, j < 32. The lower three bits of nibble i are the
-magnitude of code i, so that four magnitudes at a time select bytes of a table. Bit 7 of byte i is the sign of code i, bit 3 that of
-code i + 4. Each row of a tile has one 32-bit word of scales. For FP8 it is a float32. For FP4 it is a byte for each group of 32:
-bits 6-2 are the group's exponent minus that of the row, 1 to 27; bits 1-0 are two bits of the row's exponent, an e8m0 byte whose
-lowest bits are in the first byte. In ``w13``, rows with row bit 3 clear are those of w1 (gate), the others those of w3 (up).
+Memory layout of weights ("tiles"): a matrix [N, K] is cut into tiles of 64 rows x 128 columns, so that kernels read whole cache
+lines. In ``w13``, rows with row bit 3 clear are those of w1 (gate), the others those of w3 (up).
+
+A tile of FP8 has its rows one after the other, and two float32 scales: of the rows whose row bit 3 is clear, and of the others.
+
+A tile of FP4 is two pieces of 2048 bytes, each [4, 8, 4, 2, 2, 4]. A piece has 16 bytes for each of 128 threads: the four 32-bit
+operands that a thread passes to a tensor core for 64 x 32 codes, so no byte moves between threads. The address bits of a byte in a
+piece are, from the highest: row 5-4, row 2-0, column 3-2, column 4, row 3, column 1-0. A 32-bit word holds eight codes: of columns
+j to j + 3 and of j + 32 to j + 35 of the piece's 64, j < 32. The lower three bits of nibble i are the magnitude of code i, so that
+four magnitudes at a time select bytes of a table. Bit 7 of byte i is the sign of code i, bit 3 that of code i + 4. Each row has one
+32-bit word of scales, with a byte for each group of 32: bits 6-2 are the group's exponent minus that of the row, 1 to 27; bits 1-0
+are two bits of the row's exponent, an e8m0 byte whose lowest bits are in the first byte.
 """
 
 from __future__ import annotations
@@ -57,8 +60,7 @@ from dsv4lite.kernels.swiglu import swiglu
 
 TILE_ROWS, TILE_COLUMNS = 64, 128
 HALF_ROWS = TILE_ROWS // 2
-_PIECE = 2048
-_FP4_BYTES, _FP8_BYTES = 2 * _PIECE, 4 * _PIECE
+_FP4_BYTES, _FP8_BYTES = TILE_ROWS * TILE_COLUMNS // 2, TILE_ROWS * TILE_COLUMNS
 _MOST_EXPONENT = 27  # largest exponent of a group's scale minus that of its row; the smallest is 1
 
 
@@ -68,7 +70,7 @@ class Tiles:
 
     Attributes:
         codes: uint8 [E, N / 64, K / 128, 4096] of FP4, or [..., 8192] of FP8.
-        scales: int32 [E, N / 64, K / 128, 64].
+        scales: Of FP4 words, int32 [E, N / 64, K / 128, 64]; of FP8 the bits of float32, int32 [E, N / 64, K / 128, 2].
     """
 
     codes: Tensor
@@ -79,7 +81,7 @@ class Tiles:
         """Return the shapes of codes and scales."""
         assert rows % TILE_ROWS == 0 and columns % TILE_COLUMNS == 0, (rows, columns)
         tiles = (count, rows // TILE_ROWS, columns // TILE_COLUMNS)
-        return (*tiles, _FP4_BYTES if fp4 else _FP8_BYTES), (*tiles, TILE_ROWS)
+        return (*tiles, _FP4_BYTES if fp4 else _FP8_BYTES), (*tiles, TILE_ROWS if fp4 else 2)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -131,39 +133,46 @@ def store_matrix(codes: Tensor, words: Tensor, weight: Tensor, scale: Tensor, ha
         codes, words: One matrix of ``Tiles.codes`` and of ``Tiles.scales``; written.
         weight, scale, half: See ``Tiles.store``.
     """
-    fp4 = codes.shape[-1] == _FP4_BYTES
-    if fp4:
-        numbers, scales = _fit_scales(unpack_fp4(weight), scale.view(torch.uint8))
-    else:
-        rows = e8m0_to_float(scale).repeat_interleave(128, 0)[: weight.shape[0]]
-        numbers, scales = weight.view(torch.uint8), rows.contiguous().view(torch.int32)
-    parts = [(numbers, scales)] if half is not None else zip(_split_halves(numbers), _split_halves(scales), strict=True)
-    for bit, (part, part_scales) in enumerate(parts, half or 0):
+    if codes.shape[-1] == _FP8_BYTES:
+        numbers, size = weight.view(torch.uint8), TILE_ROWS if half is None else HALF_ROWS
+        of_tiles = e8m0_to_float(scale).view(torch.int32).repeat_interleave(FP8_GROUP // size, 0)[: len(codes)]
+        for bit, part in enumerate([numbers] if half is not None else _split_halves(numbers), half or 0):
+            rows = _fp8_rows(codes, bit)
+            rows.copy_(part.view(rows.shape))
+            words[..., bit] = of_tiles
+        return
+    numbers, scales = _fit_scales(unpack_fp4(weight), scale.view(torch.uint8))
+    pairs = [(numbers, scales)] if half is not None else zip(_split_halves(numbers), _split_halves(scales), strict=True)
+    for bit, (part, part_scales) in enumerate(pairs, half or 0):
         tile_codes, tile_words = _tile_views(codes, words)
-        if fp4:
-            eight = part.unflatten(-1, (-1, 2, 8, 4)).transpose(-3, -2)  # [N, K / 64, 8, 2, 4]
-            first, second = (eight & 8).unbind(-2)
-            part = (pack_fp4(eight.flatten(-2) & 7) | first << 4 | second).flatten(1)
+        eight = part.unflatten(-1, (-1, 2, 8, 4)).transpose(-3, -2)  # [N, K / 64, 8, 2, 4]
+        first, second = (eight & 8).unbind(-2)
+        part = (pack_fp4(eight.flatten(-2) & 7) | first << 4 | second).flatten(1)
         tiles, chunks, pieces = tile_codes.shape[:3]
         tile_codes[..., bit, :] = part.view(tiles, 4, 8, chunks, pieces, 2, 4, 4).permute(0, 3, 4, 1, 2, 6, 5, 7)
         tile_words[..., bit, :] = part_scales.view(tiles, 4, 8, chunks).permute(0, 3, 1, 2)
 
 
 def _tile_views(codes: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of a matrix: codes [tiles, chunks, P, 4, 8, 4, 2, 2 halves, 4], scales [tiles, chunks, 4, 2 halves, 8]."""
-    return codes.unflatten(-1, (-1, 4, 8, 4, 2, 2, 4)), words.unflatten(-1, (4, 2, 8))
+    """Return views of an FP4 matrix: codes [tiles, chunks, 2, 4, 8, 4, 2, 2 halves, 4], scales [tiles, chunks, 4, 2 halves, 8]."""
+    return codes.unflatten(-1, (2, 4, 8, 4, 2, 2, 4)), words.unflatten(-1, (4, 2, 8))
+
+
+def _fp8_rows(codes: Tensor, half: int) -> Tensor:
+    """Return a view of half of the rows of a matrix of FP8, [tiles, 4, 8, chunks, 128]."""
+    rows: Tensor = codes.unflatten(-1, (4, 2, 8, TILE_COLUMNS))[..., half, :, :]
+    return rows.permute(0, 2, 3, 1, 4)
 
 
 def _load_half(codes: Tensor, words: Tensor, half: int) -> tuple[Tensor, Tensor]:
     """Return half of the rows: codes, one per byte, uint8 [N / 2, K], and words of scales, int32 [N / 2, K / 128]."""
+    if codes.shape[-1] == _FP8_BYTES:
+        return _fp8_rows(codes, half).flatten(3).flatten(0, 2), words[..., half].repeat_interleave(HALF_ROWS, 0)
     tile_codes, scales = _tile_views(codes, words)
-    rows = tile_codes[..., half, :].permute(0, 3, 4, 1, 2, 6, 5, 7).flatten(3).flatten(0, 2)
-    if codes.shape[-1] == _FP4_BYTES:
-        bytes_ = rows.unflatten(-1, (-1, 8, 4))
-        signs = torch.stack([bytes_ >> 4 & 8, bytes_ & 8], -2)  # [N / 2, K / 64, 8, 2, 4]
-        eight = unpack_fp4(bytes_ & 0x77).view(signs.shape) | signs
-        rows = eight.transpose(-3, -2).flatten(1)
-    return rows, scales[..., half, :].permute(0, 2, 3, 1).flatten(0, 2).contiguous()
+    bytes_ = tile_codes[..., half, :].permute(0, 3, 4, 1, 2, 6, 5, 7).flatten(3).flatten(0, 2).unflatten(-1, (-1, 8, 4))
+    signs = torch.stack([bytes_ >> 4 & 8, bytes_ & 8], -2)  # [N / 2, K / 64, 8, 2, 4]
+    eight = unpack_fp4(bytes_ & 0x77).view(signs.shape) | signs
+    return eight.transpose(-3, -2).flatten(1), scales[..., half, :].permute(0, 2, 3, 1).flatten(0, 2).contiguous()
 
 
 def scale_words(scale: Tensor, base: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def _list_pairs(chosen, block_pairs, first, mine, expert, pairs, ROWS: tl.conste
 
 @triton.jit(do_not_specialize=["pairs"])
 def _group_kernel(
-    chosen, counts, x_scales, block_pairs, block_expert, num_blocks, arrivals, x_words, pairs,
+    chosen, counts, x_scales, block_pairs, block_expert, block_span, num_blocks, arrivals, x_words, pairs,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_TILE: tl.constexpr,
     GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, COUNTED: tl.constexpr,
     SCALED: tl.constexpr,
@@ -115,6 +115,8 @@ def _group_kernel(
         for block in range(mine):
             number = (first + block).to(tl.int64)
             tl.store(block_expert + number, expert)
+            tl.store(block_span + number * 2, first)
+            tl.store(block_span + number * 2 + 1, mine)
             if SCALED:
                 tl.store(arrivals + number * GROUPS + group, tl.zeros((GROUPS_TILE,), tl.int32), mask=group < GROUPS)
                 pair = tl.load(block_pairs + number * ROWS + row)
@@ -133,6 +135,7 @@ class Groups:
         pairs: Number of pairs of token and expert.
         block_pairs: Pairs of each block, int32 [blocks, rows]; the value ``pairs`` marks an unused row.
         block_expert, num_blocks: Expert of each block [blocks], and number of used blocks [1].
+        block_span: First block and number of blocks of each block's expert, [blocks, 2]; not written with ``by_token``.
         arrivals: For quantized experts, programs that have written their part of 128 columns of ``u``, [blocks, I / 128].
         x_words: Float32 bits of the inputs' scales, int32: by block [blocks, D / 128, rows], or by token [T, D / 128].
     """
@@ -140,6 +143,7 @@ class Groups:
     pairs: int
     block_pairs: Tensor
     block_expert: Tensor
+    block_span: Tensor
     num_blocks: Tensor
     arrivals: Tensor
     x_words: Tensor
@@ -156,6 +160,7 @@ class Groups:
             pairs=pairs,
             block_pairs=empty(most, rows),
             block_expert=empty(most),
+            block_span=empty(most, 2),
             num_blocks=empty(1),
             arrivals=empty(most, groups),
             x_words=empty(tokens, columns) if by_token else empty(most, columns, rows),
@@ -195,6 +200,7 @@ def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups
         slots_TK if x_scales is None else x_scales,
         groups.block_pairs,
         groups.block_expert,
+        groups.block_span,
         groups.num_blocks,
         groups.arrivals,
         groups.x_words,

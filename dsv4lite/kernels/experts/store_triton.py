@@ -25,11 +25,7 @@ def _store_tiles_kernel(
         row = tile.to(tl.int64) * 32 + i
     chunk = tl.program_id(1)
     at = tile.to(tl.int64) * CHUNKS + chunk
-    words += at * 64 + (i >> 3) * 16 + half * 8 + (i & 7)
-    # Address bits of a 32-bit word in a piece: row 5-4, row 2-0, column 3-2, column 4, half. ``q`` has those of the columns.
-    q = tl.arange(0, 16 if FP4 else 32)[None, :]
-    piece, column = q >> 3, (q & 1) * 16 + (q >> 1 & 3) * 4
-    codes += at * (1024 if FP4 else 2048) + (i * 16 + half)[:, None] + piece * 512 + (q & 7) * 2
+    place_of_row = (i >> 3) * 16 + half * 8 + (i & 7)
     if FP4:
         # Reference: _fit_scales, scale_words
         group = tl.arange(0, GROUPS)[None, :]
@@ -38,7 +34,11 @@ def _store_tiles_kernel(
         base = tl.maximum(largest - 27, 0)[:, None]
         four = tl.arange(0, 4)[None, :]
         kept = tl.maximum(tl.load(scale + chunk * 4 + four).to(tl.int32), base + 1)
-        tl.store(words, tl.sum(((kept - base) << 2 | (base >> (four * 2) & 3)) << (four * 8), 1))
+        tl.store(words + at * 64 + place_of_row, tl.sum(((kept - base) << 2 | (base >> (four * 2) & 3)) << (four * 8), 1))
+        # Address bits of a 32-bit word in a piece: row 5-4, row 2-0, column 3-2, column 4, half. ``q`` has those of the columns.
+        q = tl.arange(0, 16)[None, :]
+        piece, column = q >> 3, (q & 1) * 16 + (q >> 1 & 3) * 4
+        codes += at * 1024 + (i * 16 + half)[:, None] + piece * 512 + (q & 7) * 2
         n = tl.arange(0, 8)[None, None, :]
         place = (column + piece * 64)[:, :, None] + (n >> 2) * 32 + (n & 3)
         packed = tl.load(weight + row[:, None, None] * (CHUNKS * 64) + chunk * 64 + (place >> 1)).to(tl.int32)
@@ -55,8 +55,10 @@ def _store_tiles_kernel(
         sign = (code >> 3 & 1) << ((n & 3) * 8 + tl.where(n < 4, 7, 3))
         tl.store(codes, tl.sum(m << (n * 4) | sign, 2))
     else:
-        tl.store(codes, tl.load(weight + row[:, None] * (CHUNKS * 32) + chunk * 32 + piece * 8 + (column >> 2)))
-        tl.store(words, tl.load(scale + (row >> 7) * CHUNKS + chunk))
+        word = tl.arange(0, 32)[None, :]
+        numbers = tl.load(weight + row[:, None] * (CHUNKS * 32) + chunk * 32 + word)
+        tl.store(codes + at * 2048 + place_of_row[:, None] * 32 + word, numbers)
+        tl.store(words + at * 2 + half, tl.load(scale + tl.min(row >> 7) * CHUNKS + chunk))
 
 
 def store_matrix_triton(codes: Tensor, words: Tensor, weight: Tensor, scale: Tensor, half: int | None) -> None:

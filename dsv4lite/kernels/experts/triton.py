@@ -23,12 +23,13 @@ from dsv4lite.kernels.dispatch import by_most, ceil_div
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
 from dsv4lite.kernels.experts import HALF_ROWS, TILE_ROWS, ExpertInputs, ExpertSum, Tiles
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
+from dsv4lite.kernels.experts.prefill_fp8_triton import outputs_of_blocks, takes_blocks
 from dsv4lite.kernels.experts.unquantized_triton import unquantized_outputs_triton
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.four_bit.triton import four_bit_outputs_triton
 from dsv4lite.kernels.pdl import let_successor_in
 from dsv4lite.kernels.quantize import FP8_GROUP
-from dsv4lite.kernels.widen_triton import place, side_by_side, widen_fp4, widen_fp8
+from dsv4lite.kernels.widen_triton import side_by_side, widen_fp4, widen_fp8
 
 _SUM_BLOCK = 1024
 
@@ -69,6 +70,7 @@ def _tile_product(
     words,
     codes,
     scales,
+    tile,
     CHUNKS: tl.constexpr,
     ROWS: tl.constexpr,
     WORD_STEP: tl.constexpr,
@@ -84,32 +86,37 @@ def _tile_product(
         x: Pointers to the first 128 columns of the inputs, [128, rows].
         valid: Which rows are used.
         words: Pointers to the bits of the inputs' scales, [rows]; those of the next 128 columns lie ``WORD_STEP`` further.
-        codes, scales: Pointers to the first chunk of the tiles, [TILES, 2048] and [TILES, 64].
+        codes, scales: Of the stack of matrices.
+        tile: The first tile's number in the stack.
     """
-    BYTES: tl.constexpr = 4096 if FP4 else 8192
     EXPONENT: tl.constexpr = (14 if FP4 else 0) + (0 if NATIVE else 8 if FP4 else 16)  # of 2 that widened operands lack
-    bits = tl.reshape(tl.load(scales), (TILES * 64,))
-    base = bits & 3 | (bits >> 6) & 0xC | (bits >> 12) & 0x30 | (bits >> 18) & 0xC0
+    if FP4:
+        tiles = tile + tl.arange(0, TILES) * CHUNKS
+        codes += tiles[:, None] * 4096 + tl.arange(0, 2048)[None, :]
+        scales += tiles[:, None] * 64 + tl.arange(0, 64)[None, :]
+        bits = tl.reshape(tl.load(scales), (TILES * 64,))
+        base = bits & 3 | (bits >> 6) & 0xC | (bits >> 12) & 0x30 | (bits >> 18) & 0xC0
+    else:
+        i = tl.arange(0, TILES * 64)
+        tiles = tile + (i >> 6) * CHUNKS
+        codes += (tiles * 8192 + (i & 63) * 128)[:, None] + tl.arange(0, 128)[None, :]
+        scales += tiles * 2 + (i >> 3 & 1)
     acc = tl.zeros((TILES * 64, ROWS), tl.float32)
     for c in tl.range(0, CHUNKS, num_stages=STAGES, loop_unroll_factor=UNROLL):
         unit = tl.load(words + c * WORD_STEP).to(tl.float32, bitcast=True)
-        s = tl.reshape(tl.load(scales + c * 64), (TILES * 64,))
         numbers = _inputs(x + c * 128, valid, NATIVE)
-        codes_c = codes + c * BYTES
         if FP4:
-            s &= 0x7C7C7C7C
+            codes_c = codes + c * 4096
+            s = tl.reshape(tl.load(scales + c * 64), (TILES * 64,)) & 0x7C7C7C7C
             w = side_by_side(
                 widen_fp4(tl.load(codes_c), s & 255, (s >> 8) & 255, TILES, NATIVE),
                 widen_fp4(tl.load(codes_c + 2048), (s >> 16) & 255, s >> 24, TILES, NATIVE),
             )
-            part = tl.dot(w, numbers)
+            acc += tl.dot(w, numbers) * unit[None, :]
         else:
-            w = side_by_side(
-                side_by_side(place(tl.load(codes_c), TILES), place(tl.load(codes_c + 2048), TILES)),
-                side_by_side(place(tl.load(codes_c + 4096), TILES), place(tl.load(codes_c + 6144), TILES)),
-            )
-            part = tl.dot(widen_fp8(w, NATIVE), numbers) * s.to(tl.float32, bitcast=True)[:, None]
-        acc += part * unit[None, :]
+            s = tl.load(scales + c * 2).to(tl.float32, bitcast=True)
+            part = tl.dot(widen_fp8(tl.load(codes + c * 8192), NATIVE), numbers)
+            acc += part * (s[:, None] * unit[None, :])
     if FP4:
         acc *= ((base + EXPONENT) << 23).to(tl.float32, bitcast=True)[:, None]
     else:
@@ -160,16 +167,16 @@ def gate_up_tile(
         pair = tl.where(valid, pair, 0)
         token = pair // TOP_K
         words = x_words + (token * CHUNKS if BY_TOKEN else block * (CHUNKS * ROWS) + row)
-        tile = (expert * (WIDTH // 32) + program * TILES + tl.arange(0, TILES)) * CHUNKS
-        BYTES: tl.constexpr = 4096 if FP4 else 8192
+        tile = (expert * (WIDTH // 32) + program * TILES) * CHUNKS
         # Reference: gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
         both = to_bf16(
             _tile_product(
                 x + token[None, :] * HIDDEN + tl.arange(0, 128)[:, None],
                 valid,
                 words,
-                codes + tile[:, None] * BYTES + tl.arange(0, 2048)[None, :],
-                scales + tile[:, None] * 64 + tl.arange(0, 64)[None, :],
+                codes,
+                scales,
+                tile,
                 CHUNKS,
                 ROWS,
                 1 if BY_TOKEN else ROWS,
@@ -215,8 +222,7 @@ def down_tile(
     if block < count:
         valid = pair < pairs
         pair = tl.where(valid, pair, 0)
-        tile = (expert * (HIDDEN // 64) + program * TILES) * CHUNKS + tl.arange(0, TILES) * CHUNKS
-        BYTES: tl.constexpr = 4096 if FP4 else 8192
+        tile = (expert * (HIDDEN // 64) + program * TILES) * CHUNKS
         if done is not None:
             counted = tl.atomic_add(done + block, 0, sem="acquire", scope="gpu")  # a load with acquire semantics
             while counted < CHUNKS:
@@ -226,8 +232,9 @@ def down_tile(
             u_codes + pair[None, :] * WIDTH + tl.arange(0, 128)[:, None],
             valid,
             u_words + block * (CHUNKS * ROWS) + row,
-            codes + tile[:, None] * BYTES + tl.arange(0, 2048)[None, :],
-            scales + tile[:, None] * 64 + tl.arange(0, 64)[None, :],
+            codes,
+            scales,
+            tile,
             CHUNKS,
             ROWS,
             ROWS,
@@ -377,6 +384,8 @@ def experts_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None = N
     work = Work.allocate(tokens, top_k, w2, block)
     groups, u_codes = work.groups, work.empty_rows(width, torch.uint8)
     group_triton(given.slots_TK, given.x_scales, experts, groups)
+    if takes_blocks(given, work.block.rows):
+        return outputs_of_blocks(given, groups, u_codes, work.u_words).view(shape)
     arguments = work.gate_up_arguments(given.x, given.weight_TK, w13, given.limit, u_codes)
     gate_up_tile[(work.gate_up_programs,)](*arguments, TOP_K=top_k, BY_TOKEN=False, **work.constants(w13))
     del arguments  # frees ``u``, so that ``y`` can reuse its memory

@@ -119,6 +119,6 @@ def many_rows_fp8(x: Tensor, xs: Tensor, w: Tensor, ws: Tensor, out: Tensor) -> 
     (rows, inputs), outs, tile = x.shape, w.shape[0], _TILE.value
     programs = min(ceil_div(rows, tile) * ceil_div(outs, tile), multiprocessors_of(x.device))
     _many_rows_fp8_kernel[(programs,)](
-        described(x, tile // 2, tile, _OPERAND.value), xs, described(w, tile, tile, _OPERAND.value), ws, out, rows, outs,
+        described(x, (tile // 2, tile), _OPERAND.value), xs, described(w, (tile, tile), _OPERAND.value), ws, out, rows, outs,
         inputs // tile, GROUPED=_GROUPED, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -304,8 +304,8 @@ def attend_round(
     q_TC = q_THC.as_strided((len(q_THC), heads * (_NOPE + _ROPE)), (q_THC.stride(0), 1))
     items, operand = len(blocks_B8) * heads, _OPERAND.value
     _round_kernel[(min(items, multiprocessors_of(q_THC.device)),)](
-        described(q_TC, _QUERIES.value, _NOPE, operand), described(q_TC, _QUERIES.value, _ROPE, operand),
-        described(projected_RC, KEYS, _VALUE, operand), described(rows_RC, KEYS, _ROPE, operand),
+        described(q_TC, (_QUERIES.value, _NOPE), operand), described(q_TC, (_QUERIES.value, _ROPE), operand),
+        described(projected_RC, (KEYS, _VALUE), operand), described(rows_RC, (KEYS, _ROPE), operand),
         *given.angles(), blocks_B8, bits_TW, *results, counters_of(q_THC.device), bits_TW.stride(0) // 4, len(blocks_B8), items,
         given.scale * LOG2_E, H=heads, LATENT=latent, SELECTED=given.selected_TK is not None, TURNS=given.cos is not None,
         num_warps=4, enable_fp_fusion=True,

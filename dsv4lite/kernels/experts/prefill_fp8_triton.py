@@ -1,0 +1,318 @@
+"""Products of experts of FP8 on Hopper, for blocks of 64 rows.
+
+The kernels are warp-specialized, and therefore written in Gluon. Four producer warps copy blocks of rows, which lie anywhere, and
+let the hardware copy tiles of weights, several chunks of 128 inputs ahead. Two groups of four consumer warps have the same rows and
+two tiles of weights each: while one adds up the product of a chunk by its scales, the other one's keeps the tensor cores busy.
+
+An item is one block x four tiles. In the first product these are 128 columns of ``u``, which share scales: each group tells the
+other one the largest numbers of its half. Items of an expert follow each other, first those of the same tiles, and a program takes
+the next item that no program has. So tiles that are read from memory once are then found in L2; programs that take every 132nd item
+drift apart, and read them up to three times.
+
+The bits are those of ``triton.py``. Producers and consumers each count chunks (``step``): the count says which buffer is next, and
+which phase of its barriers to wait for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dsv4lite.kernels.counters import counters_of
+from dsv4lite.kernels.dispatch import HOPPER, capability_of, multiprocessors_of
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits_of, fp8_scaled
+from dsv4lite.kernels.experts import TILE_COLUMNS, TILE_ROWS, ExpertInputs, Tiles
+from dsv4lite.kernels.experts.grouping_triton import Groups
+from dsv4lite.kernels.hopper import STORED, copy_by_threads, copy_tile, described
+
+ROWS = 64  # of a block
+_ROWS = gl.constexpr(ROWS)
+_STAGES = gl.constexpr(5)
+_OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 8, rank=2))
+_TILES = gl.constexpr(gl.NVMMASharedLayout(128, 8, rank=3))
+# How four warps store codes [64, 64]: a thread has 16 side by side. From the layout of products, codes change threads within their
+# warp only.
+_CODES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]],
+        lane_bases=[[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 64],
+    )
+)
+
+
+@gluon.jit
+def _place(item, groups, per_block):
+    """Return an item's block, its tiles by the number of fours before them in the matrix, and its expert."""
+    _block_pairs, block_expert, block_span, _num_blocks = groups
+    any_block = item // per_block  # of the expert
+    first, count = gl.load(block_span + any_block * 2), gl.load(block_span + any_block * 2 + 1)
+    item -= first * per_block
+    return first + item % count, item // count, gl.load(block_expert + any_block)
+
+
+@gluon.jit
+def _load(x, x_words, w, scales, taken, groups, pairs, chunks, per_block, buffers, barriers, TOP_K: gl.constexpr):
+    """Producer warps: copy each item's rows and tiles, with their scales, as soon as their buffers are free."""
+    block_pairs, _block_expert, _block_span, num_blocks = groups
+    rows, words, tiles, of_tiles, next_item = buffers
+    full, empty, i_full, i_empty = barriers
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    word = gl.arange(0, _ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    OF_TILES: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [4, 1], [1, 0])
+    below = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, OF_TILES)), 1) * (chunks * 2)
+    below += gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(0, OF_TILES)), 0)
+    items = gl.load(num_blocks) * per_block
+    step = 0
+    item_phase = 1
+    item = gl.program_id(0)
+    while item < items:
+        block, four, expert = _place(item, groups, per_block)
+        of_rows = x_words + block.to(gl.int64) * (chunks * _ROWS) + word
+        pair = gl.load(block_pairs + block * _ROWS + row)
+        pair = gl.where(pair < pairs, pair, 0)  # results of unused rows are not stored
+        at = x + gl.expand_dims((pair // TOP_K).to(gl.int64) * (chunks * 128), 1) + column
+        tile = (expert * per_block + four) * 4
+        of_four = scales + tile.to(gl.int64) * (chunks * 2) + below
+        for chunk in range(chunks):
+            slot = step % _STAGES
+            mbarrier.wait(empty.index(slot), (step // _STAGES & 1) ^ 1)
+            mbarrier.expect(full.index(slot), 4 * 64 * 128)
+            for part in gl.static_range(2):
+                copy_tile(w, [tile + 2 * part, chunk * 64, 0], full.index(slot), tiles.index(2 * slot + part))
+            copy_by_threads(rows.index(slot), at + chunk * 128)
+            copy_by_threads(words.index(slot), of_rows + chunk * _ROWS)
+            copy_by_threads(of_tiles.index(slot), of_four + chunk * 2)
+            async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+            step += 1
+        before = gl.atomic_add(taken, 1, sem="relaxed")
+        if before == items - 1:  # the last of all programs to ask
+            gl.store(taken, 0)
+        item = before + gl.num_programs(0)
+        mbarrier.wait(i_empty, item_phase)
+        next_item.store(gl.full((1,), item, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+        mbarrier.arrive(i_full, count=1)
+        item_phase ^= 1
+
+
+@gluon.jit
+def _next(turn, buffers, barriers):
+    """Return the item that follows a consumer's item number ``turn``."""
+    next_item, i_full, i_empty = buffers[4], barriers[2], barriers[3]
+    mbarrier.wait(i_full, turn & 1)
+    item = gl.max(next_item.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(i_empty, count=1)
+    return item
+
+
+@gluon.jit
+def _by_tile(product):
+    """Arrange a product [64, 128] as [64, 2 tiles, 4, 2 halves, 8]."""
+    return gl.reshape(product, (_ROWS, 2, 4, 2, 8))
+
+
+@gluon.jit
+def _product(chunks, step, buffers, barriers, PART: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the product of an item's rows and half ``PART`` of its tiles, float32 as of ``_by_tile``, and the next step."""
+    rows, words, tiles, of_tiles, _next_item = buffers
+    full, empty, _i_full, _i_empty = barriers
+    none = gl.zeros((_ROWS, 128), gl.float32, LAYOUT)
+    acc = _by_tile(none)
+    OF_UNITS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, acc.type.layout))))
+    OF_TILES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(4, acc.type.layout)))
+    for _chunk in range(chunks):
+        slot = step % _STAGES
+        mbarrier.wait(full.index(slot), step // _STAGES & 1)
+        b = tiles.index(2 * slot + PART).reshape((128, 128)).permute((1, 0))
+        part = warpgroup_mma(rows.index(slot), b, none, use_acc=False, is_async=True)
+        unit = words.index(slot).load(OF_UNITS).to(gl.float32, bitcast=True)
+        unit = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(unit, 1), 2), 3), 4)
+        scale = of_tiles.index(slot).slice(2 * PART, 2).load(OF_TILES).to(gl.float32, bitcast=True)
+        scale = gl.expand_dims(gl.expand_dims(gl.expand_dims(scale, 0), 2), 4) * unit
+        part = warpgroup_mma_wait(0, deps=(part,))
+        mbarrier.arrive(empty.index(slot), count=1)
+        acc += _by_tile(part) * scale
+        step += 1
+    return acc, step
+
+
+@gluon.jit
+def _activated(product, mix, limit):
+    """Return half of 128 columns of ``u``, bfloat16 numbers as float32 [64, 64]."""
+    # Reference: gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
+    gate, up = gl.split(gl.permute(product.to(gl.bfloat16), (0, 1, 2, 4, 3)))
+    # Reference: u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
+    gate = gl.minimum(gl.reshape(gate, (_ROWS, 64)).to(gl.float32), limit)
+    up = gl.minimum(gl.maximum(gl.reshape(up, (_ROWS, 64)).to(gl.float32), -limit), limit)
+    mix = gl.convert_layout(mix, gl.SliceLayout(1, gate.type.layout))
+    return (gate / (1.0 + gl.exp(-gate)) * up * gl.expand_dims(mix, 1)).to(gl.bfloat16).to(gl.float32)
+
+
+@gluon.jit
+def _gate_up(groups, results, pairs, limit, chunks, per_block, buffers, barriers, exchange, PART: gl.constexpr):
+    """Consumer warps: compute half ``PART`` of every item's columns of ``u`` and quantize them."""
+    block_pairs, _block_expert, _block_span, num_blocks = groups
+    mixes, u_codes, u_words = results
+    largest, s_full, s_empty = exchange
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    items = gl.load(num_blocks) * per_block
+    step = 0
+    turn = 0
+    item = gl.program_id(0)
+    while item < items:
+        block, four, _expert = _place(item, groups, per_block)
+        block = block.to(gl.int64)
+        product, step = _product(chunks, step, buffers, barriers, PART, LAYOUT)
+        pair = gl.load(block_pairs + block * _ROWS + row)
+        u = _activated(product, gl.load(mixes + pair, mask=pair < pairs, other=0.0), limit)
+        # Reference: u = dequantize_fp8(*quantize_fp8(u, GROUP), GROUP)
+        own = gl.max(gl.abs(u), 1)
+        mbarrier.wait(s_empty.index(PART), (turn & 1) ^ 1)
+        largest.index(PART).store(own)
+        mbarrier.arrive(s_full.index(PART), count=1)
+        mbarrier.wait(s_full.index(1 - PART), turn & 1)
+        other = largest.index(1 - PART).load(own.type.layout)
+        mbarrier.arrive(s_empty.index(1 - PART), count=1)
+        bits = fp8_scale_bits_of(gl.maximum(own, other))
+        codes = gl.convert_layout(e4m3_bytes(fp8_scaled(u, bits), True), _CODES)
+        pair = gl.load(block_pairs + block * _ROWS + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _CODES)))
+        at = gl.expand_dims(pair.to(gl.int64) * (per_block * 128) + four * 128 + PART * 64, 1)
+        column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, _CODES)), 0)
+        gl.store(u_codes + at + column, codes, mask=gl.expand_dims(pair < pairs, 1))
+        if PART == 0:
+            gl.store(u_words + (block * per_block + four) * _ROWS + gl.arange(0, _ROWS, layout=bits.type.layout), bits)
+        item = _next(turn, buffers, barriers)
+        turn += 1
+
+
+@gluon.jit
+def _down(groups, y, pairs, chunks, per_block, buffers, barriers, PART: gl.constexpr):
+    """Consumer warps: compute half ``PART`` of every item's columns of the result."""
+    block_pairs, _block_expert, _block_span, num_blocks = groups
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    items = gl.load(num_blocks) * per_block
+    step = 0
+    turn = 0
+    item = gl.program_id(0)
+    while item < items:
+        block, four, _expert = _place(item, groups, per_block)
+        block = block.to(gl.int64)
+        product, step = _product(chunks, step, buffers, barriers, PART, LAYOUT)
+        # Reference: outputs[at] = y if partial else y.bfloat16()
+        stored = gl.convert_layout(gl.reshape(product, (_ROWS, 128)).to(y.dtype.element_ty), STORED)
+        pair = gl.load(block_pairs + block * _ROWS + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, STORED)))
+        at = gl.expand_dims(pair.to(gl.int64) * (per_block * 256) + four * 256 + PART * 128, 1)
+        column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, STORED)), 0)
+        gl.store(y + at + column, stored, mask=gl.expand_dims(pair < pairs, 1))
+        item = _next(turn, buffers, barriers)
+        turn += 1
+
+
+@gluon.jit
+def _buffers_and_barriers():
+    """Allocate buffers of rows and tiles, of their scales and of the next item; and barriers that say which are full or empty."""
+    rows = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES, _ROWS, 128], _OPERAND)
+    tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * _STAGES, 2, 64, 128], _TILES)
+    words = gl.allocate_shared_memory(gl.int32, [_STAGES, _ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    of_tiles = gl.allocate_shared_memory(gl.int32, [_STAGES, 4, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    next_item = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    i_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    i_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(i_full, count=1)
+    mbarrier.init(i_empty, count=2)  # both groups of consumers
+    for stage in gl.static_range(_STAGES):
+        mbarrier.init(full.index(stage), count=128 + 1)  # threads that copy, and one that expects what the hardware copies
+        mbarrier.init(empty.index(stage), count=2)
+    return (rows, words, tiles, of_tiles, next_item), (full, empty, i_full, i_empty)
+
+
+@gluon.jit(do_not_specialize=["pairs", "chunks", "per_block"])
+def _gate_up_kernel(
+    x, x_words, w, scales, block_pairs, block_expert, block_span, num_blocks, taken, mixes, u_codes, u_words, pairs, limit, chunks,
+    per_block, TOP_K: gl.constexpr,
+):  # fmt: skip
+    buffers, barriers = _buffers_and_barriers()
+    largest = gl.allocate_shared_memory(gl.float32, [2, _ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    s_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    s_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for part in gl.static_range(2):
+        mbarrier.init(s_full.index(part), count=1)
+        mbarrier.init(s_empty.index(part), count=1)
+    exchange = (largest, s_full, s_empty)
+    groups, results = (block_pairs, block_expert, block_span, num_blocks), (mixes, u_codes, u_words)
+    gl.warp_specialize(
+        [
+            (_gate_up, (groups, results, pairs, limit, chunks, per_block, buffers, barriers, exchange, 0)),
+            (_gate_up, (groups, results, pairs, limit, chunks, per_block, buffers, barriers, exchange, 1)),
+            (_load, (x, x_words, w, scales, taken, groups, pairs, chunks, per_block, buffers, barriers, TOP_K)),
+        ],
+        [4, 4],  # warps and registers of the second and third function
+        [216, 72],
+    )
+
+
+@gluon.jit(do_not_specialize=["pairs", "chunks", "per_block"])
+def _down_kernel(
+    u_codes, u_words, w, scales, block_pairs, block_expert, block_span, num_blocks, taken, y, pairs, chunks, per_block
+):  # fmt: skip
+    buffers, barriers = _buffers_and_barriers()
+    groups = (block_pairs, block_expert, block_span, num_blocks)
+    gl.warp_specialize(
+        [
+            (_down, (groups, y, pairs, chunks, per_block, buffers, barriers, 0)),
+            (_down, (groups, y, pairs, chunks, per_block, buffers, barriers, 1)),
+            (_load, (u_codes, u_words, w, scales, taken, groups, pairs, chunks, per_block, buffers, barriers, 1)),
+        ],
+        [4, 4],
+        [216, 72],
+    )
+
+
+def takes_blocks(given: ExpertInputs, rows: int) -> bool:
+    """Return whether these kernels know the chip, the format and the sizes, for blocks of ``rows`` rows."""
+    w2 = given.w2
+    known = isinstance(w2, Tiles) and not w2.fp4 and rows == ROWS and capability_of(given.x.device) == HOPPER
+    return known and given.sizes[1] % (4 * TILE_ROWS) == 0
+
+
+def _operand(w: Tiles) -> TensorDescriptor:
+    """Return a descriptor, of which two tiles, one below the other, are copied to shared memory."""
+    count, tiles, chunks, _ = w.codes.shape
+    x = w.codes.view(torch.float8_e4m3fn).view(count * tiles, chunks * TILE_ROWS, TILE_COLUMNS)
+    return described(x, (2, TILE_ROWS, TILE_COLUMNS), _TILES.value)
+
+
+def outputs_of_blocks(given: ExpertInputs, groups: Groups, u_codes: Tensor, u_words: Tensor) -> Tensor:
+    """Return the outputs of grouped pairs, [pairs, D], for what ``takes_blocks``.
+
+    Args:
+        given: Inputs.
+        groups: Blocks of 64 rows.
+        u_codes, u_words: Codes [pairs, I] and words of scales [blocks, I / 128, 64] of ``u``; written.
+    """
+    w13, w2, (_, hidden, width), device = given.w13, given.w2, given.sizes, given.x.device
+    assert isinstance(w13, Tiles) and isinstance(w2, Tiles)
+    chunks, fours = width // TILE_COLUMNS, hidden // (4 * TILE_ROWS)
+    tables = (groups.block_pairs, groups.block_expert, groups.block_span, groups.num_blocks, counters_of(device))
+    programs = multiprocessors_of(device)
+    _gate_up_kernel[(min(groups.max_blocks * chunks, programs),)](
+        given.x, groups.x_words, _operand(w13), w13.scales, *tables, given.weight_TK, u_codes, u_words, groups.pairs, given.limit,
+        hidden // TILE_COLUMNS, chunks, TOP_K=given.slots_TK.shape[1], num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    y = torch.empty(groups.pairs, hidden, dtype=given.dtype, device=device)
+    _down_kernel[(min(groups.max_blocks * fours, programs),)](
+        u_codes.view(torch.float8_e4m3fn), u_words, _operand(w2), w2.scales, *tables, y, groups.pairs, chunks, fours, num_warps=4,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return y
