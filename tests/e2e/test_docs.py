@@ -22,11 +22,7 @@ from tests.e2e.engines import SMALL, prompts_of, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-ELSEWHERE = (
-    "_parallel_size",
-    "device_mesh",
-    "import ray",
-)  # code with one of these starts processes; other tests run it
+ELSEWHERE = ("_parallel_size", "device_mesh", "import ray")  # code with one of these starts processes; other tests run it
 LONG = "tools=tools"  # the prompt of code with this has more than 1,000 letters
 OPTIONAL = {"inspect_ai", "prometheus_client", "starlette"}  # not among the test extra's packages everywhere
 HUB = re.compile(r"(deepseek-ai|path/to)/[\w.-]+")

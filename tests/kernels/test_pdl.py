@@ -53,14 +53,7 @@ def test_every_kernel_that_comes_early_waits_first_or_last_if_it_overlaps_the_pr
 def test_steps_of_few_tokens_are_launched_early() -> None:
     """The test above sees what it is about."""
     found = {name for module in MODULES for name, _ in launched_early(module)}
-    assert found >= {
-        "_enter_kernel",
-        "_latent_kernel",
-        "_product_kernel",
-        "_decode_kernel",
-        "_merge_kernel",
-        "_prepare_kernel",
-    }
+    assert found >= {"_enter_kernel", "_latent_kernel", "_product_kernel", "_decode_kernel", "_merge_kernel", "_prepare_kernel"}
 
 
 @pytest.mark.parametrize(("capability", "wanted"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((12, 0), True)])

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
@@ -33,13 +34,19 @@ class RankError(AssertionError):
     """A function raised on a rank."""
 
 
+def fork_server() -> ForkServerContext:
+    """Return what starts processes that have torch loaded, and not Triton."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *_LOADED])
+    return context
+
+
 class Ranks:
     """Up to ``size`` processes; ``run`` starts those that it needs. Get it from the fixture ``ranks``."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, *_LOADED])
+        self._context = fork_server()
         self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from dsv4lite.parallel.mesh import Axis, Mesh
 from dsv4lite.parallel.peer_memory import PeerMemory, opened_bytes
 from dsv4lite.request import RequestOutput, SamplingParams
 from tests.e2e.engines import same_outputs
+from tests.parallel.ranks import fork_server
 
-pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 NUMBERS = 1 << 12  # of the small all-reduce: larger ones go by shards
 PROMPTS = ("def add(a, b):\n    return", "import os", "class A:\n    def __init__(self", "x")
@@ -36,6 +37,7 @@ def generate(settings: dict[str, Any]) -> list[RequestOutput]:
 def be_a_rank(rank: int, port: int, folder: Path, settings: dict[str, Any], answers: Any) -> None:
     """Make the engine with peer memory for the axes that would have it on GPUs; no rows or tokens may take another way."""
     torch.set_num_threads(1)
+    os.environ["TRITON_INTERPRET"] = "1"  # it counts when Triton is imported
     make, held = Mesh.from_store, list[torch.Tensor]()
 
     def from_store(store: Any, layout: Layout, rank: int, device: torch.device, **options: Any) -> Mesh:
@@ -72,20 +74,17 @@ def be_a_rank(rank: int, port: int, folder: Path, settings: dict[str, Any], answ
 
 
 @pytest.mark.parametrize(("axis", "drafts"), [("tensor", 0), ("tensor", 1), ("expert", 1)])
-def test_ranks_give_the_same_bits_through_peer_memory(
-    tmp_path: Path, axis: str, drafts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_give_the_same_bits_through_peer_memory(tmp_path: Path, axis: str, drafts: int) -> None:
     """Sums, logits, drafts and sampled tokens."""
+    pytest.importorskip("triton")
     settings: dict[str, Any] = {f"{axis}_parallel_size": 2, "deterministic": True, "max_num_seqs": 4, "max_model_len": 64}
     settings["speculative"] = MTP(drafts, adaptive=False) if drafts else None
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     answers = context.Queue()
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for processes that start now: it counts when Triton is imported
     ranks = [context.Process(target=be_a_rank, args=(r, store.port, tmp_path, settings, answers), daemon=True) for r in range(2)]
     for rank in ranks:
         rank.start()
-    monkeypatch.delenv("TRITON_INTERPRET")
     try:
         expected = generate(settings)
         assert [answers.get(timeout=TIMEOUT_S) for _ in ranks] == ["", ""]

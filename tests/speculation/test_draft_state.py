@@ -117,11 +117,7 @@ def test_spans_start_where_those_before_them_ended(
     ill = data.draw(st.none() | st.integers(0, size * width - 1))
     if ill is not None:
         usable[ill] = 0
-    samples = partial(
-        Samples,
-        torch.stack((ids, usable, usable)),
-        first_rows=[i * width for i in range(len(asked))],
-    )
+    samples = partial(Samples, torch.stack((ids, usable, usable)), first_rows=[i * width for i in range(len(asked))])
     results = samples(sequences=asked, placed=HostCopy(runs[:, : len(asked)])).to_host()
     assert repr(results) == repr(samples(sequences=known).to_host())  # errors, which name positions, are no equals
     assert [one.drafted for one in results.values()] == [s.drafts for s in known]

@@ -214,12 +214,7 @@ def naive_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | N
     return text, None
 
 
-@given(
-    st.text("ab\n", max_size=40),
-    st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4),
-    st.booleans(),
-    st.data(),
-)
+@given(st.text("ab\n", max_size=40), st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4), st.booleans(), st.data())
 def test_stop_strings_equal_the_search_in_the_whole_text(text: str, stops: list[str], include: bool, data: st.DataObject) -> None:
     stream = StopStrings(stops, include_stop_str_in_output=include)
     emitted, matched = "", None

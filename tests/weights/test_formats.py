@@ -119,6 +119,7 @@ def test_ranks_hold_their_parts_of_the_numbers(tmp_path: Path, name: str) -> Non
         assert halves > 10
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
     folder = write_packed(tmp_path, PACKINGS["compressed-tensors, zero points"]).folder
     found = []
