@@ -132,7 +132,7 @@ def test_kernels_agree_with_the_reference_for_many_tokens(tokens: int, fp4: bool
 def test_blocks_on_hopper_have_the_bits_of_any_chip(
     tokens: int, count: int, hidden: int, width: int, top_k: int, partial: bool
 ) -> None:
-    """``outputs_of_blocks``, for all pairs that have an expert, for none, and for all with one expert."""
+    """``outputs_of_blocks`` for all pairs that have an expert, for none, for all with one (``give_item``, ``take_item``)."""
     codes, scales, chosen, weights = inputs(tokens, hidden, count, top_k)
     chosen = torch.where(weights < 0.2, count, chosen).sort(-1).values  # some have no expert
     small, large = BLOCKS[-2][1], BLOCKS[-1][1]

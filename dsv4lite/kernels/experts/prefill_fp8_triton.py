@@ -27,7 +27,7 @@ from dsv4lite.kernels.dispatch import HOPPER, capability_of, multiprocessors_of
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits_of, fp8_scaled
 from dsv4lite.kernels.experts import TILE_COLUMNS, TILE_ROWS, ExpertInputs, Tiles
 from dsv4lite.kernels.experts.grouping_triton import Groups
-from dsv4lite.kernels.hopper import STORED, copy_by_threads, copy_tile, described
+from dsv4lite.kernels.hopper import STORED, copy_by_threads, copy_tile, described, give_item, take_item
 
 ROWS = 64  # of a block
 _ROWS = gl.constexpr(ROWS)
@@ -93,24 +93,8 @@ def _load(x, x_words, w, scales, taken, groups, pairs, chunks, per_block, buffer
             copy_by_threads(of_tiles.index(slot), of_four + chunk * 2)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             step += 1
-        before = gl.atomic_add(taken, 1, sem="relaxed")
-        if before == items - 1:  # the last of all programs to ask
-            gl.store(taken, 0)
-        item = before + gl.num_programs(0)
-        mbarrier.wait(i_empty, item_phase)
-        next_item.store(gl.full((1,), item, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-        mbarrier.arrive(i_full, count=1)
+        item = give_item(taken, items, next_item, i_full, i_empty, item_phase, 4)
         item_phase ^= 1
-
-
-@gluon.jit
-def _next(turn, buffers, barriers):
-    """Return the item that follows a consumer's item number ``turn``."""
-    next_item, i_full, i_empty = buffers[4], barriers[2], barriers[3]
-    mbarrier.wait(i_full, turn & 1)
-    item = gl.max(next_item.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    mbarrier.arrive(i_empty, count=1)
-    return item
 
 
 @gluon.jit
@@ -190,7 +174,7 @@ def _gate_up(groups, results, pairs, limit, chunks, per_block, buffers, barriers
         gl.store(u_codes + at + column, codes, mask=gl.expand_dims(pair < pairs, 1))
         if PART == 0:
             gl.store(u_words + (block * per_block + four) * _ROWS + gl.arange(0, _ROWS, layout=bits.type.layout), bits)
-        item = _next(turn, buffers, barriers)
+        item = take_item(buffers[4], barriers[2], barriers[3], turn & 1)
         turn += 1
 
 
@@ -213,7 +197,7 @@ def _down(groups, y, pairs, chunks, per_block, buffers, barriers, PART: gl.const
         at = gl.expand_dims(pair.to(gl.int64) * (per_block * 256) + four * 256 + PART * 128, 1)
         column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, STORED)), 0)
         gl.store(y + at + column, stored, mask=gl.expand_dims(pair < pairs, 1))
-        item = _next(turn, buffers, barriers)
+        item = take_item(buffers[4], barriers[2], barriers[3], turn & 1)
         turn += 1
 
 

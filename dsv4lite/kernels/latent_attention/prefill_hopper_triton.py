@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from dsv4lite.kernels.attention.merge_triton import LOW
 from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import HOPPER, capability_of, describable, multiprocessors_of
-from dsv4lite.kernels.hopper import STORED, copy_tile, described
+from dsv4lite.kernels.hopper import STORED, copy_tile, described, give_item, take_item
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs
 from dsv4lite.kernels.rows.packed import LOG2_E
 
@@ -78,13 +78,7 @@ def _load(descriptors, blocks, num_blocks, items, taken, buffers, barriers, LATE
             mbarrier.expect(v_full.index(slot), _KEYS * 128 * 2)
             copy_tile(projected, [at, head * 256 + 128], v_full.index(slot), v.index(slot))
             step += 1
-        before = gl.atomic_add(taken, 1, sem="relaxed")
-        if before == items - 1:  # the last of all programs to ask
-            gl.store(taken, 0)
-        item = before + gl.num_programs(0)
-        mbarrier.wait(i_empty, item_phase)
-        next_item.store(gl.full((1,), item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-        mbarrier.arrive(i_full, count=1)
+        item = give_item(taken, items, next_item, i_full, i_empty, item_phase, 1)
         item_phase ^= 1
 
 
@@ -191,9 +185,7 @@ def _attend(
             mbarrier.arrive(v_empty.index(slot), count=1)
             step += 1
         _store(results, acc, peak, total, row, size, head, complete, H)
-        mbarrier.wait(i_full, item_phase)
-        item = gl.max(next_item.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        mbarrier.arrive(i_empty, count=1)
+        item = take_item(next_item, i_full, i_empty, item_phase)
         item_phase ^= 1
 
 
