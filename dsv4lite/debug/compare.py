@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.experts import Tiles, sum_experts
+from dsv4lite.kernels.experts import ExpertSum, Tiles, sum_experts
 from dsv4lite.kernels.indexer import PAGE_TOKENS
 from dsv4lite.kernels.quantize import dequantize_fp8
 from dsv4lite.kernels.rows import RowStore
@@ -24,7 +24,7 @@ BOUNDS: Mapping[str, float] = {
     "route": 0.05,
     **dict.fromkeys(("quantize_fp8", "hc_enter", "swiglu_quantize", "latent_norms", "store_latent_rows"), 2**-4),
     **dict.fromkeys(("store_index_keys", "index_queries"), 2**-4),
-    **dict.fromkeys(("experts_forward", "moe_decode_small", "fp8_weight_linear_quantize"), 2**-4),
+    **dict.fromkeys(("experts_outputs", "moe_decode_small", "fp8_weight_linear_quantize"), 2**-4),
     "compress_step": 2**-3,
 }
 _SMALL_ROW = 1e-3  # of the largest row's norm; distances are divided by no less
@@ -57,6 +57,9 @@ def outputs(op: str, result: Any, arguments: tuple[Any, ...]) -> dict[str, Tenso
         return {"chosen": tensors[0], "weights": tensors[1]}
     if op == "moe_decode_small":
         return {"chosen": tensors[0], "sums": sum_experts.reference(result)}
+    if op == "experts_outputs":  # undefined where there is no expert
+        slots_TK, (experts, *_) = arguments[2], arguments[5].shape
+        return {"sums": sum_experts.reference(ExpertSum(slots_TK, result, None, experts))}
     if op == "choose_paged":
         keys, paging = arguments[2:4]  # undefined for tokens that see no more entries than are chosen: -1
         visible_T = (paging.positions_T + 1) * keys.rows_per_page // PAGE_TOKENS

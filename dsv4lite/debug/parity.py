@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from dsv4lite.checks import integer, require
 from dsv4lite.config import EngineSettings
 from dsv4lite.device import own_thread
-from dsv4lite.kernels.hc import whole
 from dsv4lite.models.family import TrainableModel
 from dsv4lite.models.moe import MoE, Tokens
 from dsv4lite.paging import WINDOW_PAGE_TOKENS
@@ -177,7 +176,7 @@ def _watch(model: TrainableModel, see: Callable[[str, Tensor, Tensor], None]) ->
     """Call ``see`` with name, input [T, D] and output [T, D] of every part that runs; return the hooks."""
 
     def hook(name: str) -> Callable[..., None]:
-        return lambda module, args, output: see(name, _input(args).detach(), whole(output).detach())
+        return lambda module, args, output: see(name, _input(args).detach(), output.detach())
 
     return [module.register_forward_hook(hook(name)) for name, module in _parts(model).items()]
 
@@ -232,8 +231,7 @@ def _compare_parts(
         return replace_input
 
     def after(name: str, kind: str) -> Callable[..., Any]:
-        def replace_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
-            ours = whole(output)
+        def replace_output(module: nn.Module, args: tuple[Any, ...], ours: Tensor) -> Tensor:
             wanted = trained[name][1][place[0] : place[0] + len(ours)]
             found.add(kind, name, ours, wanted)
             return wanted

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dsv4lite.kernels.dispatch import by_most
-from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, can_tile, experts_forward, experts_outputs
+from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, can_tile, experts_forward, experts_outputs, sum_experts
 from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, moe_decode_small, most_decode_small
-from dsv4lite.kernels.hc import Output
 from dsv4lite.kernels.peer_memory import TokenRows
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Copies, Router, route, take_copies
@@ -211,7 +210,7 @@ class MoE(nn.Module):
         resident = self.experts.tiled and self.shared.w2.scale is not None
         self.gathers = resident and type(dispatch) is AllGather and shard.mesh.peers.size == 1
         small = most_decode_small(c.experts_per_token) if resident and c.scoring == "sqrtsoftplus" else 0
-        large: Regime = MoE._on_one_rank if dispatch is None else MoE._dispatched
+        large: Regime = partial(MoE._on_one_rank, run=MoE._any_size) if dispatch is None else MoE._dispatched
         if type(dispatch) is Local and shard.mesh.layout.copies == 1:
             large = partial(MoE._all_reduced, run=MoE._any_size)
         regimes: list[tuple[int | None, Regime]] = [(0, large)]
@@ -219,7 +218,7 @@ class MoE(nn.Module):
             regimes += [(small // ep.size, partial(MoE._all_gathered, run=MoE._decode_small))]
             regimes += [(most_peer_tokens(ep, c.hidden_size), partial(MoE._all_gathered, run=MoE._any_size))]
         elif dispatch is None or type(dispatch) is Local:
-            regimes += [(small, MoE._decode_small if dispatch is None else partial(MoE._all_reduced, run=MoE._decode_small))]
+            regimes += [(small, partial(MoE._on_one_rank if dispatch is None else MoE._all_reduced, run=MoE._decode_small))]
         self.regimes = (*regimes, (None, large))
         self.held = Held(
             partial=self.experts.partial,
@@ -228,14 +227,14 @@ class MoE(nn.Module):
             copies=None if self.map is None else self.map.copies(counted=not self.gathers or ep.rank == 0),
         )
 
-    def forward(self, tokens: Tokens) -> Output:
-        """Return [T, D]; for few tokens on a single rank an ``ExpertSum`` that the next op sums up."""
+    def forward(self, tokens: Tokens) -> Tensor:
+        """Return [T, D], in the dtype of the input."""
         tokens = tokens._replace(rounded=self.experts.rounded(tokens.x_TD, tokens.rounded))
         count = tokens.most_tokens if self.gathers else len(tokens.x_TD)
         return by_most(self.regimes, count)(self, tokens)
 
-    def _on_one_rank(self, tokens: Tokens) -> Tensor:
-        return experts_forward(*self._expert_inputs(tokens))
+    def _on_one_rank(self, tokens: Tokens, run: Callable[[MoE, Tokens], ExpertSum]) -> Tensor:
+        return sum_experts(run(self, tokens))
 
     def _all_reduced(self, tokens: Tokens, run: Callable[[MoE, Tokens], ExpertSum]) -> Tensor:
         """Run this rank's experts, and add up the outputs of the ranks that work on the same tokens."""
@@ -269,17 +268,13 @@ class MoE(nn.Module):
 
     def _any_size(self, tokens: Tokens) -> ExpertSum:
         """Run this rank's experts on any number of tokens."""
-        given, shared_TD = self._expert_inputs(tokens)
-        return ExpertSum(given.slots_TK, experts_outputs(given), shared_TD, self.experts.count)
-
-    def _expert_inputs(self, tokens: Tokens) -> tuple[ExpertInputs, Tensor | None]:
-        """Return the inputs of this rank's experts, and the shared expert's result if this rank computes it."""
         h_TI, logits_TE = self._projected(tokens)
         shared_TD = None if h_TI is None else self.shared(h_TI, self.shard.partial_dtype(tokens.x_TD.dtype))
         del h_TI
         chosen_TK, weight_TK = self._routed(tokens, logits_TE)
         slots_TK = self.held.own_slots(chosen_TK, self.experts.count)
-        return self.experts.inputs(self.experts.rows(tokens), slots_TK, weight_TK), shared_TD
+        given = self.experts.inputs(self.experts.rows(tokens), slots_TK, weight_TK)
+        return ExpertSum(slots_TK, experts_outputs(given), shared_TD, self.experts.count)
 
     def _dispatched(self, tokens: Tokens) -> Tensor:
         """Send rows to their experts on other ranks; the shared expert's two products run during the two transfers."""
@@ -365,7 +360,7 @@ class MoE(nn.Module):
             yield name, found[0] if len(found) == 1 else CopiedSlot(tuple(found))
 
 
-Regime = Callable[[MoE, Tokens], Output]
+Regime = Callable[[MoE, Tokens], Tensor]
 """Computes a layer's output from the layer and a step's tokens."""
 
 

@@ -164,9 +164,9 @@ def test_a_wrong_kernel_of_a_captured_step_is_named(steps: Mapping[str, Path], m
     launch, calls = heads_triton.head_norms_triton, itertools.count()
 
     def wrong(*args: Any) -> Any:
-        q_THC, *others = launch(*args)
-        q_THC[0, 3, :5] *= 2 if next(calls) == 1 else 1  # of those that choose
-        return q_THC, *others
+        q_THC, iq_THC = launch(*args)
+        q_THC[0, 3, :5] *= 2 if iq_THC is not None and next(calls) == 1 else 1  # the second layer that chooses
+        return q_THC, iq_THC
 
     monkeypatch.setattr(heads_triton, "head_norms_triton", wrong)
     first = replay(steps["decode"]).first

@@ -212,16 +212,6 @@ def test_bfloat16_is_no_farther_from_float32_than_the_reference() -> None:
         assert theirs > 0 and ours < 1.03 * theirs
 
 
-@pytest.mark.parametrize(("layer", "steps", "splits"), [DECODE[0], *DECODE[5:8], *DECODE[9:]])
-def test_queries_may_come_as_their_product_left_them(layer: Layer, steps: Steps, splits: int) -> None:
-    """Neither normed nor rotated, in rows that hold more."""
-    given = case(layer, steps, splits)
-    rows = torch.nn.functional.pad(3 * given.q_THC.flatten(1), (0, 128), value=torch.nan)
-    raw = rows[:, : given.q_THC[0].numel()].unflatten(1, given.q_THC.shape[1:])
-    given = given._replace(q_THC=raw, norm_eps=1e-6)
-    close(kernel(given), paged_attention.reference(given))
-
-
 @pytest.mark.parametrize(("tokens", "splits"), [(3, 1), (2, 4)])
 def test_fresh_rows_may_be_spread_out(tokens: int, splits: int) -> None:
     given = case(TINY, [(300, tokens)], splits, room=8)

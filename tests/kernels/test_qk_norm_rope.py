@@ -11,7 +11,6 @@ from dsv4lite.kernels.quantize import hadamard
 from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowStore
 from tests.kernels.paged import simulate
-from tests.kernels.steps import step_of
 
 
 @pytest.mark.parametrize("index_heads", [0, 4])
@@ -19,8 +18,8 @@ from tests.kernels.steps import step_of
 def test_heads_are_those_of_the_model(tokens: int, index_heads: int) -> None:
     query = torch.randn(tokens, 3 * 128 + index_heads * 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     angles = rope_angles(torch.arange(7, 7 + tokens), rope_frequencies(64, 10000.0))
-    window, paging = RowStore(Fp8Kv(64, 64), 0, 64, torch.device("cpu")), step_of([7], [tokens])
-    q, iq, _ = head_norms(HeadInputs(query, 3, 128, index_heads, 128, *angles, 1e-6, window, paging))
+    window = RowStore(Fp8Kv(64, 64), 0, 64, torch.device("cpu"))
+    q, iq = head_norms(HeadInputs(query, 3, 128, index_heads, 128, *angles, 1e-6, window))
     assert torch.equal(q, rope(rms_norm_heads(query[:, : 3 * 128].view(tokens, 3, 128), 1e-6), *angles))
     if index_heads == 0:
         assert iq is None

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dsv4lite.errors import CheckpointError
-from dsv4lite.kernels.experts import ExpertSum, sum_experts
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
@@ -35,10 +34,6 @@ def resident(form: ExpertFormat = "unquantized", *, deterministic: bool = False)
 
 def checkpoint(config: V4Config, form: ExpertFormat = "fp4") -> Mapping[str, Tensor]:
     return dict(dummy_tensors(config, V4_TENSORS, expert_format=form, quantized=True))
-
-
-def whole(output: Tensor | ExpertSum) -> Tensor:
-    return sum_experts(output) if isinstance(output, ExpertSum) else output
 
 
 @torch.no_grad()
@@ -66,7 +61,7 @@ def test_tiled_experts_give_what_widened_ones_do(form: ExpertFormat, tokens: int
         ffns = [model.layers[layer].ffn for model in (wide, tiled)]
         assert [ffn.experts.tiled for ffn in ffns] == [False, True]
         routed = [torch.full((tokens, EXPERTS.experts_per_token), -1) for _ in ffns]
-        expected, got = (whole(ffn(Tokens(x, ids, chosen))).float() for ffn, chosen in zip(ffns, routed, strict=True))
+        expected, got = (ffn(Tokens(x, ids, chosen)).float() for ffn, chosen in zip(ffns, routed, strict=True))
         assert torch.equal(*routed) and routed[0].min() >= 0
         assert expected.isfinite().all() and (got != expected).float().mean() < 0.02
         assert (got - expected).abs().max() < 0.02 * expected.abs().max()
@@ -79,7 +74,7 @@ def test_padding_gets_the_shared_expert_alone() -> None:
     ids, positions = torch.arange(5), torch.tensor([7, -1, 3, 4, -1])
     for layer in model.layers:
         ffn, routed = layer.ffn, torch.zeros(5, EXPERTS.experts_per_token, dtype=torch.int64)
-        every, got = whole(ffn(Tokens(x, ids))), whole(ffn(Tokens(x, ids, routed, quantize_fp8(x, 128), positions)))
+        every, got = ffn(Tokens(x, ids)), ffn(Tokens(x, ids, routed, quantize_fp8(x, 128), positions))
         assert torch.equal(got[[0, 2, 3]], every[[0, 2, 3]])
         assert torch.equal(got[[1, 4]], ffn.shared(linear(x, ffn.shared.w13), x.dtype)[[1, 4]])
         assert ((routed == EXPERTS.num_experts) == (positions < 0)[:, None]).all()

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4lite.kernels.dispatch import on_gpu, op
-from dsv4lite.kernels.norm import rms_norm_heads
 from dsv4lite.kernels.paging import Block, Paging
 from dsv4lite.kernels.rope import rope
 from dsv4lite.kernels.rows import RowStore, unpack_rows
@@ -108,8 +107,6 @@ class AttentionInputs(NamedTuple):
         selected_TK: int32 ascending entries of every token that sees more than K; other tokens, and all tokens if it is ``None``,
             attend to every entry they see.
         window_size: Number of latest positions that a token sees, including its own.
-        norm_eps: Unless ``None``, the op first norms with this ``eps`` and rotates the queries, as ``head_norms`` does. Only on
-            packed rows with ``DECODE_SPLITS`` or more.
         any_order: The order in which a token's rows are summed may depend on the rest of the step. The reference uses this in
             float32; kernels ignore it.
     """
@@ -126,7 +123,6 @@ class AttentionInputs(NamedTuple):
     ratio: int
     selected_TK: Tensor | None = None
     window_size: int = WINDOW
-    norm_eps: float | None = None
     any_order: bool = False
 
     @property
@@ -197,8 +193,6 @@ def paged_attention(given: AttentionInputs) -> Tensor:
         [T, H, C] in the dtype of q; zeros for padding.
     """
     q_THC, cos, sin, padding_T = given.q_THC, given.cos, given.sin, given.paging.padding_T
-    if given.norm_eps is not None:
-        q_THC = rope(rms_norm_heads(q_THC, given.norm_eps), cos, sin)
     shares = given.any_order and q_THC.dtype == torch.float32
     recent, parts, size = _RecentRows(given), [q_THC[:0]], None if shares else BLOCK
     for block in given.paging.blocks(_REF_TOKENS, _LEAST_SHARING if shares else None):

@@ -18,7 +18,7 @@ from dsv4lite.kernels.attention.merge_triton import LOW, entries_of, merged, sof
 from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, joined, narrowed, scaled
-from dsv4lite.kernels.rows.triton import inverse_root, mean_of, opaque, rotate_tail, rounded
+from dsv4lite.kernels.rows.triton import opaque
 
 _HEADS = 16
 _SMALL_SPLITS = 16  # from this number of splits on, layers with few rows have enough programs for small pieces
@@ -166,39 +166,12 @@ def _added(sums, queries, raw, rows, scale, NOPE: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def _normed(tiles, cos, sin, eps, NOPE: tl.constexpr, HEADS: tl.constexpr, GPU: tl.constexpr):
-    """Norm and rotate queries in tiles of 128 channels; return float32 that holds bfloat16 numbers."""
-    # Reference: rope(rms_norm_heads(q_THC, eps), cos, sin)
-    x0, x1, x2, x3 = tiles[0].to(tl.float32), tiles[1].to(tl.float32), tiles[2].to(tl.float32), tiles[3].to(tl.float32)
-    squares = rounded(x0 * x0, False, GPU)
-    if NOPE > 64:
-        squares += rounded(x1 * x1, False, GPU)
-    if NOPE > 192:
-        squares += rounded(x2 * x2, False, GPU) + rounded(x3 * x3, False, GPU)
-    mean = rounded(mean_of(tl.sum(squares, 1), NOPE + 64), False, GPU)
-    factor = rounded(inverse_root(rounded(mean + eps, False, GPU)), False, GPU)[:, None]
-    x0, x1 = rounded(x0 * factor, False, GPU), rounded(x1 * factor, False, GPU)
-    x2, x3 = rounded(x2 * factor, False, GPU), rounded(x3 * factor, False, GPU)
-    if NOPE == 64:
-        x0 = rotate_tail(x0, cos, sin, HEADS, 128, 128, 64, False, GPU)
-    elif NOPE == 192:
-        x1 = rotate_tail(x1, cos, sin, HEADS, 128, 128, 64, False, GPU)
-    else:
-        x3 = rotate_tail(x3, cos, sin, HEADS, 128, 128, 64, False, GPU)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def _queries(
-    q, at, inside, cos, sin, eps, NORM: tl.constexpr, NOPE: tl.constexpr, HEADS: tl.constexpr, GPU: tl.constexpr
-):  # fmt: skip
-    """Return queries [H, C] in tiles of 128 channels, normed and rotated if NORM; unused tiles repeat the first."""
+def _queries(q, at, inside, NOPE: tl.constexpr, GPU: tl.constexpr):
+    """Return queries [H, C] in tiles of 128 channels; unused tiles repeat the first."""
     q0 = tl.load(q + at, mask=inside, other=0.0)
     q1 = tl.load(q + 128 + at, mask=inside, other=0.0) if NOPE > 64 else q0
     q2 = tl.load(q + 256 + at, mask=inside, other=0.0) if NOPE > 192 else q0
     q3 = tl.load(q + 384 + at, mask=inside, other=0.0) if NOPE > 192 else q0
-    if NORM:
-        q0, q1, q2, q3 = _normed((q0, q1, q2, q3), cos, sin, eps, NOPE, HEADS, GPU)
     if GPU:
         q0, q1, q2, q3 = q0.to(tl.bfloat16), q1.to(tl.bfloat16), q2.to(tl.bfloat16), q3.to(tl.bfloat16)
     else:
@@ -209,11 +182,11 @@ def _queries(
 @triton.jit(do_not_specialize=["grow_columns", "window_columns"])
 def _decode_kernel(
     q, fresh, window, entries, selected, positions, sequences, firsts, first_rows, grow, window_pages, window_firsts,
-    cos, sin, parts, stats, grow_columns, window_columns, q_row, scale, eps,
+    parts, stats, grow_columns, window_columns, q_row, scale,
     H: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
     FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr,
     ENTRY_ROWS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SINGLES: tl.constexpr,
-    NORM: tl.constexpr, STAGES: tl.constexpr, GPU: tl.constexpr,
+    STAGES: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     NOPE: tl.constexpr = WIDTH - 64
@@ -246,7 +219,7 @@ def _decode_kernel(
     )  # fmt: skip
     inside = (head < H)[:, None]
     at = token * q_row + head[:, None] * WIDTH + tl.arange(0, 128)[None, :]
-    queries = _queries(q, at, inside, cos + token * 32, sin + token * 32, eps, NORM, NOPE, HEADS, GPU)
+    queries = _queries(q, at, inside, NOPE, GPU)
     zero = tl.zeros((HEADS, 128), tl.float32)
     sums = (zero, zero, zero, zero, tl.full((HEADS,), LOW, tl.float32), tl.zeros((HEADS,), tl.float32))
     sums = _added(sums, queries, raw, rows, scale, NOPE, ROWS, GPU)
@@ -276,9 +249,9 @@ def decode_attention_triton(given: AttentionInputs) -> Tensor:
     small = given.paging.splits >= _SMALL_SPLITS and (given.ratio == 0 or given.ratio >= WINDOW)
     rows, warps = (32, 4) if small else (64, 8)
     _decode_kernel[(tokens * ceil_div(heads, _HEADS), given.paging.splits)](
-        *given.tensors(), given.cos, given.sin, parts, stats, given.paging.grow_SP.stride(0), given.paging.window_SP.stride(0),
-        q.stride(0), given.scale * LOG2_E, given.norm_eps or 0.0, **given.layer(rows), **given.row_layout(), HEADS=_HEADS,
-        SINGLES=given.paging.singles, NORM=given.norm_eps is not None,
+        *given.tensors(), parts, stats, given.paging.grow_SP.stride(0), given.paging.window_SP.stride(0),
+        q.stride(0), given.scale * LOG2_E, **given.layer(rows), **given.row_layout(), HEADS=_HEADS,
+        SINGLES=given.paging.singles,
         STAGES=2 if capability_of(q.device) in LARGE_SHARED_MEMORY else 1,
         num_warps=warps, num_stages=1, enable_fp_fusion=True, launch_pdl=dependent_launch(q.device),
     )  # fmt: skip

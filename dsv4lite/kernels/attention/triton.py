@@ -265,7 +265,6 @@ def paged_attention_triton(given: AttentionInputs) -> Tensor:
         return torch.empty(given.q_THC.shape, dtype=given.q_THC.dtype, device=given.q_THC.device)
     if packed and splits >= DECODE_SPLITS:
         return decode_attention_triton(given)
-    assert given.norm_eps is None
     q = given.q_THC.contiguous()
     given, capability = given._replace(q_THC=q), capability_of(q.device)
     tile = tile_for(capability) if packed else unquantized_tile_for(heads, fmt.data_bytes, splits, capability)

@@ -4,7 +4,7 @@
     s   = fp8(swiglu(h)) @ shared_w2.T                   h: the shared expert's product with gate and up
     y_k = weights_k * expert_k(x)                        see ``experts``, which says where the weight is applied
 
-The consumer of the result computes ``sum_k y_k + s`` (``ExpertSum``).
+``sum_experts``, or the exchange with other ranks, adds up ``sum_k y_k + s`` (``ExpertSum``).
 
 Source: DeepSeek-V4 specification 3.8.  Numerics: those of ``route``, ``swiglu_quantize``, ``fp8_linear`` and
 ``experts_outputs``; the kernels here return the same bits as the kernels of these ops.

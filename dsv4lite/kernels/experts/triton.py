@@ -27,7 +27,7 @@ from dsv4lite.kernels.experts.prefill_fp8_triton import outputs_of_blocks, takes
 from dsv4lite.kernels.experts.unquantized_triton import unquantized_outputs_triton
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.four_bit.triton import four_bit_outputs_triton
-from dsv4lite.kernels.pdl import let_successor_in
+from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.widen_triton import side_by_side, widen_fp4, widen_fp8
 
@@ -279,6 +279,7 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
+    wait_for_predecessor()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
@@ -288,6 +289,7 @@ def _combine_kernel(
         total += tl.load(shared + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
         if out.dtype.element_ty == tl.bfloat16:
             total = to_bf16(total, NATIVE)
+    let_successor_in()
     tl.store(out + token * HIDDEN + column, total, mask=inside)
 
 
@@ -415,5 +417,6 @@ def combine_triton(parts: ExpertSum) -> Tensor:
             NATIVE=native_e4m3(out),
             num_warps=4,
             enable_fp_fusion=True,
+            launch_pdl=dependent_launch(out.device),
         )
     return out

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import multiprocessors_of, op
-from dsv4lite.kernels.experts import ExpertSum, sum_experts
 from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.quantize import FP8_GROUP, quantize_fp8
@@ -34,9 +33,6 @@ DECODE_SMALL_TOKENS = 16  # most tokens of the one-launch kernel
 DECODE_SMALL_WIDTH = 8192  # most channels for which that kernel's sums fit into the counters
 COLLAPSED_CHANNELS = 512  # channels of a token that one program of that kernel collapses
 LEAST_RESIDENT = 2  # programs of four warps that fit on a multiprocessor at the largest number of registers per thread
-
-Output = Tensor | ExpertSum
-"""A sub-layer's output: [T, D], or the terms of a sum over experts."""
 
 
 class HcWeights(NamedTuple):
@@ -76,7 +72,7 @@ class HcInputs(NamedTuple):
     """
 
     streams_TND: Tensor
-    pending: tuple[Output, HcMix] | None
+    pending: tuple[Tensor, HcMix] | None
     weights: HcWeights
     norm_weight: Tensor | None
     settings: HcSettings
@@ -152,15 +148,10 @@ def weighted_sum(streams_TND: Tensor, weights_TN: Tensor) -> Tensor:
     return torch.bmm(weights_TN[:, None], streams_TND.float())[:, 0].to(streams_TND.dtype)
 
 
-def whole(output: Output) -> Tensor:
-    """Return a sub-layer's output as a tensor [T, D]; sum over experts first if it is an ``ExpertSum``."""
-    return sum_experts(output) if isinstance(output, ExpertSum) else output
-
-
 @op("hc.triton:hc_expand_triton")
-def hc_expand(output: Output, streams_TND: Tensor, mix: HcMix) -> Tensor:
+def hc_expand(output_TD: Tensor, streams_TND: Tensor, mix: HcMix) -> Tensor:
     """Write a sub-layer's output into the streams, [T, N, D] in their dtype."""
-    written = mix.post[..., None] * whole(output).float()[:, None]
+    written = mix.post[..., None] * output_TD.float()[:, None]
     return written.baddbmm_(mix.comb.transpose(1, 2), streams_TND.float()).to(streams_TND.dtype)
 
 

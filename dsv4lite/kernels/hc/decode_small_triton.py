@@ -25,7 +25,6 @@ import triton.language as tl
 from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
-from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.hc import COLLAPSED_CHANNELS, KERNEL_STREAMS, HcEntered, HcInputs
 from dsv4lite.kernels.hc.prefill_triton import (
     PARTS_OF_SUM,
@@ -50,36 +49,14 @@ _MINUS_ZERO = tl.constexpr(-(1 << 31))  # bits of -0.0
 
 
 @triton.jit
-def _output_of(
-    y, chosen, shared, token, column, inside, WIDTH: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, GPU: tl.constexpr
-):  # fmt: skip
-    """Return a sub-layer's output, float32 [UNIT]: ``y``, or the sum over ``TOP_K`` experts and the shared one."""
-    if TOP_K:
-        # Reference: sum_experts. Outputs without an expert are loaded but not used, so that no load waits for ``chosen``.
-        total = tl.zeros(column.shape, tl.float32)
-        for k in tl.static_range(TOP_K):
-            pair = token * TOP_K + k
-            found = tl.load(chosen + pair) < EXPERTS
-            total += tl.where(found, tl.load(y + pair * WIDTH + column, mask=inside, other=0.0).to(tl.float32), 0.0)
-        total += tl.load(shared + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        w = to_bf16(total, GPU).to(tl.float32)
-    else:
-        w = tl.load(y + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    return w
-
-
-@triton.jit
-def _expanded(
-    streams, pending, token, column, inside,
-    WIDTH: tl.constexpr, EXPAND: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, GPU: tl.constexpr,
-):  # fmt: skip
+def _expanded(streams, pending, token, column, inside, WIDTH: tl.constexpr, EXPAND: tl.constexpr, GPU: tl.constexpr):
     """Return some channels of a token's streams, bfloat16, including the pending output of a sub-layer if EXPAND."""
     x0, x1, x2, x3 = load4(streams + token * (4 * WIDTH) + column, WIDTH, inside)
     if EXPAND:
-        y, chosen, shared, post, comb = pending
+        y, post, comb = pending
         # Reference: baddbmm(mix.post[..., None] * y_TD.float()[:, None], mix.comb.transpose(1, 2), streams_TND.float())
         f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-        w = _output_of(y, chosen, shared, token, column, inside, WIDTH, TOP_K, EXPERTS, GPU)
+        w = tl.load(y + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         p0, p1, p2, p3 = load4(post + token * 4, 1, True)
         c00, c01, c02, c03 = load4(comb + token * 16, 1, True)
         c10, c11, c12, c13 = load4(comb + token * 16 + 4, 1, True)
@@ -136,8 +113,7 @@ def _clear(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
 @triton.jit
 def _project(
     program, streams, pending, fn, out, exchange, WIDTH: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr,
-    RECORD: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, EXPAND: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
-    GPU: tl.constexpr,
+    RECORD: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, EXPAND: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Compute the streams of one of a token's ``UNITS`` units of channels, write them if EXPAND, and send their sums."""
     token = (program // UNITS).to(tl.int64)
@@ -146,7 +122,7 @@ def _project(
     row = tl.arange(0, RECORD)
     wanted = (row < ROWS)[:, None] & inside[None, :]
     w0, w1, w2, w3 = load4(fn + row[:, None] * (4 * WIDTH) + column[None, :], WIDTH, wanted)
-    x0, x1, x2, x3 = _expanded(streams, pending, token, column, inside, WIDTH, EXPAND, TOP_K, EXPERTS, GPU)
+    x0, x1, x2, x3 = _expanded(streams, pending, token, column, inside, WIDTH, EXPAND, GPU)
     # Reference: z = streams_TND.flatten(1).float(); matmul_rows(z, fn), z.square().sum(-1)
     f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     zeros = tl.zeros((RECORD, UNIT), tl.float32)
@@ -197,8 +173,7 @@ def _sum_over_chunks(part, squares_at, chunk, CHUNKS: tl.constexpr, RECORD: tl.c
 def _collapse(
     program, tokens, streams, pending, base, scale, normweight, exchange, x, codes, scales, eps, norm_eps,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr,
-    RECORD: tl.constexpr, ROWS: tl.constexpr, EXPAND: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
-    FP8: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
+    RECORD: tl.constexpr, ROWS: tl.constexpr, EXPAND: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Compute the streams of one chunk of a token's channels, wait for the token's sums, write the next sub-layer's input."""
     token, chunk = (program // CHUNKS).to(tl.int64), program % CHUNKS
@@ -209,7 +184,7 @@ def _collapse(
     row = tl.arange(0, RECORD)
     bias = tl.load(base + row, mask=row < 4, other=0.0)
     pre_scale = tl.load(scale)
-    x0, x1, x2, x3 = _expanded(streams, pending, token, column, inside, WIDTH, EXPAND, TOP_K, EXPERTS, GPU)
+    x0, x1, x2, x3 = _expanded(streams, pending, token, column, inside, WIDTH, EXPAND, GPU)
     part = (token * PARTS + tl.arange(0, PARTS)) * (UNITS * RECORD)
     p = exchange + part[None, None, :] + (row + ROWS + 2)[None, :, None]
     wanted = tl.broadcast_to((row < 6)[None, :, None], p.shape)
@@ -230,21 +205,20 @@ def _collapse(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _enter_kernel(
-    streams, y, chosen, shared, post, comb, fn, base, scale, normweight, exchange,
+    streams, y, post, comb, fn, base, scale, normweight, exchange,
     out, x, codes, scales, new_post, new_comb, tokens, eps, norm_eps,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr, CHUNKS: tl.constexpr,
     GROUPS: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, ITERS: tl.constexpr, EXPAND: tl.constexpr,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
+    FP8: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     program = tl.program_id(0)
-    pending = (y, chosen, shared, post, comb)
+    pending = (y, post, comb)
     projecting = PARTS * UNITS * tokens
     mixing = 0 if HEAD else tokens
     if program < projecting:
         _project(
-            program, streams, pending, fn, out, exchange, WIDTH, UNIT, PARTS * UNITS, RECORD, ROWS, HEAD, EXPAND, TOP_K, EXPERTS,
-            GPU,
+            program, streams, pending, fn, out, exchange, WIDTH, UNIT, PARTS * UNITS, RECORD, ROWS, HEAD, EXPAND, GPU,
         )  # fmt: skip
     elif program < projecting + mixing:
         _mix(
@@ -254,7 +228,7 @@ def _enter_kernel(
     else:
         _collapse(
             program - projecting - mixing, tokens, streams, pending, base, scale, normweight, exchange, x, codes, scales,
-            eps, norm_eps, WIDTH, PARTS, UNITS, CHUNKS, GROUPS, RECORD, ROWS, EXPAND, TOP_K, EXPERTS, FP8, NATIVE, GPU,
+            eps, norm_eps, WIDTH, PARTS, UNITS, CHUNKS, GROUPS, RECORD, ROWS, EXPAND, FP8, NATIVE, GPU,
         )  # fmt: skip
 
 
@@ -266,24 +240,16 @@ def enter_triton(given: HcInputs) -> HcEntered:
     assert streams == KERNEL_STREAMS and streams_TND.dtype == torch.bfloat16 and streams_TND.is_contiguous(), streams_TND.shape
     assert len(fn) == (4 if head else 24) and fn.shape[1] == streams * width and fn.is_contiguous() and norm_weight.is_contiguous()
     assert fn.dtype == base.dtype == scale.dtype == norm_weight.dtype == torch.float32 and norm_weight.shape == (width,)
-    output, (post, comb) = pending or (streams_TND, (streams_TND,) * 2)
-    y, chosen, shared, top_k, experts = streams_TND, streams_TND, streams_TND, 0, 0
-    if isinstance(output, ExpertSum):
-        assert output.shared_TD is not None, "the sum over experts needs the shared expert's output on this rank"
-        chosen, y, shared, experts = output.slots_TK, output.outputs_TKD, output.shared_TD, output.experts
-        top_k = chosen.shape[1]
-        assert y.shape == (tokens, top_k, width) and chosen.is_contiguous() and shared.is_contiguous(), y.shape
-    elif pending is not None:
-        y = output
-    assert y.dtype == shared.dtype == torch.bfloat16 and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
+    y, (post, comb) = pending or (streams_TND, (streams_TND,) * 2)
+    assert y.dtype == torch.bfloat16 and y.is_contiguous() and post.is_contiguous() and comb.is_contiguous()
     exchange, sizes = counters_of(device), launch_sizes(tokens, width, gpu=on_gpu(device))
     assert 0 < tokens * exchange_words(sizes) <= len(exchange), (tokens, width)
     out = streams_TND if pending is None else torch.empty_like(streams_TND)
     results = Results.allocate(given)
     _enter_kernel[(tokens * (PARTS_OF_SUM * sizes["UNITS"] + sizes["CHUNKS"]) + len(results.post),)](
-        streams_TND, y, chosen, shared, post, comb, fn, base, scale, norm_weight, exchange,
+        streams_TND, y, post, comb, fn, base, scale, norm_weight, exchange,
         out, *results, tokens, settings.eps, settings.norm_eps,
-        ROWS=len(fn), HEAD=head, ITERS=settings.iters, EXPAND=pending is not None, TOP_K=top_k, EXPERTS=experts, FP8=quantize,
+        ROWS=len(fn), HEAD=head, ITERS=settings.iters, EXPAND=pending is not None, FP8=quantize,
         NATIVE=native_e4m3(streams_TND), GPU=on_gpu(device), **sizes, num_warps=_WARPS, enable_fp_fusion=False,
         launch_pdl=dependent_launch(device),
     )  # fmt: skip

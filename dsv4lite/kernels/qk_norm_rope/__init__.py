@@ -15,10 +15,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dsv4lite.kernels.attention import DECODE_SPLITS
 from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.norm import rms_norm_heads
-from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import hadamard, round_fp4
 from dsv4lite.kernels.rope import rope
 from dsv4lite.kernels.rows import RowStore, UnquantizedRow
@@ -34,7 +32,6 @@ class HeadInputs(NamedTuple):
         cos, sin: float32 [T, rope / 2].
         eps: Of the norm.
         window: Rows that the queries will attend to; if they are packed, index heads are transformed and rounded like the keys.
-        paging: Paging of the step.
     """
 
     query_TK: Tensor
@@ -46,34 +43,25 @@ class HeadInputs(NamedTuple):
     sin: Tensor
     eps: float
     window: RowStore
-    paging: Paging
 
     @property
     def fp4(self) -> bool:
         """Whether index heads are transformed and rounded to FP4."""
         return not isinstance(self.window.format, UnquantizedRow)
 
-    @property
-    def normed_by_attention(self) -> bool:
-        """Whether attention norms and rotates the queries: with packed rows, ``DECODE_SPLITS`` or more, and no index heads."""
-        return self.fp4 and self.paging.splits >= DECODE_SPLITS and not self.index_heads
 
-
-@op("qk_norm_rope.triton:head_norms_triton", suits=lambda given: not given.normed_by_attention)
-def head_norms(given: HeadInputs) -> tuple[Tensor, Tensor | None, float | None]:
+@op("qk_norm_rope.triton:head_norms_triton")
+def head_norms(given: HeadInputs) -> tuple[Tensor, Tensor | None]:
     """Normalise and rotate query heads; rotate index heads, and transform and round them.
 
     Returns:
-        Queries [T, H, C], and index queries [T, Hi, Ci] or ``None``, in the dtype of ``query_TK``; and the ``norm_eps`` for
-        ``paged_attention``: ``None``, or ``eps`` if attention must norm the queries, which are then returned unchanged.
+        Queries [T, H, C], and index queries [T, Hi, Ci] or ``None``, in the dtype of ``query_TK``.
     """
     queries_TK = given.query_TK[:, : given.heads * given.channels]
     q_THC = queries_TK.unflatten(1, (given.heads, given.channels))
-    if given.normed_by_attention:
-        return q_THC, None, given.eps
     q_THC = rope(rms_norm_heads(q_THC, given.eps), given.cos, given.sin)
     if not given.index_heads:
-        return q_THC, None, None
+        return q_THC, None
     iq_THC = given.query_TK[:, queries_TK.shape[1] :].unflatten(1, (given.index_heads, given.index_dim))
     iq_THC = rope(iq_THC, given.cos, given.sin)
-    return q_THC, round_fp4(hadamard(iq_THC)) if given.fp4 else iq_THC, None
+    return q_THC, round_fp4(hadamard(iq_THC)) if given.fp4 else iq_THC

@@ -103,9 +103,9 @@ def _heads_kernel(
         tl.store(iq + t * index_heads * INDEX + of_index, key.to(iq.dtype.element_ty), mask=valid)
 
 
-def head_norms_triton(given: HeadInputs) -> tuple[Tensor, Tensor | None, None]:
+def head_norms_triton(given: HeadInputs) -> tuple[Tensor, Tensor | None]:
     """See ``head_norms``; the width of index heads is a power of two where they are rounded to FP4."""
-    query_TK, heads, channels, index_heads, index_dim, cos, sin, eps, _, _ = given
+    query_TK, heads, channels, index_heads, index_dim, cos, sin, eps, _ = given
     tokens, rope, fp4 = query_TK.shape[0], 2 * cos.shape[1], given.fp4
     assert query_TK.stride(1) == 1 and query_TK.shape[1] == heads * channels + index_heads * index_dim, query_TK.shape
     assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (tokens, rope // 2)
@@ -146,4 +146,4 @@ def head_norms_triton(given: HeadInputs) -> tuple[Tensor, Tensor | None, None]:
             enable_fp_fusion=False,
             launch_pdl=dependent_launch(query_TK.device),
         )
-    return q_THC, iq_THC, None
+    return q_THC, iq_THC

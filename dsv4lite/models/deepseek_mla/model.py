@@ -15,7 +15,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dsv4lite.kernels.experts import sum_experts
 from dsv4lite.kernels.index_keys import IndexKeyInputs, index_queries, store_index_keys
 from dsv4lite.kernels.indexer import IndexInputs, choose_paged
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, latent_attention, splits_of
@@ -186,8 +185,8 @@ class Block(nn.Module):
         x_TD = x_TD + self.attn(rms_norm(x_TD, self.attn_norm, self.eps), batch, cache)
         h_TD = rms_norm(x_TD, self.ffn_norm, self.eps)
         tokens = Tokens(h_TD, batch.token_ids_T, routed_TK, None, batch.paging.positions_T, batch.most_tokens, given_TK)
-        output = self.ffn(tokens)
-        return x_TD + (output if isinstance(output, Tensor) else sum_experts(output))
+        output_TD: Tensor = self.ffn(tokens)
+        return x_TD + output_TD
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "attn_norm.weight", TensorSlot(self.attn_norm)

@@ -137,8 +137,8 @@ class Attention(nn.Module):
         heads = (self.heads, c.head_dim, index_heads, c.index_dim)
         columns = self.heads * c.head_dim + index_heads * c.index_dim
         query = rounded_linear(qr_TR, qr_scales, self.wq_b, x_TD.dtype, rows=columns)
-        inputs = HeadInputs(query, *heads, *angles, c.norm_eps, cache.stores["window"], paging)
-        q_THC, iq_THC, norm_eps = head_norms(inputs)
+        inputs = HeadInputs(query, *heads, *angles, c.norm_eps, cache.stores["window"])
+        q_THC, iq_THC = head_norms(inputs)
         del query, inputs
         selected_TK: Tensor | None = None
         if iq_THC is not None:
@@ -148,7 +148,7 @@ class Attention(nn.Module):
             selected_TK = selection_of(selected_TK, self.selector, batch.given, batch.chosen)
         rows = (new_kv, cache.stores["window"], cache.stores.get("entries"), batch.seen)
         scale, window = c.head_dim**-0.5, c.window + batch.ahead
-        seen = (*rows, self.attn_sink, scale, *angles, self.ratio, selected_TK, window, norm_eps, any_order)
+        seen = (*rows, self.attn_sink, scale, *angles, self.ratio, selected_TK, window, any_order)
         return paged_attention(AttentionInputs(q_THC, *seen))
 
     def store_kv(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch, cache: LayerCache) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dsv4lite.kernels.hc import HcInputs, HcMix, HcSettings, HcWeights, Output, hc_enter, hc_expand
+from dsv4lite.kernels.hc import HcInputs, HcMix, HcSettings, HcWeights, hc_enter, hc_expand
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.weights.quant import Numerics, Rounded
 
@@ -17,7 +17,7 @@ class Streams:
 
     def __init__(self, streams_TND: Tensor, config: V4Config, numerics: Numerics) -> None:
         self.value_TND = streams_TND
-        self._pending: tuple[Output, HcMix] | None = None
+        self._pending: tuple[Tensor, HcMix] | None = None
         self._mix: HcMix | None = None
         self._settings = HcSettings(config.sinkhorn_iters, config.hc_eps, config.norm_eps)
         self._row_tile = numerics.row_tile
@@ -31,10 +31,10 @@ class Streams:
         )
         return x_TD, rounded
 
-    def leave(self, output: Output) -> None:
+    def leave(self, output_TD: Tensor) -> None:
         """Accept the sub-layer's output, to be written later."""
         assert self._mix is not None and self._pending is None
-        self._pending = (output, self._mix)
+        self._pending = (output_TD, self._mix)
 
     def mean(self) -> Tensor:
         """Return the average of the streams, [T, D]."""

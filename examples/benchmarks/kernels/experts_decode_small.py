@@ -2,8 +2,8 @@
 
     python -m examples.benchmarks.kernels.experts_decode_small [--width 1024]
 
-Everything between the first products and the next sub-layer's streams, in seven launches and in three, after checking that both
-give the same bits. ``--width`` is that of a rank's part of each expert. Replays a graph that walks through layers of weights, each
+Everything between the first products and the sum over experts, in six launches and in three, after checking that both give the
+same bits. ``--width`` is that of a rank's part of each expert. Replays a graph that walks through layers of weights, each
 far larger than the L2 cache.
 """
 
@@ -14,12 +14,10 @@ import argparse
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, experts_forward
+from dsv4lite.kernels.experts import ExpertInputs, experts_forward, sum_experts
 from dsv4lite.kernels.experts.decode_small import MoeInputs
 from dsv4lite.kernels.experts.decode_small_triton import moe_decode_small_triton
 from dsv4lite.kernels.gemm.triton import fp8_linear_triton
-from dsv4lite.kernels.hc import HcInputs, HcMix, HcSettings, HcWeights
-from dsv4lite.kernels.hc.decode_small_triton import enter_triton
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.routing import Router
 from dsv4lite.kernels.routing.triton import route_triton
@@ -45,14 +43,10 @@ def main() -> None:
         )
         for _ in range(COPIES)
     ]
-    fn = torch.randn(24, 4 * HIDDEN, device="cuda") / (4 * HIDDEN) ** 0.5
-    weights, norm = HcWeights(fn, torch.randn(24, device="cuda"), torch.ones(3, device="cuda")), torch.ones(HIDDEN, device="cuda")
-    print(f"{'tokens':>7}{'alone':>9}{'decode_small':>9}{'+enter':>9}{'+enter':>9}{'routed':>9}")
+    print(f"{'tokens':>7}{'alone':>9}{'decode_small':>14}{'routed':>9}")
     for tokens in TOKENS:
         x = quantize_fp8(torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), 128)
         logits, h = torch.randn(tokens, EXPERTS, device="cuda"), torch.randn(tokens, 2 * width, device="cuda").bfloat16()
-        streams = torch.randn(tokens, 4, HIDDEN, device="cuda").bfloat16()
-        mix = HcMix(torch.rand(tokens, 4, device="cuda"), torch.rand(tokens, 4, 4, device="cuda").softmax(-1))
         ids = torch.arange(tokens, dtype=torch.int32, device="cuda")
         router = Router(TOP_K, 1.5, torch.rand(EXPERTS, device="cuda"), None, ids, ids)
 
@@ -61,26 +55,20 @@ def main() -> None:
             added = fp8_linear_triton(*swiglu_quantize_triton(h, LIMIT), *shared[i], row_tile=1)
             return experts_forward(ExpertInputs(*x, *chosen, *layers[i], LIMIT), added)
 
-        def few(i: int, logits: Tensor = logits, router: Router = router, x: tuple = x, h: Tensor = h):  # type: ignore[no-untyped-def,type-arg]
-            return moe_decode_small_triton(MoeInputs(logits, router, *x, h, *shared[i], *layers[i], LIMIT))
+        def few(i: int, logits: Tensor = logits, router: Router = router, x: tuple = x, h: Tensor = h) -> Tensor:  # type: ignore[type-arg]
+            return sum_experts(moe_decode_small_triton(MoeInputs(logits, router, *x, h, *shared[i], *layers[i], LIMIT)))
 
-        def enter(y: Tensor | ExpertSum, streams: Tensor = streams, mix: HcMix = mix) -> tuple[Tensor, ...]:
-            return enter_triton(HcInputs(streams, (y, mix), weights, norm, HcSettings(20, 1e-6, 1e-6), quantize=True))[:2]
-
-        for i in range(COPIES):
-            assert all(torch.equal(a, b) for a, b in zip(enter(alone(i)), enter(few(i)), strict=True)), "other bits"
+        assert all(torch.equal(alone(i), few(i)) for i in range(COPIES)), "other bits"
         chosen = route_triton(logits, router._replace(positions_T=None))
         times = [
             microseconds(op, COPIES)
             for op in (
                 alone,
                 few,
-                lambda i, enter=enter, alone=alone: enter(alone(i)),  # type: ignore[misc]
-                lambda i, enter=enter, few=few: enter(few(i)),  # type: ignore[misc]
                 lambda i, x=x, chosen=chosen: experts_forward(ExpertInputs(*x, *chosen, *layers[i], LIMIT)),  # type: ignore[misc]
             )
         ]
-        print(f"{tokens:>7}" + "".join(f"{time:>9.1f}" for time in times), flush=True)
+        print(f"{tokens:>7}{times[0]:>9.1f}{times[1]:>14.1f}{times[2]:>9.1f}", flush=True)
 
 
 if __name__ == "__main__":
