@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from dsv4lite.errors import (
@@ -29,6 +27,7 @@ from dsv4lite.request import (
     SamplingParams,
     SequenceUpdate,
     Timing,
+    TokenLogprob,
     Usage,
 )
 from dsv4lite.text.parse import ChatParser
@@ -37,7 +36,7 @@ from dsv4lite.text.tokenizer import Detokenizer, StopStrings, Tokenizer
 if TYPE_CHECKING:
     import torch
 
-_MOST_DEFERRED = 64
+_MOST_DEFERRED = 64  # tokens whose text is read at once
 ParserFactory = Callable[[str], ChatParser]
 """Makes the parser of one completion, given the prefix for the ids of its tool calls."""
 
@@ -71,7 +70,6 @@ class Collector:
             for i, name in enumerate(names)
         ]
         self._never_defers = streaming or bool(request.params.stop)
-        self._deferred: list[SequenceUpdate] = []
         self._prompt_logprobs: list[Logprobs] = []
         self._cached_tokens = self._drafted = self._accepted = 0
         self._started: float | None = None
@@ -83,16 +81,6 @@ class Collector:
         """Whether every completion has ended and is complete."""
         return all(c.complete for c in self._completions)
 
-    def _push_deferred(self) -> None:
-        """Push the deferred updates."""
-        deferred, self._deferred = sorted(self._deferred, key=attrgetter("index")), []
-        for _, group in itertools.groupby(deferred, key=attrgetter("index", "weight_version")):
-            updates = list(group)
-            ids, logprobs = (tuple(itertools.chain(*x)) for x in zip(*((u.token_ids, u.logprobs) for u in updates), strict=True))
-            self._drafted += sum(u.drafted for u in updates)
-            self._accepted += sum(u.accepted for u in updates)
-            self._completions[updates[0].index].push(replace(updates[0], token_ids=ids, logprobs=logprobs))
-
     def push(self, update: SequenceUpdate, now: float) -> Delta | None:
         """Add an update that arrived at the monotonic second ``now``, and return what is new.
 
@@ -100,16 +88,16 @@ class Collector:
         update is not. Later tokens of a completion that has ended are dropped.
 
         Returns:
-            ``None`` if the update is read later, together with others. Without a stream and without stop strings this holds for
-            every update that brings only tokens.
+            ``None`` if the text of the update is read later, together with that of others. Without a stream and without stop
+            strings this holds for every update that brings only tokens.
         """
+        self._drafted += update.drafted
+        self._accepted += update.accepted
+        completion = self._completions[update.index]
         bare = update.finish_reason is None and update.prompt_logprobs is None and update.routed_experts is None
-        if bare and not self._never_defers and self._first_token is not None:
-            self._deferred.append(update)
-            if len(self._deferred) >= _MOST_DEFERRED:
-                self._push_deferred()
+        if bare and not self._never_defers and self._first_token is not None and completion.finish_reason is None:
+            completion.defer(update)
             return None
-        self._push_deferred()
         if self._started is None and update.started:
             self._started = update.started
         if self._first_token is None and update.token_ids:
@@ -117,9 +105,6 @@ class Collector:
         if update.prompt_logprobs is not None:
             self._prompt_logprobs.append(update.prompt_logprobs)
         self._cached_tokens = max(self._cached_tokens, update.cached_tokens)
-        self._drafted += update.drafted
-        self._accepted += update.accepted
-        completion = self._completions[update.index]
         if completion.finish_reason is not None:
             completion.finish_in_engine(update)
             return Delta(index=update.index)
@@ -129,7 +114,6 @@ class Collector:
 
     def end(self, reason: FinishReason, error: DSV4LiteError | None = None) -> list[Delta]:
         """End all open completions, and return the text that they had held back."""
-        self._push_deferred()
         self._error = self._error or error
         open_ones = [c for c in self._completions if c.finish_reason is None]
         return [c.push(SequenceUpdate(request_id=self._request.request_id, index=c.index, finish_reason=reason)) for c in open_ones]
@@ -188,12 +172,29 @@ class _Completion:
         self._num_calls = 0
         self._sampled, self._ranks, self._best, self._values = array("f"), array("i"), array("i"), array("f")  # see ``Logprobs``
         self._kept: list[torch.Tensor] = []
-        self._versions: list[tuple[int, int, int]] = []
+        self._versions: list[tuple[int, int]] = []  # of weights, each with its first token
+        self._read_tokens = 0  # how many tokens are in the text
         self._experts: torch.Tensor | None = None
         self._entries: tuple[int, torch.Tensor | None] = 0, None
 
+    def defer(self, update: SequenceUpdate) -> None:
+        """Add the tokens of an update that brings nothing else; their text is read together with that of later tokens.
+
+        The update is not kept: an object for every token would make the garbage collector walk through the whole process.
+        """
+        self._add(update.token_ids, update.logprobs, update.weight_version)
+        if len(self.token_ids) - self._read_tokens >= _MOST_DEFERRED:
+            self._read_deferred()
+
+    def _read_deferred(self) -> None:
+        if self._read_tokens < len(self.token_ids):
+            text, *_ = self._read(self.token_ids[self._read_tokens :].tolist())
+            self._read_tokens = len(self.token_ids)
+            self._delta(text, (), None)
+
     def push(self, update: SequenceUpdate) -> Delta:
         """Add the tokens of one step up to a stop string."""
+        self._read_deferred()
         text, kept, stop = self._read(update.token_ids)
         if stop is None and update.finish_reason is not None:
             tail, stop = self._flush()
@@ -203,10 +204,15 @@ class _Completion:
         else:
             self.finish_reason, self._stop_reason = update.finish_reason, update.stop_reason
         ids, logprobs = update.token_ids[:kept], update.logprobs[:kept]
-        if kept:
-            same = bool(self._versions) and self._versions[-1][0] == update.weight_version
-            start = self._versions.pop()[1] if same else len(self.token_ids)
-            self._versions.append((update.weight_version, start, len(self.token_ids) + kept))
+        self._add(ids, logprobs, update.weight_version)
+        self._read_tokens = len(self.token_ids)
+        self.finish_in_engine(update)
+        return self._delta(text, ids, self._logprobs(len(self._sampled) - len(logprobs)) if ids and self._streaming else None)
+
+    def _add(self, ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], weight_version: int) -> None:
+        """Add tokens, but not their text."""
+        if ids and (not self._versions or self._versions[-1][0] != weight_version):
+            self._versions.append((weight_version, len(self.token_ids)))
         self.token_ids.extend(ids)
         for logprob, rank, best, values, allowed in logprobs:
             self._sampled.append(logprob)
@@ -215,8 +221,6 @@ class _Completion:
             self._values.extend(values)
             if allowed is not None:
                 self._kept.append(allowed)
-        self.finish_in_engine(update)
-        return self._delta(text, ids, self._logprobs(len(self._sampled) - len(logprobs)) if ids and self._streaming else None)
 
     @property
     def complete(self) -> bool:
@@ -237,6 +241,7 @@ class _Completion:
         parsed = None if self._parser is None else self._parser.result()
         # Of prompt and completion without the last token, and without tokens after a stop string.
         routed = None if self._experts is None else self._experts[: max(0, prompt_tokens + len(self.token_ids) - 1)]
+        ends = [*(begin for _, begin in self._versions[1:]), len(self.token_ids)]
         return CompletionOutput(
             index=self.index,
             text="".join(self._text) if parsed is None else parsed.content,
@@ -245,7 +250,7 @@ class _Completion:
             logprobs=self._logprobs(0),
             cumulative_logprob=None if self._params.logprobs is None else sum(self._sampled),
             stop_reason=self._stop_reason,
-            weight_versions=tuple(self._versions),
+            weight_versions=tuple((version, begin, end) for (version, begin), end in zip(self._versions, ends, strict=False)),
             routed_experts=routed,
             replay=self._replay(routed, prompt_tokens + len(self.token_ids) - 1) if self._params.return_replay else None,
             reasoning=None if parsed is None else parsed.reasoning,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from array import array
 from typing import Any
 
@@ -88,6 +89,28 @@ def test_collector_reads_what_it_kept_like_what_was_pushed() -> None:
                 b.weight_versions,
             )
             assert a.logprobs is not None and b.logprobs is not None and a.logprobs.sampled.equal(b.logprobs.sampled)
+
+
+def test_collector_keeps_no_object_per_token() -> None:
+    """An object per token would make the garbage collector walk through the whole process."""
+    got, entry = collector(SamplingParams(logprobs=1)), (array("i", [3]), array("f", [-1.0]), None)
+    objects = []
+    for count in range(60):  # fewer than are read at once
+        got.push(update(100, logprobs=(TokenLogprob(-1.0, 1, *entry),)), 11)
+        if count in (5, 59):
+            gc.collect()
+            objects.append(len(gc.get_objects()))
+    assert objects[1] - objects[0] < 10
+    got.end("abort")
+    assert len(got.output(12).outputs[0].token_ids) == 60
+
+
+def test_collector_drops_tokens_that_come_after_the_end() -> None:
+    got = collector(SamplingParams())
+    got.push(update(100), 11)
+    got.end("abort")
+    assert got.push(update(100), 12) is not None and got.output(13).outputs[0].token_ids == (100,)
+    assert got.output(13).outputs[0].finish_reason == "abort"
 
 
 @pytest.mark.parametrize("params, streaming", [(SamplingParams(), True), (SamplingParams(stop=("b",)), False)])
