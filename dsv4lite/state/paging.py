@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate, chain
 from struct import pack
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.step_plan import SequencePlan
 from dsv4lite.state.spec import StateSizes
 
+_ZERO, _MINUS_ONE = b"\0" * 4, b"\xff" * 4  # int32
 _ALIGNED = 4  # integers; every part begins at a multiple of 16 bytes, since kernels are compiled for aligned addresses only
 
 
@@ -71,21 +73,22 @@ def write_paging(sequences: Sequence[SequencePlan], sizes: PagingSizes) -> Tenso
     """
     lens = [len(s.token_ids) for s in sequences]
     tokens, missing = sizes.tokens - sum(lens), sizes.sequences - len(sequences)
-    columns: list[Iterable[Iterable[int]]] = [
-        (*(s.token_ids for s in sequences), _repeat(0, tokens)),
-        (*(range(s.start, s.end) for s in sequences), _repeat(-1, tokens)),
-        (*(_repeat(index, length) for index, length in enumerate(lens)), _repeat(0, tokens)),
-        ([s.slot for s in sequences], _repeat(-1, missing)),
-        ([s.start for s in sequences], _repeat(0, missing)),
-        (first_rows(sequences), _repeat(0, missing)),
-        (lens, _repeat(0, missing)),
-        ([s.drafts for s in sequences], _repeat(0, missing)),
-        ([s.state_copy for s in sequences], _repeat(0, missing)),
-        ([s.window_first for s in sequences], _repeat(0, missing)),
+    integers = _integers(max(len(lens), *(s.end for s in sequences), 1).bit_length())
+    columns: list[tuple[bytes, bytes, int]] = [
+        (_packed(tuple(chain.from_iterable(s.token_ids for s in sequences))), _ZERO, tokens),
+        (b"".join([integers[s.start : s.end] for s in sequences]), _MINUS_ONE, tokens),
+        (b"".join([integers[i : i + 1].tobytes() * length for i, length in enumerate(lens)]), _ZERO, tokens),
+        (_packed([s.slot for s in sequences]), _MINUS_ONE, missing),
+        (_packed([s.start for s in sequences]), _ZERO, missing),
+        (_packed(first_rows(sequences)), _ZERO, missing),
+        (_packed(lens), _ZERO, missing),
+        (_packed([s.drafts for s in sequences]), _ZERO, missing),
+        (_packed([s.state_copy for s in sequences]), _ZERO, missing),
+        (_packed([s.window_first for s in sequences]), _ZERO, missing),
     ]
     values = array("i")
-    for column in columns:
-        values.frombytes(_packed(tuple(chain.from_iterable(column))))
+    for column, filler, count in columns:
+        values.frombytes(column + filler * count)
         values.extend([0] * (-len(values) % _ALIGNED))
     for tables, width, filler in (
         ([s.window_pages for s in sequences], sizes.window_pages, b"\xff"),  # -1: no page
@@ -136,10 +139,15 @@ def make_paging(sequences: Sequence[SequencePlan], device: torch.device) -> tupl
     return token_ids_T.long(), paging, max(s.end for s in sequences)
 
 
+# A prompt has thousands of integers, and the device waits for them: other ways take two to five times.
 def _packed(values: Sequence[int]) -> bytes:
-    """Return int32 bytes. A prompt has thousands of integers, and the device waits for them: other ways take two to five times."""
+    """Return int32 bytes."""
     return pack(f"{len(values)}i", *values)
 
 
-def _repeat(value: int, count: int) -> array[int]:
-    return array("i", (value,)) * count
+@cache
+def _integers(bits: int) -> memoryview:
+    """Return all integers of so many bits in order, int32. Slices of it are positions."""
+    values = array("i", bytes(4 << bits))
+    torch.arange(1 << bits, dtype=torch.int32, device="cpu", out=torch.frombuffer(values, dtype=torch.int32))
+    return memoryview(values)

@@ -98,6 +98,7 @@ CACHES = {
     "kernels.counters._counters": "scratch of one stream, zero between kernels; engines have streams of their own",
     "kernels.dispatch._known_capability": "of a device, which does not change",
     "kernels.gemm.triton.tile_for": "follows from its arguments alone; every launch asks",
+    "state.paging._integers": "integers in order; slices of them are positions",
     "kernels.warmup._load_launchers_one_by_one": "Triton has one loader for the whole process",
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
