@@ -117,7 +117,7 @@ def check(kind: Kind, llm: LLM, prompt: Sequence[int], completion: CompletionOut
     "settings",
     [
         *({"overlap": False}, {"overlap": True}, {"max_num_batched_tokens": 50}),
-        *({"speculative": NGram(4)}, {"speculative": MTP(2, adaptive=False)}),
+        *({"speculative": NGram(4, adaptive=False)}, {"speculative": MTP(2, adaptive=False)}),
         {"speculative": MTP(2, adaptive=False), "overlap": True},
     ],
     ids=lambda settings: ",".join(f"{name}={value}" for name, value in settings.items()),
