@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dsv4lite.errors import (
@@ -241,7 +242,7 @@ class _Completion:
         parsed = None if self._parser is None else self._parser.result()
         # Of prompt and completion without the last token, and without tokens after a stop string.
         routed = None if self._experts is None else self._experts[: max(0, prompt_tokens + len(self.token_ids) - 1)]
-        ends = [*(begin for _, begin in self._versions[1:]), len(self.token_ids)]
+        bounds = [*(begin for _, begin in self._versions), len(self.token_ids)]
         return CompletionOutput(
             index=self.index,
             text="".join(self._text) if parsed is None else parsed.content,
@@ -250,7 +251,7 @@ class _Completion:
             logprobs=self._logprobs(0),
             cumulative_logprob=None if self._params.logprobs is None else sum(self._sampled),
             stop_reason=self._stop_reason,
-            weight_versions=tuple((version, begin, end) for (version, begin), end in zip(self._versions, ends, strict=False)),
+            weight_versions=tuple((version, *span) for (version, _), span in zip(self._versions, pairwise(bounds), strict=True)),
             routed_experts=routed,
             replay=self._replay(routed, prompt_tokens + len(self.token_ids) - 1) if self._params.return_replay else None,
             reasoning=None if parsed is None else parsed.reasoning,

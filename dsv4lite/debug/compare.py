@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.experts import ExpertSum, Tiles, sum_experts
+from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, sum_experts
 from dsv4lite.kernels.indexer import PAGE_TOKENS
 from dsv4lite.kernels.quantize import dequantize_fp8
 from dsv4lite.kernels.rows import RowStore
@@ -58,8 +58,8 @@ def outputs(op: str, result: Any, arguments: tuple[Any, ...]) -> dict[str, Tenso
     if op == "moe_decode_small":
         return {"chosen": tensors[0], "sums": sum_experts.reference(result)}
     if op == "experts_outputs":  # undefined where there is no expert
-        slots_TK, (experts, *_) = arguments[2], arguments[5].shape
-        return {"sums": sum_experts.reference(ExpertSum(slots_TK, result, None, experts))}
+        given = ExpertInputs(*arguments)
+        return {"sums": sum_experts.reference(ExpertSum(given.slots_TK, result, None, given.sizes[0]))}
     if op == "choose_paged":
         keys, paging = arguments[2:4]  # undefined for tokens that see no more entries than are chosen: -1
         visible_T = (paging.positions_T + 1) * keys.rows_per_page // PAGE_TOKENS

@@ -234,6 +234,7 @@ class MoE(nn.Module):
         return by_most(self.regimes, count)(self, tokens)
 
     def _on_one_rank(self, tokens: Tokens, run: Callable[[MoE, Tokens], ExpertSum]) -> Tensor:
+        """Run the experts, all of which are on this rank, and add up their outputs."""
         return sum_experts(run(self, tokens))
 
     def _all_reduced(self, tokens: Tokens, run: Callable[[MoE, Tokens], ExpertSum]) -> Tensor:

@@ -73,11 +73,11 @@ def write_paging(sequences: Sequence[SequencePlan], sizes: PagingSizes) -> Tenso
     """
     lens = [len(s.token_ids) for s in sequences]
     tokens, missing = sizes.tokens - sum(lens), sizes.sequences - len(sequences)
-    integers = _integers(max(len(lens), *(s.end for s in sequences), 1).bit_length())
+    integers = _integers(max((s.end for s in sequences), default=0).bit_length())
     columns: list[tuple[bytes, bytes, int]] = [
         (_packed(tuple(chain.from_iterable(s.token_ids for s in sequences))), _ZERO, tokens),
         (b"".join([integers[s.start : s.end] for s in sequences]), _MINUS_ONE, tokens),
-        (b"".join([integers[i : i + 1].tobytes() * length for i, length in enumerate(lens)]), _ZERO, tokens),
+        (b"".join([pack("i", index) * length for index, length in enumerate(lens)]), _ZERO, tokens),
         (_packed([s.slot for s in sequences]), _MINUS_ONE, missing),
         (_packed([s.start for s in sequences]), _ZERO, missing),
         (_packed(first_rows(sequences)), _ZERO, missing),
@@ -147,7 +147,7 @@ def _packed(values: Sequence[int]) -> bytes:
 
 @cache
 def _integers(bits: int) -> memoryview:
-    """Return all integers of so many bits in order, int32. Slices of it are positions."""
+    """Return all integers of so many bits in order, int32."""
     values = array("i", bytes(4 << bits))
     torch.arange(1 << bits, dtype=torch.int32, device="cpu", out=torch.frombuffer(values, dtype=torch.int32))
     return memoryview(values)

@@ -26,7 +26,7 @@ from dsv4lite.kernels.rows import RowStore, unpack_rows
 
 BLOCK = 64
 WINDOW = 128
-DECODE_SPLITS = 4  # from this number of splits on, packed rows take the latency-bound kernel, which can also norm queries
+DECODE_SPLITS = 4  # from this number of splits on, packed rows take the latency-bound kernel
 WIDENED_ROWS = 16  # most visible rows per token of a step whose rows are all widened first
 _REF_TOKENS = 64  # tokens whose rows the reference holds at a time
 _LEAST_SHARING = 8  # in float32 with ``any_order``, sequences with so many tokens read their rows once, under a mask
