@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Copies to shared memory, by threads and by the hardware; Triton 3.6 has the older names.
@@ -27,28 +27,33 @@ STORED = gl.constexpr(
 
 
 @gluon.jit
-def give_item(taken, items, next_item, full, empty, phase, WARPS: gl.constexpr):
-    """Producer of ``WARPS`` warps: take the next item that no program has, tell the consumers, and return it.
+def next_item(taken, items):
+    """Take the next item that no program has, and return it.
 
     ``taken`` counts the items that were taken after each program's first; the last program to ask sets it to zero.
     """
     before = gl.atomic_add(taken, 1, sem="relaxed")
     if before == items - 1:
         gl.store(taken, 0)
-    item = before + gl.num_programs(0)
-    mbarrier.wait(empty, phase)
-    next_item.store(gl.full((1,), item, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
-    mbarrier.arrive(full, count=1)
-    return item
+    return before + gl.num_programs(0)
 
 
 @gluon.jit
-def take_item(next_item, full, empty, phase):
-    """Consumer of four warps: return the item that the producer has given."""
-    mbarrier.wait(full, phase)
-    item = gl.max(next_item.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    mbarrier.arrive(empty, count=1)
-    return item
+def tell(value, buffer, WARPS: gl.constexpr):
+    """Store a number to shared memory, int32 [1], by ``WARPS`` warps."""
+    buffer.store(gl.full((1,), value, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
+
+
+@gluon.jit
+def told(buffer):
+    """Return the number that ``tell`` has stored; for four warps."""
+    return gl.max(buffer.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def pairs_to_bfloat16(x):
+    """Round float32 to the nearest bfloat16, two numbers of a thread at once; the compiler's own conversion may take one."""
+    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 def described(x: Tensor, tile: Sequence[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:

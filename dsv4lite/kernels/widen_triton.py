@@ -39,6 +39,26 @@ def _table(exponent):
 
 
 @triton.jit
+def widen_words(words, first, second):
+    """Return the e5m2 bytes of the first and of the other four codes of each word.
+
+    Args:
+        words: Bytes, uint8 [..., 4].
+        first, second: 4 times the relative exponents of the scales of the first and of the other four codes, int32 [..., 1].
+    """
+    low, high = _table(first)
+    low2, high2 = _table(second)
+    return tl.inline_asm_elementwise(
+        _WIDEN,
+        _WIDEN_REGISTERS,
+        [words, low, high, low2, high2],
+        dtype=(tl.uint8, tl.uint8),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def widen_fp4(piece, first, second, TILES: tl.constexpr, NATIVE: tl.constexpr):
     """Return the 64 columns of a piece as e5m2, or as float16 on chips without it.
 
@@ -47,16 +67,7 @@ def widen_fp4(piece, first, second, TILES: tl.constexpr, NATIVE: tl.constexpr):
         first, second: 4 times the relative exponents of the first 32 and of the other columns' scales, int32 [TILES * 64].
     """
     if NATIVE:
-        low, high = _table(first[:, None])
-        low2, high2 = _table(second[:, None])
-        a, b = tl.inline_asm_elementwise(
-            _WIDEN,
-            _WIDEN_REGISTERS,
-            [place(piece, TILES), low, high, low2, high2],
-            dtype=(tl.uint8, tl.uint8),
-            is_pure=True,
-            pack=4,
-        )
+        a, b = widen_words(place(piece, TILES), first[:, None], second[:, None])
         numbers = side_by_side(a, b).to(tl.float8e5, bitcast=True)
     else:
         nibbles = tl.permute(tl.reshape(tl.join(piece & 7, (piece >> 4) & 7), (TILES, 512, 2, 4)), (0, 1, 3, 2))

@@ -54,7 +54,8 @@ KINDS = {
 ONLY = {
     "gemm.decode_1_triton": CHIPS[1:],
     "gemm.prefill_triton": (90, 100),
-    **dict.fromkeys(("attention.prefill_triton", "experts.prefill_fp8_triton", "gemm.prefill_fp8_triton"), (90,)),
+    **dict.fromkeys(("attention.prefill_triton", "gemm.prefill_fp8_triton"), (90,)),
+    **dict.fromkeys(("experts.prefill_fp4_triton", "experts.prefill_fp8_triton"), (90,)),
     "latent_attention.prefill_hopper_triton": (90,),
 }
 # PTX, with or without a predicate; a descriptor's copy names the memory that it writes first.
@@ -65,7 +66,7 @@ TOUCHES = re.compile(
 )
 # Layouts in which a thread's four codes are of one row, as assembly wants them that takes one row's scales (``widen_triton``). The
 # compiler is free to choose others: keys that the matrix unit took from registers were once of two rows.
-FOUR_OF_A_ROW = re.compile(r"register = \[\[0, 1\], \[0, 2\]|sizePerThread = \[1, (?:4|8|16|32)\]")
+FOUR_OF_A_ROW = re.compile(r"register = \[\[(?:0, )+1\], \[(?:0, )+2\]|sizePerThread = \[1, (?:4|8|16|32)\]")
 
 
 @dataclass(frozen=True, slots=True)

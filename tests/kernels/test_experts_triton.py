@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 
 import pytest
 import torch
@@ -25,9 +26,8 @@ from tests.kernels.test_experts import matrix
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels.experts import grouping_triton, prefill_fp8_triton
+from dsv4lite.kernels.experts import grouping_triton, prefill_fp4_triton, prefill_fp8_triton
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, Groups, group_triton, max_blocks
-from dsv4lite.kernels.experts.prefill_fp8_triton import takes_blocks
 from dsv4lite.kernels.experts.triton import BLOCKS, DECODE_BLOCKS, block_for, combine_triton, experts_outputs_triton
 from dsv4lite.kernels.experts.unquantized_triton import UNQUANTIZED_BLOCKS
 
@@ -126,33 +126,45 @@ def test_kernels_agree_with_the_reference_for_many_tokens(tokens: int, fp4: bool
 @pytest.mark.skipif(not ON_GPU or torch.cuda.get_device_capability() != (9, 0), reason="the kernels are for Hopper")
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "count", "hidden", "width", "top_k"),
-    [(640, 16, 1024, 384, 4), (700, 8, 7168, 2048, 4), (4096, 64, 2048, 512, 6), (200, 5, 256, 128, 2), (3, 5, 256, 128, 2)],
+    ("tokens", "count", "hidden", "width", "top_k", "fp4"),
+    [
+        *((700, 8, 7168, 2048, 4, fp4) for fp4 in (False, True)),
+        *((4096, 64, 2048, 512, 6, fp4) for fp4 in (False, True)),
+        (640, 16, 1024, 384, 4, False),
+        (640, 16, 384, 768, 4, True),
+        *((tokens, 5, 256, 128, 2, False) for tokens in (200, 3)),
+        *((tokens, 5, 128, 256, 2, True) for tokens in (200, 3)),
+    ],
 )
 def test_blocks_on_hopper_have_the_bits_of_any_chip(
-    tokens: int, count: int, hidden: int, width: int, top_k: int, partial: bool
+    tokens: int, count: int, hidden: int, width: int, top_k: int, fp4: bool, partial: bool
 ) -> None:
-    """``outputs_of_blocks`` for all pairs that have an expert, for none, for all with one (``give_item``, ``take_item``)."""
+    """``outputs_of_blocks`` and ``grouped``, for all pairs that have an expert, for none, for all with one.
+
+    Helpers: ``place_of``, ``item_buffers``, ``give_item``, ``take_item``, ``next_item``, ``tell``, ``told``, ``pairs_to_bfloat16``.
+    """
     codes, scales, chosen, weights = inputs(tokens, hidden, count, top_k)
     chosen = torch.where(weights < 0.2, count, chosen).sort(-1).values  # some have no expert
-    small, large = BLOCKS[-2][1], BLOCKS[-1][1]
+    hopper = prefill_fp4_triton if fp4 else prefill_fp8_triton
     for slots in (chosen, torch.full_like(chosen, count), torch.full_like(chosen, count - 1)):
-        given = ExpertInputs(codes, scales, slots, weights, *experts(count, hidden, width, fp4=False), LIMIT, partial)
-        assert takes_blocks(given, large.rows) and not takes_blocks(given, small.rows)
-        got, wanted = (experts_outputs_triton(given, block=block)[slots < count] for block in (large, small))
-        assert got.isfinite().all() and torch.equal(got, wanted)
+        given = ExpertInputs(codes, scales, slots, weights, *experts(count, hidden, width, fp4=fp4), LIMIT, partial)
+        assert hopper.takes_blocks(given)
+        wanted = experts_outputs_triton(given, block=BLOCKS[-2][1])
+        got = hopper.outputs_of_blocks(given).view(wanted.shape)[slots < count]
+        assert got.isfinite().all() and torch.equal(got, wanted[slots < count])
 
 
 def test_other_sizes_formats_and_chips_take_the_kernels_for_any_chip(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ExpertInputs(*inputs(3, 256, 4, 2), *experts(4, 256, 128, fp4=False), LIMIT)
-    others = [
-        given._replace(w13=w13, w2=w2)
-        for w13, w2 in (experts(4, 256, 128, fp4=True), experts(4, 384, 128, fp4=False), (given.w13, given.w2))
-    ]
+    def taken(module: ModuleType, hidden: int, width: int, *, fp4: bool) -> bool:
+        given = ExpertInputs(*inputs(3, hidden, 4, 2), *experts(4, hidden, width, fp4=fp4), LIMIT)
+        monkeypatch.setattr(module, "capability_of", lambda device: capability)
+        return bool(module.takes_blocks(given))
+
     for capability in (80, 89, 90, 100, 120):
-        monkeypatch.setattr(prefill_fp8_triton, "capability_of", lambda device, capability=capability: capability)
-        assert [takes_blocks(one, 64) for one in others] == [False, False, capability == 90]
-        assert not takes_blocks(given, 32)
+        sizes = [(256, 128), (384, 128), (256, 256)]
+        assert [taken(prefill_fp8_triton, *size, fp4=False) for size in sizes] == [capability == 90, False, capability == 90]
+        assert [taken(prefill_fp4_triton, *size, fp4=True) for size in sizes] == [False, False, capability == 90]
+        assert not taken(prefill_fp8_triton, 256, 256, fp4=True) and not taken(prefill_fp4_triton, 256, 256, fp4=False)
 
 
 @pytest.fixture(scope="module")

@@ -182,7 +182,7 @@ def _queries(q, at, inside, NOPE: tl.constexpr, GPU: tl.constexpr):
 @triton.jit(do_not_specialize=["grow_columns", "window_columns"])
 def _decode_kernel(
     q, fresh, window, entries, selected, positions, sequences, firsts, first_rows, grow, window_pages, window_firsts,
-    parts, stats, grow_columns, window_columns, q_row, scale,
+    parts, stats, grow_columns, window_columns, scale,
     H: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
     FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr,
     ENTRY_ROWS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SINGLES: tl.constexpr,
@@ -218,7 +218,7 @@ def _decode_kernel(
         NOPE, WINDOW, TOP_K > 0, ROWS, False, GPU,
     )  # fmt: skip
     inside = (head < H)[:, None]
-    at = token * q_row + head[:, None] * WIDTH + tl.arange(0, 128)[None, :]
+    at = (token * H + head[:, None]) * WIDTH + tl.arange(0, 128)[None, :]
     queries = _queries(q, at, inside, NOPE, GPU)
     zero = tl.zeros((HEADS, 128), tl.float32)
     sums = (zero, zero, zero, zero, tl.full((HEADS,), LOW, tl.float32), tl.zeros((HEADS,), tl.float32))
@@ -242,15 +242,15 @@ def _decode_kernel(
 
 def decode_attention_triton(given: AttentionInputs) -> Tensor:
     """See ``attention.paged_attention``; ``paged_attention_triton`` has checked the inputs."""
-    (tokens, heads, channels), q = given.q_THC.shape, given.q_THC
-    assert q.stride(2) == 1 and q.stride(1) == channels, q.stride()
+    (tokens, heads, _), q = given.q_THC.shape, given.q_THC
+    assert q.is_contiguous(), q.stride()
     parts, stats = given.allocate_splits()
     # Small pieces for layers with few rows besides those of the window.
     small = given.paging.splits >= _SMALL_SPLITS and (given.ratio == 0 or given.ratio >= WINDOW)
     rows, warps = (32, 4) if small else (64, 8)
     _decode_kernel[(tokens * ceil_div(heads, _HEADS), given.paging.splits)](
         *given.tensors(), parts, stats, given.paging.grow_SP.stride(0), given.paging.window_SP.stride(0),
-        q.stride(0), given.scale * LOG2_E, **given.layer(rows), **given.row_layout(), HEADS=_HEADS,
+        given.scale * LOG2_E, **given.layer(rows), **given.row_layout(), HEADS=_HEADS,
         SINGLES=given.paging.singles,
         STAGES=2 if capability_of(q.device) in LARGE_SHARED_MEMORY else 1,
         num_warps=warps, num_stages=1, enable_fp_fusion=True, launch_pdl=dependent_launch(q.device),

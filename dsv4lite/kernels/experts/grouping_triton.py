@@ -15,7 +15,7 @@ from dsv4lite.kernels.quantize import FP8_GROUP
 
 COUNT_FROM = 4096  # pairs of token and expert; from here on a kernel of its own counts the pairs of each expert
 _COUNT_CHUNK = 4096
-_SCAN_CHUNKS = (64, 1024)
+_SCAN_CHUNKS = (64, 1024, 4096)
 
 
 def max_blocks(pairs: int, experts: int, rows: int) -> int:

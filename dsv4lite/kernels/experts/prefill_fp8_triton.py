@@ -5,9 +5,7 @@ let the hardware copy tiles of weights, several chunks of 128 inputs ahead. Two 
 two tiles of weights each: while one adds up the product of a chunk by its scales, the other one's keeps the tensor cores busy.
 
 An item is one block x four tiles. In the first product these are 128 columns of ``u``, which share scales: each group tells the
-other one the largest numbers of its half. Items of an expert follow each other, first those of the same tiles, and a program takes
-the next item that no program has. So tiles that are read from memory once are then found in L2; programs that take every 132nd item
-drift apart, and read them up to three times.
+other one the largest numbers of its half.
 
 The bits are those of ``triton.py``. Producers and consumers each count chunks (``step``): the count says which buffer is next, and
 which phase of its barriers to wait for.
@@ -24,10 +22,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import HOPPER, capability_of, multiprocessors_of
-from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits_of, fp8_scaled
+from dsv4lite.kernels.e4m3 import fp8_scale_bits_of, fp8_scaled
 from dsv4lite.kernels.experts import TILE_COLUMNS, TILE_ROWS, ExpertInputs, Tiles
-from dsv4lite.kernels.experts.grouping_triton import Groups
-from dsv4lite.kernels.hopper import STORED, copy_by_threads, copy_tile, described, give_item, take_item
+from dsv4lite.kernels.experts.items_triton import give_item, grouped, item_buffers, place_of, take_item
+from dsv4lite.kernels.hopper import STORED, copy_by_threads, copy_tile, described, next_item, pairs_to_bfloat16
 
 ROWS = 64  # of a block
 _ROWS = gl.constexpr(ROWS)
@@ -48,21 +46,11 @@ _CODES = gl.constexpr(
 
 
 @gluon.jit
-def _place(item, groups, per_block):
-    """Return an item's block, its tiles by the number of fours before them in the matrix, and its expert."""
-    _block_pairs, block_expert, block_span, _num_blocks = groups
-    any_block = item // per_block  # of the expert
-    first, count = gl.load(block_span + any_block * 2), gl.load(block_span + any_block * 2 + 1)
-    item -= first * per_block
-    return first + item % count, item // count, gl.load(block_expert + any_block)
-
-
-@gluon.jit
 def _load(x, x_words, w, scales, taken, groups, pairs, chunks, per_block, buffers, barriers, TOP_K: gl.constexpr):
     """Producer warps: copy each item's rows and tiles, with their scales, as soon as their buffers are free."""
     block_pairs, _block_expert, _block_span, num_blocks = groups
-    rows, words, tiles, of_tiles, next_item = buffers
-    full, empty, i_full, i_empty = barriers
+    rows, words, tiles, of_tiles = buffers
+    full, empty, item_told = barriers
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT)), 0)
     row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LAYOUT))
@@ -75,7 +63,9 @@ def _load(x, x_words, w, scales, taken, groups, pairs, chunks, per_block, buffer
     item_phase = 1
     item = gl.program_id(0)
     while item < items:
-        block, four, expert = _place(item, groups, per_block)
+        block, four, expert = place_of(item, groups, per_block)
+        give_item(block, four, expert, _ROWS, item_told, item_phase)
+        item_phase ^= 1
         of_rows = x_words + block.to(gl.int64) * (chunks * _ROWS) + word
         pair = gl.load(block_pairs + block * _ROWS + row)
         pair = gl.where(pair < pairs, pair, 0)  # results of unused rows are not stored
@@ -93,8 +83,8 @@ def _load(x, x_words, w, scales, taken, groups, pairs, chunks, per_block, buffer
             copy_by_threads(of_tiles.index(slot), of_four + chunk * 2)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             step += 1
-        item = give_item(taken, items, next_item, i_full, i_empty, item_phase, 4)
-        item_phase ^= 1
+        item = next_item(taken, items)
+    give_item(0, 0, 0, 0, item_told, item_phase)
 
 
 @gluon.jit
@@ -106,8 +96,8 @@ def _by_tile(product):
 @gluon.jit
 def _product(chunks, step, buffers, barriers, PART: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the product of an item's rows and half ``PART`` of its tiles, float32 as of ``_by_tile``, and the next step."""
-    rows, words, tiles, of_tiles, _next_item = buffers
-    full, empty, _i_full, _i_empty = barriers
+    rows, words, tiles, of_tiles = buffers
+    full, empty, _item_told = barriers
     none = gl.zeros((_ROWS, 128), gl.float32, LAYOUT)
     acc = _by_tile(none)
     OF_UNITS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, acc.type.layout))))
@@ -132,29 +122,26 @@ def _product(chunks, step, buffers, barriers, PART: gl.constexpr, LAYOUT: gl.con
 def _activated(product, mix, limit):
     """Return half of 128 columns of ``u``, bfloat16 numbers as float32 [64, 64]."""
     # Reference: gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
-    gate, up = gl.split(gl.permute(product.to(gl.bfloat16), (0, 1, 2, 4, 3)))
+    gate, up = gl.split(gl.permute(pairs_to_bfloat16(product), (0, 1, 2, 4, 3)))
     # Reference: u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
     gate = gl.minimum(gl.reshape(gate, (_ROWS, 64)).to(gl.float32), limit)
     up = gl.minimum(gl.maximum(gl.reshape(up, (_ROWS, 64)).to(gl.float32), -limit), limit)
     mix = gl.convert_layout(mix, gl.SliceLayout(1, gate.type.layout))
-    return (gate / (1.0 + gl.exp(-gate)) * up * gl.expand_dims(mix, 1)).to(gl.bfloat16).to(gl.float32)
+    return pairs_to_bfloat16(gate / (1.0 + gl.exp(-gate)) * up * gl.expand_dims(mix, 1)).to(gl.float32)
 
 
 @gluon.jit
 def _gate_up(groups, results, pairs, limit, chunks, per_block, buffers, barriers, exchange, PART: gl.constexpr):
     """Consumer warps: compute half ``PART`` of every item's columns of ``u`` and quantize them."""
-    block_pairs, _block_expert, _block_span, num_blocks = groups
+    block_pairs = groups[0]
     mixes, u_codes, u_words = results
     largest, s_full, s_empty = exchange
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    items = gl.load(num_blocks) * per_block
     step = 0
     turn = 0
-    item = gl.program_id(0)
-    while item < items:
-        block, four, _expert = _place(item, groups, per_block)
-        block = block.to(gl.int64)
+    block, four, _expert, count = take_item(barriers[2], 0)
+    while count > 0:
         product, step = _product(chunks, step, buffers, barriers, PART, LAYOUT)
         pair = gl.load(block_pairs + block * _ROWS + row)
         u = _activated(product, gl.load(mixes + pair, mask=pair < pairs, other=0.0), limit)
@@ -167,29 +154,26 @@ def _gate_up(groups, results, pairs, limit, chunks, per_block, buffers, barriers
         other = largest.index(1 - PART).load(own.type.layout)
         mbarrier.arrive(s_empty.index(1 - PART), count=1)
         bits = fp8_scale_bits_of(gl.maximum(own, other))
-        codes = gl.convert_layout(e4m3_bytes(fp8_scaled(u, bits), True), _CODES)
+        codes = gl.convert_layout(fp8_scaled(u, bits).to(gl.float8e4nv), _CODES)
         pair = gl.load(block_pairs + block * _ROWS + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _CODES)))
         at = gl.expand_dims(pair.to(gl.int64) * (per_block * 128) + four * 128 + PART * 64, 1)
         column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, _CODES)), 0)
         gl.store(u_codes + at + column, codes, mask=gl.expand_dims(pair < pairs, 1))
         if PART == 0:
             gl.store(u_words + (block * per_block + four) * _ROWS + gl.arange(0, _ROWS, layout=bits.type.layout), bits)
-        item = take_item(buffers[4], barriers[2], barriers[3], turn & 1)
         turn += 1
+        block, four, _expert, count = take_item(barriers[2], turn & 1)
 
 
 @gluon.jit
 def _down(groups, y, pairs, chunks, per_block, buffers, barriers, PART: gl.constexpr):
     """Consumer warps: compute half ``PART`` of every item's columns of the result."""
-    block_pairs, _block_expert, _block_span, num_blocks = groups
+    block_pairs = groups[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    items = gl.load(num_blocks) * per_block
     step = 0
     turn = 0
-    item = gl.program_id(0)
-    while item < items:
-        block, four, _expert = _place(item, groups, per_block)
-        block = block.to(gl.int64)
+    block, four, _expert, count = take_item(barriers[2], 0)
+    while count > 0:
         product, step = _product(chunks, step, buffers, barriers, PART, LAYOUT)
         # Reference: outputs[at] = y if partial else y.bfloat16()
         stored = gl.convert_layout(gl.reshape(product, (_ROWS, 128)).to(y.dtype.element_ty), STORED)
@@ -197,28 +181,23 @@ def _down(groups, y, pairs, chunks, per_block, buffers, barriers, PART: gl.const
         at = gl.expand_dims(pair.to(gl.int64) * (per_block * 256) + four * 256 + PART * 128, 1)
         column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, STORED)), 0)
         gl.store(y + at + column, stored, mask=gl.expand_dims(pair < pairs, 1))
-        item = take_item(buffers[4], barriers[2], barriers[3], turn & 1)
         turn += 1
+        block, four, _expert, count = take_item(barriers[2], turn & 1)
 
 
 @gluon.jit
 def _buffers_and_barriers():
-    """Allocate buffers of rows and tiles, of their scales and of the next item; and barriers that say which are full or empty."""
+    """Allocate buffers of rows, of tiles, and of the scales of both; and barriers that say which are full or empty."""
     rows = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES, _ROWS, 128], _OPERAND)
     tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * _STAGES, 2, 64, 128], _TILES)
     words = gl.allocate_shared_memory(gl.int32, [_STAGES, _ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     of_tiles = gl.allocate_shared_memory(gl.int32, [_STAGES, 4, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    next_item = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    i_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    i_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(i_full, count=1)
-    mbarrier.init(i_empty, count=2)  # both groups of consumers
     for stage in gl.static_range(_STAGES):
         mbarrier.init(full.index(stage), count=128 + 1)  # threads that copy, and one that expects what the hardware copies
-        mbarrier.init(empty.index(stage), count=2)
-    return (rows, words, tiles, of_tiles, next_item), (full, empty, i_full, i_empty)
+        mbarrier.init(empty.index(stage), count=2)  # both groups of consumers
+    return (rows, words, tiles, of_tiles), (full, empty, item_buffers())
 
 
 @gluon.jit(do_not_specialize=["pairs", "chunks", "per_block"])
@@ -263,10 +242,10 @@ def _down_kernel(
     )
 
 
-def takes_blocks(given: ExpertInputs, rows: int) -> bool:
-    """Return whether these kernels know the chip, the format and the sizes, for blocks of ``rows`` rows."""
+def takes_blocks(given: ExpertInputs) -> bool:
+    """Return whether these kernels know the chip, the format and the sizes."""
     w2 = given.w2
-    known = isinstance(w2, Tiles) and not w2.fp4 and rows == ROWS and capability_of(given.x.device) == HOPPER
+    known = isinstance(w2, Tiles) and not w2.fp4 and capability_of(given.x.device) == HOPPER
     return known and given.sizes[1] % (4 * TILE_ROWS) == 0
 
 
@@ -277,26 +256,20 @@ def _operand(w: Tiles) -> TensorDescriptor:
     return described(x, (2, TILE_ROWS, TILE_COLUMNS), _TILES.value)
 
 
-def outputs_of_blocks(given: ExpertInputs, groups: Groups, u_codes: Tensor, u_words: Tensor) -> Tensor:
-    """Return the outputs of grouped pairs, [pairs, D], for what ``takes_blocks``.
-
-    Args:
-        given: Inputs.
-        groups: Blocks of 64 rows.
-        u_codes, u_words: Codes [pairs, I] and words of scales [blocks, I / 128, 64] of ``u``; written.
-    """
+def outputs_of_blocks(given: ExpertInputs) -> Tensor:
+    """Return the outputs of all pairs, [T * K, D], for what ``takes_blocks``."""
     w13, w2, (_, hidden, width), device = given.w13, given.w2, given.sizes, given.x.device
     assert isinstance(w13, Tiles) and isinstance(w2, Tiles)
     chunks, fours = width // TILE_COLUMNS, hidden // (4 * TILE_ROWS)
-    tables = (groups.block_pairs, groups.block_expert, groups.block_span, groups.num_blocks, counters_of(device))
-    programs = multiprocessors_of(device)
-    _gate_up_kernel[(min(groups.max_blocks * chunks, programs),)](
-        given.x, groups.x_words, _operand(w13), w13.scales, *tables, given.weight_TK, u_codes, u_words, groups.pairs, given.limit,
+    blocks, x_words, u_codes, u_words = grouped(given, ROWS)
+    tables = (*blocks, counters_of(device))
+    most, pairs, programs = len(blocks[0]), len(u_codes), multiprocessors_of(device)
+    _gate_up_kernel[(min(most * chunks, programs),)](
+        given.x, x_words, _operand(w13), w13.scales, *tables, given.weight_TK, u_codes, u_words, pairs, given.limit,
         hidden // TILE_COLUMNS, chunks, TOP_K=given.slots_TK.shape[1], num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    y = torch.empty(groups.pairs, hidden, dtype=given.dtype, device=device)
-    _down_kernel[(min(groups.max_blocks * fours, programs),)](
-        u_codes.view(torch.float8_e4m3fn), u_words, _operand(w2), w2.scales, *tables, y, groups.pairs, chunks, fours, num_warps=4,
-        enable_fp_fusion=True,
-    )  # fmt: skip
+    y = torch.empty(pairs, hidden, dtype=given.dtype, device=device)
+    _down_kernel[(min(most * fours, programs),)](
+        u_codes, u_words, _operand(w2), w2.scales, *tables, y, pairs, chunks, fours, num_warps=4, enable_fp_fusion=True
+    )
     return y

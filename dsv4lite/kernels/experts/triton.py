@@ -21,9 +21,8 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import by_most, ceil_div
 from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
-from dsv4lite.kernels.experts import HALF_ROWS, TILE_ROWS, ExpertInputs, ExpertSum, Tiles
+from dsv4lite.kernels.experts import HALF_ROWS, TILE_ROWS, ExpertInputs, ExpertSum, Tiles, prefill_fp4_triton, prefill_fp8_triton
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
-from dsv4lite.kernels.experts.prefill_fp8_triton import outputs_of_blocks, takes_blocks
 from dsv4lite.kernels.experts.unquantized_triton import unquantized_outputs_triton
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.four_bit.triton import four_bit_outputs_triton
@@ -383,11 +382,13 @@ def experts_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None = N
     assert given.slots_TK.dtype == torch.int64 and given.slots_TK.is_contiguous() and given.weight_TK.is_contiguous()
     if tokens == 0:
         return torch.empty(shape, dtype=given.dtype, device=given.x.device)
+    block, hopper = block or block_for(tokens * top_k, experts), prefill_fp4_triton if w2.fp4 else prefill_fp8_triton
+    if block == BLOCKS[-1][1] and hopper.takes_blocks(given):
+        outputs: Tensor = hopper.outputs_of_blocks(given)
+        return outputs.view(shape)
     work = Work.allocate(tokens, top_k, w2, block)
     groups, u_codes = work.groups, work.empty_rows(width, torch.uint8)
     group_triton(given.slots_TK, given.x_scales, experts, groups)
-    if takes_blocks(given, work.block.rows):
-        return outputs_of_blocks(given, groups, u_codes, work.u_words).view(shape)
     arguments = work.gate_up_arguments(given.x, given.weight_TK, w13, given.limit, u_codes)
     gate_up_tile[(work.gate_up_programs,)](*arguments, TOP_K=top_k, BY_TOKEN=False, **work.constants(w13))
     del arguments  # frees ``u``, so that ``y`` can reuse its memory

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from dsv4lite.kernels.attention.merge_triton import LOW
 from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import HOPPER, capability_of, describable, multiprocessors_of
-from dsv4lite.kernels.hopper import STORED, copy_tile, described, give_item, take_item
+from dsv4lite.kernels.hopper import STORED, copy_tile, described, next_item, tell, told
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs
 from dsv4lite.kernels.rows.packed import LOG2_E
 
@@ -51,7 +51,7 @@ def _block_of(blocks, num_blocks, item):
 def _load(descriptors, blocks, num_blocks, items, taken, buffers, barriers, LATENT: gl.constexpr):
     """Producer warp: copy each item's queries and the rows of its pieces as soon as their buffers are free."""
     q_nope, q_rope, projected, rows = descriptors
-    q0, q1, k0, k1, v, next_item = buffers
+    q0, q1, k0, k1, v, following = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, i_full, i_empty = barriers
     step = 0
     item_phase = 1
@@ -78,7 +78,10 @@ def _load(descriptors, blocks, num_blocks, items, taken, buffers, barriers, LATE
             mbarrier.expect(v_full.index(slot), _KEYS * 128 * 2)
             copy_tile(projected, [at, head * 256 + 128], v_full.index(slot), v.index(slot))
             step += 1
-        item = give_item(taken, items, next_item, i_full, i_empty, item_phase, 1)
+        item = next_item(taken, items)
+        mbarrier.wait(i_empty, item_phase)
+        tell(item, following, 1)
+        mbarrier.arrive(i_full, count=1)
         item_phase ^= 1
 
 
@@ -122,7 +125,7 @@ def _attend(
 ):  # fmt: skip
     """Consumer warps: compute half ``PART`` of the queries of every item."""
     blocks, cos, sin, bits, words = given
-    q0, q1, k0, k1, v, next_item = buffers
+    q0, q1, k0, k1, v, following = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, i_full, i_empty = barriers
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])  # of logits, and of results
     i = gl.arange(0, _QUERIES, layout=gl.SliceLayout(1, LAYOUT))
@@ -185,7 +188,9 @@ def _attend(
             mbarrier.arrive(v_empty.index(slot), count=1)
             step += 1
         _store(results, acc, peak, total, row, size, head, complete, H)
-        item = take_item(next_item, i_full, i_empty, item_phase)
+        mbarrier.wait(i_full, item_phase)
+        item = told(following)
+        mbarrier.arrive(i_empty, count=1)
         item_phase ^= 1
 
 
@@ -235,7 +240,7 @@ def _round_kernel(
     k0 = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _KEYS, 128], _OPERAND)
     k1 = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _KEYS, 64], _OPERAND)
     v = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _KEYS, 128], _OPERAND)
-    next_item = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    following = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     i_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     i_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -254,7 +259,7 @@ def _round_kernel(
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=2)
-    buffers = (q0, q1, k0, k1, v, next_item)
+    buffers = (q0, q1, k0, k1, v, following)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, i_full, i_empty)
     given = (blocks, cos, sin, bits, words)
     results = (out, parts, stats)

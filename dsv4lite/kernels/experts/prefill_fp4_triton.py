@@ -1,0 +1,366 @@
+"""Products of experts of FP4 on Hopper, for blocks of up to 128 rows.
+
+The kernels are warp-specialized, and therefore written in Gluon. Four producer warps copy blocks of rows, which lie anywhere, and
+let the hardware copy tiles of weights, several chunks of 128 inputs ahead. Two groups of four consumer warps have the same rows and
+one tile of weights each: they widen it in registers, so that 128 rows share the instructions for its codes, multiply, and add up
+the product of a chunk by the scales of its rows. While one group widens, the other one's products keep the tensor cores busy.
+
+Tensor cores take as long for 64 rows as for 96 if weights come from registers. A block of at most 64 rows therefore costs more than
+half of a full one, but less than a full one: it has code of its own.
+
+In the first product an item is one block x 256 columns of ``u``. A group has 128 columns, which share scales, in four turns of a
+tile each; between these they wait in shared memory. In the second product an item is one block x 128 columns of the result.
+
+The bits are those of ``triton.py``. Producers and consumers each count chunks (``step``): the count says which buffer is next, and
+which phase of its barriers to wait for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dsv4lite.kernels.counters import counters_of
+from dsv4lite.kernels.dispatch import HOPPER, capability_of, multiprocessors_of
+from dsv4lite.kernels.e4m3 import fp8_scale_bits_of, fp8_scaled
+from dsv4lite.kernels.experts import TILE_COLUMNS, TILE_ROWS, ExpertInputs, Tiles
+from dsv4lite.kernels.experts.items_triton import give_item, grouped, item_buffers, place_of, take_item
+from dsv4lite.kernels.hopper import copy_by_threads, copy_tile, described, next_item, pairs_to_bfloat16
+from dsv4lite.kernels.widen_triton import side_by_side, widen_words
+
+ROWS = 128  # of a block
+_ROWS = gl.constexpr(ROWS)
+_STAGES = gl.constexpr(6)
+_OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 8, rank=2))
+_NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+# Half of the codes of a tile [16, 128]: a thread has the 16 bytes that it passes to the tensor cores.
+_PIECE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8]],
+        lane_bases=[[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]],
+        warp_bases=[[4, 0], [8, 0]],
+        block_bases=[],
+        shape=[16, 128],
+    )
+)
+# 32 columns of ``u`` in 64 rows: four neighbouring threads have two rows.
+_U = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [4, 0], [8, 0], [16, 0]],
+        lane_bases=[[1, 0], [2, 0], [0, 2], [0, 4], [0, 8]],
+        warp_bases=[[0, 16], [0, 32]],
+        block_bases=[],
+        shape=[32, 64],
+    )
+)
+
+
+@gluon.jit
+def _load(
+    x, x_words, w, scales, taken, groups, pairs, chunks, per_block, buffers, barriers, TOP_K: gl.constexpr, TURNS: gl.constexpr
+):  # fmt: skip
+    """Producer warps: copy each item's rows and tiles, with their scales, as soon as their buffers are free."""
+    block_pairs, _block_expert, _block_span, num_blocks = groups
+    rows, units, tiles, words = buffers
+    full, empty, item_told = barriers
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    items = gl.load(num_blocks) * per_block
+    step = 0
+    item_phase = 1
+    item = gl.program_id(0)
+    while item < items:
+        block, place, expert = place_of(item, groups, per_block)
+        many = gl.load(block_pairs + block * _ROWS + 64) < pairs  # used rows come first
+        give_item(block, place, expert, gl.where(many, 128, 64), item_told, item_phase)
+        item_phase ^= 1
+        of_rows = x_words + block.to(gl.int64) * (chunks * _ROWS) + gl.arange(0, _ROWS, layout=_LINE)
+        pair = gl.load(block_pairs + block * _ROWS + row)
+        used = gl.expand_dims(pair < pairs, 1)
+        at = x + gl.expand_dims((pair // TOP_K).to(gl.int64) * (chunks * 128), 1) + column
+        for turn in range(TURNS):
+            tile = (expert * per_block + place) * (2 * TURNS) + turn
+            of_tiles = scales + tile.to(gl.int64) * (chunks * 64) + gl.arange(0, 64, layout=_LINE)
+            for chunk in range(chunks):
+                slot = step % _STAGES
+                mbarrier.wait(empty.index(slot), (step // _STAGES & 1) ^ 1)
+                mbarrier.expect(full.index(slot), 2 * 32 * 128)
+                for part in gl.static_range(2):
+                    further = part * TURNS * chunks + chunk
+                    copy_tile(w, [(tile * chunks + further) * 32, 0], full.index(slot), tiles.index(2 * slot + part))
+                    copy_by_threads(words.index(2 * slot + part), of_tiles + further * 64)
+                copy_by_threads(rows.index(slot), at + chunk * 128, mask=used)
+                copy_by_threads(units.index(slot), of_rows + chunk * _ROWS)
+                async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+                step += 1
+        item = next_item(taken, items)
+    give_item(0, 0, 0, 0, item_told, item_phase)
+
+
+@gluon.jit
+def _by_rows(piece):
+    """Arrange bytes of a piece by rows and columns, [64, 32], as ``widen_triton.place`` does."""
+    return gl.reshape(gl.permute(piece, (0, 4, 1, 3, 2, 5)), (64, 32))
+
+
+@gluon.jit
+def _widened(codes, words, PIECE: gl.constexpr):
+    """Return 64 columns of a tile as e5m2 [64, 64]."""
+    piece = gl.reshape(codes.slice(16 * PIECE, 16).load(_PIECE), (4, 8, 4, 2, 2, 4))
+    OF_WORDS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(5, piece.type.layout)))
+    s = words.reshape((4, 2, 8)).permute((0, 2, 1)).load(OF_WORDS)
+    s = gl.expand_dims(gl.expand_dims(gl.expand_dims(s, 2), 3), 5)
+    first, second = widen_words(piece, s >> (16 * PIECE) & 0x7C, s >> (16 * PIECE + 8) & 0x7C)
+    return side_by_side(_by_rows(first), _by_rows(second)).to(gl.float8e5, bitcast=True)
+
+
+@gluon.jit
+def _product(step, base, chunks, buffers, barriers, PART: gl.constexpr, LAYOUT: gl.constexpr, COUNT: gl.constexpr):
+    """Return the product of the next tile ``PART`` and ``COUNT`` rows, float32 [64, COUNT], and the step after it.
+
+    Args:
+        base: Words of any scales of the tile's rows, int32 [64].
+    """
+    rows, units, tiles, words = buffers
+    full, empty, _item_told = barriers
+    none = gl.zeros((64, COUNT), gl.float32, LAYOUT)
+    acc = none
+    for _chunk in range(chunks):
+        slot = step % _STAGES
+        mbarrier.wait(full.index(slot), step // _STAGES & 1)
+        codes, of_codes = tiles.index(2 * slot + PART), words.index(2 * slot + PART)
+        a = side_by_side(_widened(codes, of_codes, 0), _widened(codes, of_codes, 1))
+        a = gl.convert_layout(a, gl.DotOperandLayout(0, LAYOUT, 4), assert_trivial=True)
+        b = rows.index(slot).slice(0, COUNT).permute((1, 0))
+        part = warpgroup_mma(a, b, none, use_acc=False, is_async=True)
+        unit = units.index(slot).slice(0, COUNT).load(gl.SliceLayout(0, LAYOUT)).to(gl.float32, bitcast=True)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        mbarrier.arrive(empty.index(slot), count=1)
+        acc += part * gl.expand_dims(unit, 0)
+        step += 1
+    base = base & 3 | (base >> 6) & 0xC | (base >> 12) & 0x30 | (base >> 18) & 0xC0
+    return acc * gl.expand_dims(((base + 14) << 23).to(gl.float32, bitcast=True), 1), step
+
+
+@gluon.jit
+def _base_words(scales, tile, chunks, LAYOUT: gl.constexpr):
+    """Return the words of the first scales of a tile's rows, int32 [64]."""
+    return gl.load(scales + tile.to(gl.int64) * (chunks * 64) + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)))
+
+
+@gluon.jit
+def _activated(product, mixes, limit, COUNT: gl.constexpr):
+    """Return 32 columns of ``u``, bfloat16 [32, COUNT]; routing weights lie in shared memory."""
+    # Reference: gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
+    both = gl.reshape(pairs_to_bfloat16(product), (4, 2, 8, COUNT))
+    gate, up = gl.split(gl.permute(both, (0, 2, 3, 1)))
+    # Reference: u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
+    gate = gl.minimum(gl.reshape(gate, (32, COUNT)).to(gl.float32), limit)
+    up = gl.minimum(gl.maximum(gl.reshape(up, (32, COUNT)).to(gl.float32), -limit), limit)
+    mix = mixes.slice(0, COUNT).load(gl.SliceLayout(0, gate.type.layout))
+    return pairs_to_bfloat16(gate / (1.0 + gl.exp(-gate)) * up * gl.expand_dims(mix, 0))
+
+
+@gluon.jit
+def _quantize(u, of_rows, u_codes, u_words, width, pairs, PART: gl.constexpr, FIRST: gl.constexpr):
+    """Quantize 128 columns of ``u``, four times 32 in shared memory, in 64 rows from ``FIRST`` on."""
+    u0, u1 = u.index(4 * PART).slice(FIRST, 64, 1).load(_U), u.index(4 * PART + 1).slice(FIRST, 64, 1).load(_U)
+    u2, u3 = u.index(4 * PART + 2).slice(FIRST, 64, 1).load(_U), u.index(4 * PART + 3).slice(FIRST, 64, 1).load(_U)
+    first = gl.maximum(gl.abs(u0.to(gl.float32)), gl.abs(u1.to(gl.float32)))
+    second = gl.maximum(gl.abs(u2.to(gl.float32)), gl.abs(u3.to(gl.float32)))
+    # Reference: u = dequantize_fp8(*quantize_fp8(u, GROUP), GROUP)
+    bits = fp8_scale_bits_of(gl.max(gl.maximum(first, second), 0))
+    gl.store(u_words + FIRST + gl.arange(0, 64, layout=bits.type.layout), bits)
+    _store_codes(u0, bits, of_rows, u_codes, width, pairs, FIRST)
+    _store_codes(u1, bits, of_rows, u_codes + 32, width, pairs, FIRST)
+    _store_codes(u2, bits, of_rows, u_codes + 64, width, pairs, FIRST)
+    _store_codes(u3, bits, of_rows, u_codes + 96, width, pairs, FIRST)
+
+
+@gluon.jit
+def _store_codes(u, bits, of_rows, u_codes, width, pairs, FIRST: gl.constexpr):
+    """Store the codes of 32 columns of ``u``, bfloat16 [32, 64]."""
+    u = gl.permute(u.to(gl.float32), (1, 0))
+    bits = gl.convert_layout(bits, gl.SliceLayout(1, u.type.layout))
+    STORED: gl.constexpr = gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0])
+    codes = gl.convert_layout(fp8_scaled(u, bits).to(gl.float8e4nv), STORED)
+    pair = of_rows.slice(FIRST, 64).load(gl.SliceLayout(1, STORED))
+    at = gl.expand_dims(pair.to(gl.int64) * width, 1) + gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, STORED)), 0)
+    gl.store(u_codes + at, codes, mask=gl.expand_dims(pair < pairs, 1))
+
+
+@gluon.jit
+def _gate_up_item(
+    place, step, own, scales, block_pairs, results, limit, pairs, chunks, per_block, buffers, barriers, PART: gl.constexpr,
+    COUNT: gl.constexpr,
+):  # fmt: skip
+    """Compute and quantize 128 columns of ``u`` for one block; return the next step."""
+    block, column, expert = place
+    mixes, u_codes, u_words = results
+    u, of_rows, of_mixes = own
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 32])
+    column = column * 2 + PART
+    pair = gl.load(block_pairs + block * _ROWS + gl.arange(0, _ROWS, layout=_LINE))
+    for turn in range(4):
+        base = _base_words(scales, (expert * per_block * 2 + column) * 4 + turn, chunks, LAYOUT)
+        product, step = _product(step, base, chunks, buffers, barriers, PART, LAYOUT, COUNT)
+        if turn == 0:
+            of_rows.index(PART).store(pair)
+            of_mixes.index(PART).store(gl.load(mixes + pair, mask=pair < pairs, other=0.0))
+        columns = _activated(product, of_mixes.index(PART), limit, COUNT)
+        u.index(4 * PART + turn).slice(0, COUNT, 1).store(columns)
+    u_words += (block * (per_block * 2) + column) * _ROWS
+    for half in gl.static_range(COUNT // 64):
+        _quantize(u, of_rows.index(PART), u_codes + column * 128, u_words, per_block * 256, pairs, PART, half * 64)
+    return step
+
+
+@gluon.jit
+def _gate_up(scales, groups, results, limit, pairs, chunks, per_block, buffers, barriers, own, PART: gl.constexpr):
+    """Consumer warps: compute and quantize half of every item's columns of ``u``."""
+    step = 0
+    phase = 0
+    block, place, expert, count = take_item(barriers[2], phase)
+    while count > 0:
+        if count > 64:
+            step = _gate_up_item(
+                (block, place, expert), step, own, scales, groups[0], results, limit, pairs, chunks, per_block, buffers,
+                barriers, PART, 128,
+            )  # fmt: skip
+        else:
+            step = _gate_up_item(
+                (block, place, expert), step, own, scales, groups[0], results, limit, pairs, chunks, per_block, buffers,
+                barriers, PART, 64,
+            )  # fmt: skip
+        phase ^= 1
+        block, place, expert, count = take_item(barriers[2], phase)
+
+
+@gluon.jit
+def _down_item(
+    place, step, scales, block_pairs, y, pairs, chunks, per_block, buffers, barriers, PART: gl.constexpr, COUNT: gl.constexpr
+):  # fmt: skip
+    """Compute 64 columns of the result for one block; return the next step."""
+    block, column, expert = place
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 32])
+    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    column = column * 2 + PART
+    pair = gl.load(block_pairs + block * _ROWS + gl.arange(0, COUNT, layout=gl.SliceLayout(1, STORED)))
+    base = _base_words(scales, expert * per_block * 2 + column, chunks, LAYOUT)
+    product, step = _product(step, base, chunks, buffers, barriers, PART, LAYOUT, COUNT)
+    # Reference: outputs[at] = y if partial else y.bfloat16()
+    stored = gl.convert_layout(gl.permute(product.to(y.dtype.element_ty), (1, 0)), STORED)
+    at = gl.expand_dims(pair.to(gl.int64) * (per_block * 128) + column * 64, 1)
+    at += gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, STORED)), 0)
+    gl.store(y + at, stored, mask=gl.expand_dims(pair < pairs, 1))
+    return step
+
+
+@gluon.jit
+def _down(scales, groups, y, pairs, chunks, per_block, buffers, barriers, PART: gl.constexpr):
+    """Consumer warps: compute half of every item's columns of the result."""
+    step = 0
+    phase = 0
+    block, place, expert, count = take_item(barriers[2], phase)
+    while count > 0:
+        if count > 64:
+            step = _down_item(
+                (block, place, expert), step, scales, groups[0], y, pairs, chunks, per_block, buffers, barriers, PART, 128
+            )  # fmt: skip
+        else:
+            step = _down_item(
+                (block, place, expert), step, scales, groups[0], y, pairs, chunks, per_block, buffers, barriers, PART, 64
+            )  # fmt: skip
+        phase ^= 1
+        block, place, expert, count = take_item(barriers[2], phase)
+
+
+@gluon.jit
+def _buffers_and_barriers():
+    """Allocate buffers of rows, of tiles, and of the scales of both; and barriers that say which are full or empty."""
+    rows = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES, _ROWS, 128], _OPERAND)
+    units = gl.allocate_shared_memory(gl.int32, [_STAGES, _ROWS], _NUMBERS)
+    tiles = gl.allocate_shared_memory(gl.uint8, [2 * _STAGES, 32, 128], _OPERAND)
+    words = gl.allocate_shared_memory(gl.int32, [2 * _STAGES, 64], _NUMBERS)
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(_STAGES):
+        mbarrier.init(full.index(stage), count=128 + 1)  # threads that copy, and one that expects what the hardware copies
+        mbarrier.init(empty.index(stage), count=2)  # both groups of consumers
+    return (rows, units, tiles, words), (full, empty, item_buffers())
+
+
+@gluon.jit(do_not_specialize=["pairs", "chunks", "per_block"])
+def _gate_up_kernel(
+    x, x_words, w, scales, block_pairs, block_expert, block_span, num_blocks, taken, mixes, u_codes, u_words, limit, pairs, chunks,
+    per_block, TOP_K: gl.constexpr,
+):  # fmt: skip
+    buffers, barriers = _buffers_and_barriers()
+    u = gl.allocate_shared_memory(gl.bfloat16, [2 * 4, 32, _ROWS], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
+    of_rows = gl.allocate_shared_memory(gl.int32, [2, _ROWS], _NUMBERS)
+    of_mixes = gl.allocate_shared_memory(gl.float32, [2, _ROWS], _NUMBERS)
+    own = (u, of_rows, of_mixes)  # of each group of consumers
+    groups, results = (block_pairs, block_expert, block_span, num_blocks), (mixes, u_codes, u_words)
+    gl.warp_specialize(
+        [
+            (_gate_up, (scales, groups, results, limit, pairs, chunks, per_block, buffers, barriers, own, 0)),
+            (_gate_up, (scales, groups, results, limit, pairs, chunks, per_block, buffers, barriers, own, 1)),
+            (_load, (x, x_words, w, scales, taken, groups, pairs, chunks, per_block, buffers, barriers, TOP_K, 4)),
+        ],
+        [4, 4],  # warps and registers of the second and third function
+        [216, 72],
+    )
+
+
+@gluon.jit(do_not_specialize=["pairs", "chunks", "per_block"])
+def _down_kernel(
+    u_codes, u_words, w, scales, block_pairs, block_expert, block_span, num_blocks, taken, y, pairs, chunks, per_block
+):  # fmt: skip
+    buffers, barriers = _buffers_and_barriers()
+    groups = (block_pairs, block_expert, block_span, num_blocks)
+    gl.warp_specialize(
+        [
+            (_down, (scales, groups, y, pairs, chunks, per_block, buffers, barriers, 0)),
+            (_down, (scales, groups, y, pairs, chunks, per_block, buffers, barriers, 1)),
+            (_load, (u_codes, u_words, w, scales, taken, groups, pairs, chunks, per_block, buffers, barriers, 1, 1)),
+        ],
+        [4, 4],
+        [216, 72],
+    )
+
+
+def takes_blocks(given: ExpertInputs) -> bool:
+    """Return whether these kernels know the chip, the format and the sizes."""
+    w2, (_, hidden, width) = given.w2, given.sizes
+    known = isinstance(w2, Tiles) and w2.fp4 and capability_of(given.x.device) == HOPPER
+    return known and hidden % (2 * TILE_ROWS) == width % (2 * TILE_COLUMNS) == 0
+
+
+def _operand(w: Tiles) -> TensorDescriptor:
+    """Return a descriptor, of which tiles are copied to shared memory."""
+    return described(w.codes.view(-1, 128), (32, 128), _OPERAND.value)
+
+
+def outputs_of_blocks(given: ExpertInputs) -> Tensor:
+    """Return the outputs of all pairs, [T * K, D], for what ``takes_blocks``."""
+    w13, w2, (_, hidden, width), device = given.w13, given.w2, given.sizes, given.x.device
+    assert isinstance(w13, Tiles) and isinstance(w2, Tiles)
+    chunks, twos = width // TILE_COLUMNS, hidden // (2 * TILE_ROWS)
+    blocks, x_words, u_codes, u_words = grouped(given, ROWS)
+    tables = (*blocks, counters_of(device))
+    most, pairs, programs = len(blocks[0]), len(u_codes), multiprocessors_of(device)
+    _gate_up_kernel[(min(most * chunks // 2, programs),)](
+        given.x, x_words, _operand(w13), w13.scales, *tables, given.weight_TK, u_codes, u_words, given.limit, pairs,
+        hidden // TILE_COLUMNS, chunks // 2, TOP_K=given.slots_TK.shape[1], num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    y = torch.empty(pairs, hidden, dtype=given.dtype, device=device)
+    _down_kernel[(min(most * twos, programs),)](
+        u_codes, u_words, _operand(w2), w2.scales, *tables, y, pairs, chunks, twos, num_warps=4, enable_fp_fusion=True
+    )
+    return y
