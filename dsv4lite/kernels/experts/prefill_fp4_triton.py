@@ -61,10 +61,10 @@ _U = gl.constexpr(
 
 
 @gluon.jit
-def _load(
-    x, x_words, w, scales, taken, groups, pairs, chunks, per_block, buffers, barriers, TOP_K: gl.constexpr, TURNS: gl.constexpr
-):  # fmt: skip
+def _load(inputs, taken, task, buffers, barriers, TOP_K: gl.constexpr, TURNS: gl.constexpr):
     """Producer warps: copy each item's rows and tiles, with their scales, as soon as their buffers are free."""
+    x, x_words, w = inputs
+    scales, groups, pairs, chunks, per_block = task
     block_pairs, _block_expert, _block_span, num_blocks = groups
     rows, units, tiles, words = buffers
     full, empty, item_told = barriers
@@ -196,17 +196,14 @@ def _store_codes(u, bits, of_rows, u_codes, width, pairs, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _gate_up_item(
-    place, step, own, scales, block_pairs, results, limit, pairs, chunks, per_block, buffers, barriers, PART: gl.constexpr,
-    COUNT: gl.constexpr,
-):  # fmt: skip
+def _gate_up(place, step, task, results, buffers, barriers, PART: gl.constexpr, COUNT: gl.constexpr):
     """Compute and quantize 128 columns of ``u`` for one block; return the next step."""
     block, column, expert = place
-    mixes, u_codes, u_words = results
-    u, of_rows, of_mixes = own
+    scales, groups, pairs, chunks, per_block = task
+    mixes, u_codes, u_words, limit, u, of_rows, of_mixes = results
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 32])
     column = column * 2 + PART
-    pair = gl.load(block_pairs + block * _ROWS + gl.arange(0, _ROWS, layout=_LINE))
+    pair = gl.load(groups[0] + block * _ROWS + gl.arange(0, _ROWS, layout=_LINE))
     for turn in range(4):
         base = _base_words(scales, (expert * per_block * 2 + column) * 4 + turn, chunks, LAYOUT)
         product, step = _product(step, base, chunks, buffers, barriers, PART, LAYOUT, COUNT)
@@ -222,36 +219,14 @@ def _gate_up_item(
 
 
 @gluon.jit
-def _gate_up(scales, groups, results, limit, pairs, chunks, per_block, buffers, barriers, own, PART: gl.constexpr):
-    """Consumer warps: compute and quantize half of every item's columns of ``u``."""
-    step = 0
-    phase = 0
-    block, place, expert, count = take_item(barriers[2], phase)
-    while count > 0:
-        if count > 64:
-            step = _gate_up_item(
-                (block, place, expert), step, own, scales, groups[0], results, limit, pairs, chunks, per_block, buffers,
-                barriers, PART, 128,
-            )  # fmt: skip
-        else:
-            step = _gate_up_item(
-                (block, place, expert), step, own, scales, groups[0], results, limit, pairs, chunks, per_block, buffers,
-                barriers, PART, 64,
-            )  # fmt: skip
-        phase ^= 1
-        block, place, expert, count = take_item(barriers[2], phase)
-
-
-@gluon.jit
-def _down_item(
-    place, step, scales, block_pairs, y, pairs, chunks, per_block, buffers, barriers, PART: gl.constexpr, COUNT: gl.constexpr
-):  # fmt: skip
+def _down(place, step, task, y, buffers, barriers, PART: gl.constexpr, COUNT: gl.constexpr):
     """Compute 64 columns of the result for one block; return the next step."""
     block, column, expert = place
+    scales, groups, pairs, chunks, per_block = task
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 32])
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     column = column * 2 + PART
-    pair = gl.load(block_pairs + block * _ROWS + gl.arange(0, COUNT, layout=gl.SliceLayout(1, STORED)))
+    pair = gl.load(groups[0] + block * _ROWS + gl.arange(0, COUNT, layout=gl.SliceLayout(1, STORED)))
     base = _base_words(scales, expert * per_block * 2 + column, chunks, LAYOUT)
     product, step = _product(step, base, chunks, buffers, barriers, PART, LAYOUT, COUNT)
     # Reference: outputs[at] = y if partial else y.bfloat16()
@@ -263,22 +238,27 @@ def _down_item(
 
 
 @gluon.jit
-def _down(scales, groups, y, pairs, chunks, per_block, buffers, barriers, PART: gl.constexpr):
-    """Consumer warps: compute half of every item's columns of the result."""
+def _consume(task, results, buffers, barriers, FIRST: gl.constexpr, PART: gl.constexpr):
+    """Consumer warps: compute half ``PART`` of every item's columns, of the first or of the second product."""
     step = 0
     phase = 0
-    block, place, expert, count = take_item(barriers[2], phase)
+    block, column, expert, count = take_item(barriers[2], phase)
     while count > 0:
         if count > 64:
-            step = _down_item(
-                (block, place, expert), step, scales, groups[0], y, pairs, chunks, per_block, buffers, barriers, PART, 128
-            )  # fmt: skip
+            step = _item((block, column, expert), step, task, results, buffers, barriers, FIRST, PART, 128)
         else:
-            step = _down_item(
-                (block, place, expert), step, scales, groups[0], y, pairs, chunks, per_block, buffers, barriers, PART, 64
-            )  # fmt: skip
+            step = _item((block, column, expert), step, task, results, buffers, barriers, FIRST, PART, 64)
         phase ^= 1
-        block, place, expert, count = take_item(barriers[2], phase)
+        block, column, expert, count = take_item(barriers[2], phase)
+
+
+@gluon.jit
+def _item(place, step, task, results, buffers, barriers, FIRST: gl.constexpr, PART: gl.constexpr, COUNT: gl.constexpr):
+    if FIRST:
+        step = _gate_up(place, step, task, results, buffers, barriers, PART, COUNT)
+    else:
+        step = _down(place, step, task, results, buffers, barriers, PART, COUNT)
+    return step
 
 
 @gluon.jit
@@ -302,16 +282,17 @@ def _gate_up_kernel(
     per_block, TOP_K: gl.constexpr,
 ):  # fmt: skip
     buffers, barriers = _buffers_and_barriers()
+    # Of each group of consumers.
     u = gl.allocate_shared_memory(gl.bfloat16, [2 * 4, 32, _ROWS], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
     of_rows = gl.allocate_shared_memory(gl.int32, [2, _ROWS], _NUMBERS)
     of_mixes = gl.allocate_shared_memory(gl.float32, [2, _ROWS], _NUMBERS)
-    own = (u, of_rows, of_mixes)  # of each group of consumers
-    groups, results = (block_pairs, block_expert, block_span, num_blocks), (mixes, u_codes, u_words)
+    task = (scales, (block_pairs, block_expert, block_span, num_blocks), pairs, chunks, per_block)
+    results = (mixes, u_codes, u_words, limit, u, of_rows, of_mixes)
     gl.warp_specialize(
         [
-            (_gate_up, (scales, groups, results, limit, pairs, chunks, per_block, buffers, barriers, own, 0)),
-            (_gate_up, (scales, groups, results, limit, pairs, chunks, per_block, buffers, barriers, own, 1)),
-            (_load, (x, x_words, w, scales, taken, groups, pairs, chunks, per_block, buffers, barriers, TOP_K, 4)),
+            (_consume, (task, results, buffers, barriers, True, 0)),
+            (_consume, (task, results, buffers, barriers, True, 1)),
+            (_load, ((x, x_words, w), taken, task, buffers, barriers, TOP_K, 4)),
         ],
         [4, 4],  # warps and registers of the second and third function
         [216, 72],
@@ -323,12 +304,12 @@ def _down_kernel(
     u_codes, u_words, w, scales, block_pairs, block_expert, block_span, num_blocks, taken, y, pairs, chunks, per_block
 ):  # fmt: skip
     buffers, barriers = _buffers_and_barriers()
-    groups = (block_pairs, block_expert, block_span, num_blocks)
+    task = (scales, (block_pairs, block_expert, block_span, num_blocks), pairs, chunks, per_block)
     gl.warp_specialize(
         [
-            (_down, (scales, groups, y, pairs, chunks, per_block, buffers, barriers, 0)),
-            (_down, (scales, groups, y, pairs, chunks, per_block, buffers, barriers, 1)),
-            (_load, (u_codes, u_words, w, scales, taken, groups, pairs, chunks, per_block, buffers, barriers, 1, 1)),
+            (_consume, (task, y, buffers, barriers, False, 0)),
+            (_consume, (task, y, buffers, barriers, False, 1)),
+            (_load, ((u_codes, u_words, w), taken, task, buffers, barriers, 1, 1)),
         ],
         [4, 4],
         [216, 72],
