@@ -141,7 +141,7 @@ def test_blocks_on_hopper_have_the_bits_of_any_chip(
 ) -> None:
     """``outputs_of_blocks`` and ``grouped``, for all pairs that have an expert, for none, for all with one.
 
-    Helpers: ``place_of``, ``item_buffers``, ``give_item``, ``take_item``, ``next_item``, ``tell``, ``told``, ``pairs_to_bfloat16``.
+    Helpers: ``place_of``, ``barriers_of``, ``give_item``, ``take_item``, ``next_item``, ``tell``, ``told``, ``pairs_to_bfloat16``.
     """
     codes, scales, chosen, weights = inputs(tokens, hidden, count, top_k)
     chosen = torch.where(weights < 0.2, count, chosen).sort(-1).values  # some have no expert

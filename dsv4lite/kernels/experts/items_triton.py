@@ -20,14 +20,19 @@ from dsv4lite.kernels.quantize import FP8_GROUP
 
 
 @gluon.jit
-def item_buffers():
-    """Allocate the numbers of an item, and barriers that say that they are full or empty, for two groups of consumers."""
+def barriers_of(STAGES: gl.constexpr):
+    """Allocate barriers that say which stages are full or empty, and an item's numbers with theirs, for two groups of consumers."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=128 + 1)  # threads that copy, and one that expects what the hardware copies
+        mbarrier.init(empty.index(stage), count=2)
     item = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(full, count=1)
-    mbarrier.init(empty, count=2)
-    return item, full, empty
+    i_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    i_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(i_full, count=1)
+    mbarrier.init(i_empty, count=2)
+    return full, empty, (item, i_full, i_empty)
 
 
 @gluon.jit

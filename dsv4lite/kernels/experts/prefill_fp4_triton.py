@@ -28,7 +28,7 @@ from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import HOPPER, capability_of, multiprocessors_of
 from dsv4lite.kernels.e4m3 import fp8_scale_bits_of, fp8_scaled
 from dsv4lite.kernels.experts import TILE_COLUMNS, TILE_ROWS, ExpertInputs, Tiles
-from dsv4lite.kernels.experts.items_triton import give_item, grouped, item_buffers, place_of, take_item
+from dsv4lite.kernels.experts.items_triton import barriers_of, give_item, grouped, place_of, take_item
 from dsv4lite.kernels.hopper import copy_by_threads, copy_tile, described, next_item, pairs_to_bfloat16
 from dsv4lite.kernels.widen_triton import side_by_side, widen_words
 
@@ -262,18 +262,13 @@ def _item(place, step, task, results, buffers, barriers, FIRST: gl.constexpr, PA
 
 
 @gluon.jit
-def _buffers_and_barriers():
-    """Allocate buffers of rows, of tiles, and of the scales of both; and barriers that say which are full or empty."""
+def _buffers():
+    """Allocate buffers of rows, of tiles, and of the scales of both."""
     rows = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES, _ROWS, 128], _OPERAND)
     units = gl.allocate_shared_memory(gl.int32, [_STAGES, _ROWS], _NUMBERS)
     tiles = gl.allocate_shared_memory(gl.uint8, [2 * _STAGES, 32, 128], _OPERAND)
     words = gl.allocate_shared_memory(gl.int32, [2 * _STAGES, 64], _NUMBERS)
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(_STAGES):
-        mbarrier.init(full.index(stage), count=128 + 1)  # threads that copy, and one that expects what the hardware copies
-        mbarrier.init(empty.index(stage), count=2)  # both groups of consumers
-    return (rows, units, tiles, words), (full, empty, item_buffers())
+    return rows, units, tiles, words
 
 
 @gluon.jit(do_not_specialize=["pairs", "chunks", "per_block"])
@@ -281,7 +276,7 @@ def _gate_up_kernel(
     x, x_words, w, scales, block_pairs, block_expert, block_span, num_blocks, taken, mixes, u_codes, u_words, limit, pairs, chunks,
     per_block, TOP_K: gl.constexpr,
 ):  # fmt: skip
-    buffers, barriers = _buffers_and_barriers()
+    buffers, barriers = _buffers(), barriers_of(_STAGES)
     # Of each group of consumers.
     u = gl.allocate_shared_memory(gl.bfloat16, [2 * 4, 32, _ROWS], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
     of_rows = gl.allocate_shared_memory(gl.int32, [2, _ROWS], _NUMBERS)
@@ -303,7 +298,7 @@ def _gate_up_kernel(
 def _down_kernel(
     u_codes, u_words, w, scales, block_pairs, block_expert, block_span, num_blocks, taken, y, pairs, chunks, per_block
 ):  # fmt: skip
-    buffers, barriers = _buffers_and_barriers()
+    buffers, barriers = _buffers(), barriers_of(_STAGES)
     task = (scales, (block_pairs, block_expert, block_span, num_blocks), pairs, chunks, per_block)
     gl.warp_specialize(
         [

@@ -24,7 +24,7 @@ from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import HOPPER, capability_of, multiprocessors_of
 from dsv4lite.kernels.e4m3 import fp8_scale_bits_of, fp8_scaled
 from dsv4lite.kernels.experts import TILE_COLUMNS, TILE_ROWS, ExpertInputs, Tiles
-from dsv4lite.kernels.experts.items_triton import give_item, grouped, item_buffers, place_of, take_item
+from dsv4lite.kernels.experts.items_triton import barriers_of, give_item, grouped, place_of, take_item
 from dsv4lite.kernels.hopper import STORED, copy_by_threads, copy_tile, described, next_item, pairs_to_bfloat16
 
 ROWS = 64  # of a block
@@ -46,8 +46,10 @@ _CODES = gl.constexpr(
 
 
 @gluon.jit
-def _load(x, x_words, w, scales, taken, groups, pairs, chunks, per_block, buffers, barriers, TOP_K: gl.constexpr):
+def _load(inputs, taken, task, buffers, barriers, TOP_K: gl.constexpr):
     """Producer warps: copy each item's rows and tiles, with their scales, as soon as their buffers are free."""
+    x, x_words, w = inputs
+    scales, groups, pairs, chunks, per_block = task
     block_pairs, _block_expert, _block_span, num_blocks = groups
     rows, words, tiles, of_tiles = buffers
     full, empty, item_told = barriers
@@ -131,11 +133,11 @@ def _activated(product, mix, limit):
 
 
 @gluon.jit
-def _gate_up(groups, results, pairs, limit, chunks, per_block, buffers, barriers, exchange, PART: gl.constexpr):
+def _gate_up(task, results, buffers, barriers, PART: gl.constexpr):
     """Consumer warps: compute half ``PART`` of every item's columns of ``u`` and quantize them."""
+    _scales, groups, pairs, chunks, per_block = task
     block_pairs = groups[0]
-    mixes, u_codes, u_words = results
-    largest, s_full, s_empty = exchange
+    mixes, u_codes, u_words, limit, largest, s_full, s_empty = results
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LAYOUT))
     step = 0
@@ -166,8 +168,9 @@ def _gate_up(groups, results, pairs, limit, chunks, per_block, buffers, barriers
 
 
 @gluon.jit
-def _down(groups, y, pairs, chunks, per_block, buffers, barriers, PART: gl.constexpr):
+def _down(task, y, buffers, barriers, PART: gl.constexpr):
     """Consumer warps: compute half ``PART`` of every item's columns of the result."""
+    _scales, groups, pairs, chunks, per_block = task
     block_pairs = groups[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     step = 0
@@ -186,18 +189,13 @@ def _down(groups, y, pairs, chunks, per_block, buffers, barriers, PART: gl.const
 
 
 @gluon.jit
-def _buffers_and_barriers():
-    """Allocate buffers of rows, of tiles, and of the scales of both; and barriers that say which are full or empty."""
+def _buffers():
+    """Allocate buffers of rows, of tiles, and of the scales of both."""
     rows = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES, _ROWS, 128], _OPERAND)
     tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * _STAGES, 2, 64, 128], _TILES)
     words = gl.allocate_shared_memory(gl.int32, [_STAGES, _ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     of_tiles = gl.allocate_shared_memory(gl.int32, [_STAGES, 4, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(_STAGES):
-        mbarrier.init(full.index(stage), count=128 + 1)  # threads that copy, and one that expects what the hardware copies
-        mbarrier.init(empty.index(stage), count=2)  # both groups of consumers
-    return (rows, words, tiles, of_tiles), (full, empty, item_buffers())
+    return rows, words, tiles, of_tiles
 
 
 @gluon.jit(do_not_specialize=["pairs", "chunks", "per_block"])
@@ -205,20 +203,20 @@ def _gate_up_kernel(
     x, x_words, w, scales, block_pairs, block_expert, block_span, num_blocks, taken, mixes, u_codes, u_words, pairs, limit, chunks,
     per_block, TOP_K: gl.constexpr,
 ):  # fmt: skip
-    buffers, barriers = _buffers_and_barriers()
+    buffers, barriers = _buffers(), barriers_of(_STAGES)
     largest = gl.allocate_shared_memory(gl.float32, [2, _ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     s_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for part in gl.static_range(2):
         mbarrier.init(s_full.index(part), count=1)
         mbarrier.init(s_empty.index(part), count=1)
-    exchange = (largest, s_full, s_empty)
-    groups, results = (block_pairs, block_expert, block_span, num_blocks), (mixes, u_codes, u_words)
+    task = (scales, (block_pairs, block_expert, block_span, num_blocks), pairs, chunks, per_block)
+    results = (mixes, u_codes, u_words, limit, largest, s_full, s_empty)
     gl.warp_specialize(
         [
-            (_gate_up, (groups, results, pairs, limit, chunks, per_block, buffers, barriers, exchange, 0)),
-            (_gate_up, (groups, results, pairs, limit, chunks, per_block, buffers, barriers, exchange, 1)),
-            (_load, (x, x_words, w, scales, taken, groups, pairs, chunks, per_block, buffers, barriers, TOP_K)),
+            (_gate_up, (task, results, buffers, barriers, 0)),
+            (_gate_up, (task, results, buffers, barriers, 1)),
+            (_load, ((x, x_words, w), taken, task, buffers, barriers, TOP_K)),
         ],
         [4, 4],  # warps and registers of the second and third function
         [216, 72],
@@ -229,13 +227,13 @@ def _gate_up_kernel(
 def _down_kernel(
     u_codes, u_words, w, scales, block_pairs, block_expert, block_span, num_blocks, taken, y, pairs, chunks, per_block
 ):  # fmt: skip
-    buffers, barriers = _buffers_and_barriers()
-    groups = (block_pairs, block_expert, block_span, num_blocks)
+    buffers, barriers = _buffers(), barriers_of(_STAGES)
+    task = (scales, (block_pairs, block_expert, block_span, num_blocks), pairs, chunks, per_block)
     gl.warp_specialize(
         [
-            (_down, (groups, y, pairs, chunks, per_block, buffers, barriers, 0)),
-            (_down, (groups, y, pairs, chunks, per_block, buffers, barriers, 1)),
-            (_load, (u_codes, u_words, w, scales, taken, groups, pairs, chunks, per_block, buffers, barriers, 1)),
+            (_down, (task, y, buffers, barriers, 0)),
+            (_down, (task, y, buffers, barriers, 1)),
+            (_load, ((u_codes, u_words, w), taken, task, buffers, barriers, 1)),
         ],
         [4, 4],
         [216, 72],
