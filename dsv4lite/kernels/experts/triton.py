@@ -7,8 +7,8 @@
 
 Weights are the left operand: 64 of their rows fill the tensor cores whatever the number of tokens. Codes lie in memory in the order
 in which threads need them (``Tiles``), so a thread widens four at a time and multiplies them without a layout conversion.
-Every block size runs the same additions in the same order. So do the kernels that Hopper has for many rows, ``prefill_fp4_triton.py``
-and ``prefill_fp8_triton.py``.
+Every block size runs the same additions in the same order. So do Hopper's kernels for many rows, ``prefill_fp4_triton.py`` and
+``prefill_fp8_triton.py``.
 """
 
 from __future__ import annotations
