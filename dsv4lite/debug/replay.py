@@ -20,12 +20,12 @@ from dsv4lite.config import MTP, DSpark, EngineConfig
 from dsv4lite.debug.watch import OpFailed, OpReport, OpWatch
 from dsv4lite.device import choose_device, own_thread
 from dsv4lite.engine.dump import REQUESTED, Places, StepDump, stores, versions
-from dsv4lite.engine.packing import pack, step_batch, step_inputs
+from dsv4lite.engine.packing import PageTables, pack, step_batch, step_inputs
 from dsv4lite.engine.step_graphs import GraphShape
 from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.spans import place_spans
 from dsv4lite.models.family import Batch, Family, Model
-from dsv4lite.paging import PAGE_TOKENS, window_pages
+from dsv4lite.paging import window_pages
 from dsv4lite.scheduling.step_plan import StepPlan, StepShape
 from dsv4lite.speculation.drafters import draft, make_drafter
 from dsv4lite.state.spec import StateSizes
@@ -171,13 +171,11 @@ def _draft(step: RebuiltStep, streams_TND: Tensor, logits_TV: Tensor) -> None:
 
 def _captured(plan: StepPlan, graph: GraphShape, model: Model, cache: StateCache) -> Batch:
     """Return the batch of a captured step of width 1, padding included."""
-    device = cache.device
-    tables = torch.zeros(cache.sizes.slots + 1, -(-graph.max_model_len // PAGE_TOKENS), dtype=torch.int32, device=device)
-    for sequence in plan.sequences:
-        tables[sequence.slot, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32, device=device)
+    device, tables = cache.device, PageTables(cache, graph.max_model_len)
+    tables.update(plan.sequences)
     inputs = step_inputs(plan.sequences, graph.sequences, 1, window_pages(model.config.window), {}).to(device)
     resolved = (torch.zeros(3, 1, dtype=torch.int64, device=device), torch.zeros(0, 1, dtype=torch.int64, device=device))
-    return step_batch(inputs, place_spans(inputs, 1, cache.last_token, *resolved), tables, model, graph.max_model_len)
+    return step_batch(inputs, place_spans(inputs, 1, cache.last_token, *resolved), tables.tensor, model, graph.max_model_len)
 
 
 def _state(dump: StepDump, places: Places, model: Model) -> StateCache:
