@@ -5,8 +5,8 @@ let the hardware copy tiles of weights, several chunks of 128 inputs ahead. Two 
 one tile of weights each: they widen it in registers, so that 128 rows share the instructions for its codes, multiply, and add up
 the product of a chunk by the scales of its rows. While one group widens, the other one's products keep the tensor cores busy.
 
-Tensor cores take as long for 64 rows as for 96 if weights come from registers. A block of at most 64 rows therefore costs more than
-half of a full one, but less than a full one: it has code of its own.
+If weights come from registers, the tensor cores need some 52 cycles for an instruction with 64 rows, and 64 for one with 128. A block
+of at most 64 rows therefore has code of its own, but costs more than half of a full one.
 
 In the first product an item is one block x 256 columns of ``u``. A group has 128 columns, which share scales, in four turns of a
 tile each; between these they wait in shared memory. In the second product an item is one block x 128 columns of the result.
@@ -168,7 +168,7 @@ def _activated(product, mixes, limit, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _quantize(u, of_rows, u_codes, u_words, width, pairs, PART: gl.constexpr, FIRST: gl.constexpr):
+def _quantize(u, pair_of_row, u_codes, u_words, width, pairs, PART: gl.constexpr, FIRST: gl.constexpr):
     """Quantize 128 columns of ``u``, four times 32 in shared memory, in 64 rows from ``FIRST`` on."""
     u0, u1 = u.index(4 * PART).slice(FIRST, 64, 1).load(_U), u.index(4 * PART + 1).slice(FIRST, 64, 1).load(_U)
     u2, u3 = u.index(4 * PART + 2).slice(FIRST, 64, 1).load(_U), u.index(4 * PART + 3).slice(FIRST, 64, 1).load(_U)
@@ -177,20 +177,20 @@ def _quantize(u, of_rows, u_codes, u_words, width, pairs, PART: gl.constexpr, FI
     # Reference: u = dequantize_fp8(*quantize_fp8(u, GROUP), GROUP)
     bits = fp8_scale_bits_of(gl.max(gl.maximum(first, second), 0))
     gl.store(u_words + FIRST + gl.arange(0, 64, layout=bits.type.layout), bits)
-    _store_codes(u0, bits, of_rows, u_codes, width, pairs, FIRST)
-    _store_codes(u1, bits, of_rows, u_codes + 32, width, pairs, FIRST)
-    _store_codes(u2, bits, of_rows, u_codes + 64, width, pairs, FIRST)
-    _store_codes(u3, bits, of_rows, u_codes + 96, width, pairs, FIRST)
+    _store_codes(u0, bits, pair_of_row, u_codes, width, pairs, FIRST)
+    _store_codes(u1, bits, pair_of_row, u_codes + 32, width, pairs, FIRST)
+    _store_codes(u2, bits, pair_of_row, u_codes + 64, width, pairs, FIRST)
+    _store_codes(u3, bits, pair_of_row, u_codes + 96, width, pairs, FIRST)
 
 
 @gluon.jit
-def _store_codes(u, bits, of_rows, u_codes, width, pairs, FIRST: gl.constexpr):
+def _store_codes(u, bits, pair_of_row, u_codes, width, pairs, FIRST: gl.constexpr):
     """Store the codes of 32 columns of ``u``, bfloat16 [32, 64]."""
     u = gl.permute(u.to(gl.float32), (1, 0))
     bits = gl.convert_layout(bits, gl.SliceLayout(1, u.type.layout))
     STORED: gl.constexpr = gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0])
     codes = gl.convert_layout(fp8_scaled(u, bits).to(gl.float8e4nv), STORED)
-    pair = of_rows.slice(FIRST, 64).load(gl.SliceLayout(1, STORED))
+    pair = pair_of_row.slice(FIRST, 64).load(gl.SliceLayout(1, STORED))
     at = gl.expand_dims(pair.to(gl.int64) * width, 1) + gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, STORED)), 0)
     gl.store(u_codes + at, codes, mask=gl.expand_dims(pair < pairs, 1))
 
@@ -200,7 +200,7 @@ def _gate_up(place, step, task, results, buffers, barriers, PART: gl.constexpr, 
     """Compute and quantize 128 columns of ``u`` for one block; return the next step."""
     block, column, expert = place
     scales, groups, pairs, chunks, per_block = task
-    mixes, u_codes, u_words, limit, u, of_rows, of_mixes = results
+    mixes, u_codes, u_words, limit, u, pair_of_row, mix_of_row = results
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 32])
     column = column * 2 + PART
     pair = gl.load(groups[0] + block * _ROWS + gl.arange(0, _ROWS, layout=_LINE))
@@ -208,13 +208,13 @@ def _gate_up(place, step, task, results, buffers, barriers, PART: gl.constexpr, 
         base = _base_words(scales, (expert * per_block * 2 + column) * 4 + turn, chunks, LAYOUT)
         product, step = _product(step, base, chunks, buffers, barriers, PART, LAYOUT, COUNT)
         if turn == 0:
-            of_rows.index(PART).store(pair)
-            of_mixes.index(PART).store(gl.load(mixes + pair, mask=pair < pairs, other=0.0))
-        columns = _activated(product, of_mixes.index(PART), limit, COUNT)
+            pair_of_row.index(PART).store(pair)
+            mix_of_row.index(PART).store(gl.load(mixes + pair, mask=pair < pairs, other=0.0))
+        columns = _activated(product, mix_of_row.index(PART), limit, COUNT)
         u.index(4 * PART + turn).slice(0, COUNT, 1).store(columns)
     u_words += (block * (per_block * 2) + column) * _ROWS
     for half in gl.static_range(COUNT // 64):
-        _quantize(u, of_rows.index(PART), u_codes + column * 128, u_words, per_block * 256, pairs, PART, half * 64)
+        _quantize(u, pair_of_row.index(PART), u_codes + column * 128, u_words, per_block * 256, pairs, PART, half * 64)
     return step
 
 
@@ -279,10 +279,10 @@ def _gate_up_kernel(
     buffers, barriers = _buffers(), barriers_of(_STAGES)
     # Of each group of consumers.
     u = gl.allocate_shared_memory(gl.bfloat16, [2 * 4, 32, _ROWS], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
-    of_rows = gl.allocate_shared_memory(gl.int32, [2, _ROWS], _NUMBERS)
-    of_mixes = gl.allocate_shared_memory(gl.float32, [2, _ROWS], _NUMBERS)
+    pair_of_row = gl.allocate_shared_memory(gl.int32, [2, _ROWS], _NUMBERS)
+    mix_of_row = gl.allocate_shared_memory(gl.float32, [2, _ROWS], _NUMBERS)
     task = (scales, (block_pairs, block_expert, block_span, num_blocks), pairs, chunks, per_block)
-    results = (mixes, u_codes, u_words, limit, u, of_rows, of_mixes)
+    results = (mixes, u_codes, u_words, limit, u, pair_of_row, mix_of_row)
     gl.warp_specialize(
         [
             (_consume, (task, results, buffers, barriers, True, 0)),
