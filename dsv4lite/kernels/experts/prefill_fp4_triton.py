@@ -5,8 +5,8 @@ let the hardware copy tiles of weights, several chunks of 128 inputs ahead. Two 
 one tile of weights each: they widen it in registers, so that 128 rows share the instructions for its codes, multiply, and add up
 the product of a chunk by the scales of its rows. While one group widens, the other one's products keep the tensor cores busy.
 
-If weights come from registers, the tensor cores need some 52 cycles for an instruction with 64 rows, and 64 for one with 128. A block
-of at most 64 rows therefore has code of its own, but costs more than half of a full one.
+If weights come from registers, tensor cores need some 52 cycles for an instruction with 64 rows, and 64 cycles for one with 128. A
+block of at most 64 rows therefore has code of its own, but costs more than half of a full one.
 
 In the first product an item is one block x 256 columns of ``u``. A group has 128 columns, which share scales, in four turns of a
 tile each; between these they wait in shared memory. In the second product an item is one block x 128 columns of the result.
