@@ -244,13 +244,14 @@ def _products() -> None:
 
 def _experts() -> None:
     """Experts of which this rank has some, with copies, or a part of each."""
-    count, hidden, width, top_k = 128, 4096, 2048, 6
-    for fp4 in (False, True):
+    count, hidden, top_k, numbers = 128, 4096, 6, (1, 2, 4, 8, 16, 600, 4096)
+    # Hopper's own kernels for many rows of FP4 take multiples of 256.
+    for fp4, width, wanted in ((False, 2048, numbers), (True, 2048, numbers), (True, 1920, numbers[-1:])):
         w13, w2 = (
             Tiles(_empty(*codes, dtype=torch.uint8), _empty(*scales, dtype=torch.int32))
             for codes, scales in (Tiles.shapes(count, *size, fp4=fp4) for size in ((2 * width, hidden), (hidden, width)))
         )
-        for tokens in (1, 2, 4, 8, 16, 600, 4096):
+        for tokens in wanted:
             rounded = quantize_fp8(_empty(tokens, hidden, dtype=torch.bfloat16), 128)
             slots_TK, weight_TK = _empty(tokens, top_k, dtype=torch.int64), _empty(tokens, top_k)
             experts_forward(ExpertInputs(*rounded, slots_TK, weight_TK, w13, w2, 10.0))
