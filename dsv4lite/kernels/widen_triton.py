@@ -39,6 +39,12 @@ def _table(exponent):
 
 
 @triton.jit
+def row_exponents(words):
+    """Return the exponents of rows, e8m0 bytes as int32, from words of FP4 scales."""
+    return words & 3 | (words >> 6) & 0xC | (words >> 12) & 0x30 | (words >> 18) & 0xC0
+
+
+@triton.jit
 def widen_words(words, first, second):
     """Return the e5m2 bytes of the first and of the other four codes of each word.
 

@@ -245,7 +245,7 @@ def _products() -> None:
 def _experts() -> None:
     """Experts of which this rank has some, with copies, or a part of each."""
     count, hidden, top_k, numbers = 128, 4096, 6, (1, 2, 4, 8, 16, 600, 4096)
-    # Hopper's own kernels for many rows of FP4 take multiples of 256.
+    # For many rows of FP4, Hopper has kernels of its own if the width is a multiple of 256. 1920 is not.
     for fp4, width, wanted in ((False, 2048, numbers), (True, 2048, numbers), (True, 1920, numbers[-1:])):
         w13, w2 = (
             Tiles(_empty(*codes, dtype=torch.uint8), _empty(*scales, dtype=torch.int32))

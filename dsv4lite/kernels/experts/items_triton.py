@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.experts import ExpertInputs
 from dsv4lite.kernels.experts.grouping_triton import Groups, group_triton
 from dsv4lite.kernels.hopper import tell, told
@@ -71,13 +72,14 @@ def grouped(given: ExpertInputs, rows: int) -> tuple[tuple[Tensor, ...], Tensor,
     """Group the pairs of token and expert, and allocate ``u``.
 
     Returns:
-        ``block_pairs``, ``block_expert``, ``block_span`` and ``num_blocks`` of ``Groups``, for blocks of ``rows`` rows; its
-        ``x_words``; ``u``, float8_e4m3fn [pairs, I]; and the bits of its scales, int32 [blocks, I / 128, rows].
+        ``block_pairs``, ``block_expert``, ``block_span`` and ``num_blocks`` of ``Groups``, for blocks of ``rows`` rows, and the
+        counter of ``next_item``; ``x_words`` of ``Groups``; ``u``, float8_e4m3fn [pairs, I]; and the bits of its scales, int32
+        [blocks, I / 128, rows].
     """
     (tokens, top_k), (experts, hidden, width), device = given.slots_TK.shape, given.sizes, given.x.device
     groups = Groups.allocate(tokens, top_k, experts, (hidden, width), rows, device, by_token=False)
     group_triton(given.slots_TK, given.x_scales, experts, groups)
-    blocks = (groups.block_pairs, groups.block_expert, groups.block_span, groups.num_blocks)
+    tables = (groups.block_pairs, groups.block_expert, groups.block_span, groups.num_blocks, counters_of(device))
     u_codes = torch.empty(groups.pairs, width, dtype=torch.float8_e4m3fn, device=device)
     u_words = torch.empty(groups.max_blocks, width // FP8_GROUP, rows, dtype=torch.int32, device=device)
-    return blocks, groups.x_words, u_codes, u_words
+    return tables, groups.x_words, u_codes, u_words

@@ -24,16 +24,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import HOPPER, capability_of, multiprocessors_of
 from dsv4lite.kernels.e4m3 import fp8_scale_bits_of, fp8_scaled
 from dsv4lite.kernels.experts import TILE_COLUMNS, TILE_ROWS, ExpertInputs, Tiles
 from dsv4lite.kernels.experts.items_triton import barriers_of, give_item, grouped, place_of, take_item
 from dsv4lite.kernels.hopper import copy_by_threads, copy_tile, described, next_item, pairs_to_bfloat16
-from dsv4lite.kernels.widen_triton import side_by_side, widen_words
+from dsv4lite.kernels.swiglu.triton import swiglu_of
+from dsv4lite.kernels.widen_triton import row_exponents, side_by_side, widen_words
 
-ROWS = 128  # of a block
-_ROWS = gl.constexpr(ROWS)
+_ROWS = gl.constexpr(128)  # of a block
 _STAGES = gl.constexpr(6)
 _OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 8, rank=2))
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -144,8 +143,7 @@ def _product(step, base, chunks, buffers, barriers, PART: gl.constexpr, LAYOUT: 
         mbarrier.arrive(empty.index(slot), count=1)
         acc += part * gl.expand_dims(unit, 0)
         step += 1
-    base = base & 3 | (base >> 6) & 0xC | (base >> 12) & 0x30 | (base >> 18) & 0xC0
-    return acc * gl.expand_dims(((base + 14) << 23).to(gl.float32, bitcast=True), 1), step
+    return acc * gl.expand_dims(((row_exponents(base) + 14) << 23).to(gl.float32, bitcast=True), 1), step
 
 
 @gluon.jit
@@ -161,10 +159,9 @@ def _activated(product, mixes, limit, COUNT: gl.constexpr):
     both = gl.reshape(pairs_to_bfloat16(product), (4, 2, 8, COUNT))
     gate, up = gl.split(gl.permute(both, (0, 2, 3, 1)))
     # Reference: u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
-    gate = gl.minimum(gl.reshape(gate, (32, COUNT)).to(gl.float32), limit)
-    up = gl.minimum(gl.maximum(gl.reshape(up, (32, COUNT)).to(gl.float32), -limit), limit)
+    gate, up = gl.reshape(gate, (32, COUNT)).to(gl.float32), gl.reshape(up, (32, COUNT)).to(gl.float32)
     mix = mixes.slice(0, COUNT).load(gl.SliceLayout(0, gate.type.layout))
-    return pairs_to_bfloat16(gate / (1.0 + gl.exp(-gate)) * up * gl.expand_dims(mix, 0))
+    return pairs_to_bfloat16(swiglu_of(gate, up, limit) * gl.expand_dims(mix, 0))
 
 
 @gluon.jit
@@ -328,9 +325,8 @@ def outputs_of_blocks(given: ExpertInputs) -> Tensor:
     w13, w2, (_, hidden, width), device = given.w13, given.w2, given.sizes, given.x.device
     assert isinstance(w13, Tiles) and isinstance(w2, Tiles)
     chunks, twos = width // TILE_COLUMNS, hidden // (2 * TILE_ROWS)
-    blocks, x_words, u_codes, u_words = grouped(given, ROWS)
-    tables = (*blocks, counters_of(device))
-    most, pairs, programs = len(blocks[0]), len(u_codes), multiprocessors_of(device)
+    tables, x_words, u_codes, u_words = grouped(given, _ROWS.value)
+    most, pairs, programs = len(tables[0]), len(u_codes), multiprocessors_of(device)
     _gate_up_kernel[(min(most * chunks // 2, programs),)](
         given.x, x_words, _operand(w13), w13.scales, *tables, given.weight_TK, u_codes, u_words, given.limit, pairs,
         hidden // TILE_COLUMNS, chunks // 2, TOP_K=given.slots_TK.shape[1], num_warps=4, enable_fp_fusion=True,

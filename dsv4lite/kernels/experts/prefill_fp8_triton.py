@@ -20,15 +20,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import HOPPER, capability_of, multiprocessors_of
 from dsv4lite.kernels.e4m3 import fp8_scale_bits_of, fp8_scaled
 from dsv4lite.kernels.experts import TILE_COLUMNS, TILE_ROWS, ExpertInputs, Tiles
 from dsv4lite.kernels.experts.items_triton import barriers_of, give_item, grouped, place_of, take_item
 from dsv4lite.kernels.hopper import STORED, copy_by_threads, copy_tile, described, next_item, pairs_to_bfloat16
+from dsv4lite.kernels.swiglu.triton import swiglu_of
 
-ROWS = 64  # of a block
-_ROWS = gl.constexpr(ROWS)
+_ROWS = gl.constexpr(64)  # of a block
 _STAGES = gl.constexpr(5)
 _OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 8, rank=2))
 _TILES = gl.constexpr(gl.NVMMASharedLayout(128, 8, rank=3))
@@ -126,10 +125,9 @@ def _activated(product, mix, limit):
     # Reference: gate, up = ((x @ w13.dequantize(expert, half).T).bfloat16() for half in (0, 1))
     gate, up = gl.split(gl.permute(pairs_to_bfloat16(product), (0, 1, 2, 4, 3)))
     # Reference: u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
-    gate = gl.minimum(gl.reshape(gate, (_ROWS, 64)).to(gl.float32), limit)
-    up = gl.minimum(gl.maximum(gl.reshape(up, (_ROWS, 64)).to(gl.float32), -limit), limit)
+    gate, up = gl.reshape(gate, (_ROWS, 64)).to(gl.float32), gl.reshape(up, (_ROWS, 64)).to(gl.float32)
     mix = gl.convert_layout(mix, gl.SliceLayout(1, gate.type.layout))
-    return pairs_to_bfloat16(gate / (1.0 + gl.exp(-gate)) * up * gl.expand_dims(mix, 1)).to(gl.float32)
+    return pairs_to_bfloat16(swiglu_of(gate, up, limit) * gl.expand_dims(mix, 1)).to(gl.float32)
 
 
 @gluon.jit
@@ -259,9 +257,8 @@ def outputs_of_blocks(given: ExpertInputs) -> Tensor:
     w13, w2, (_, hidden, width), device = given.w13, given.w2, given.sizes, given.x.device
     assert isinstance(w13, Tiles) and isinstance(w2, Tiles)
     chunks, fours = width // TILE_COLUMNS, hidden // (4 * TILE_ROWS)
-    blocks, x_words, u_codes, u_words = grouped(given, ROWS)
-    tables = (*blocks, counters_of(device))
-    most, pairs, programs = len(blocks[0]), len(u_codes), multiprocessors_of(device)
+    tables, x_words, u_codes, u_words = grouped(given, _ROWS.value)
+    most, pairs, programs = len(tables[0]), len(u_codes), multiprocessors_of(device)
     _gate_up_kernel[(min(most * chunks, programs),)](
         given.x, x_words, _operand(w13), w13.scales, *tables, given.weight_TK, u_codes, u_words, pairs, given.limit,
         hidden // TILE_COLUMNS, chunks, TOP_K=given.slots_TK.shape[1], num_warps=4, enable_fp_fusion=True,

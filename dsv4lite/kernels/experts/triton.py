@@ -29,7 +29,8 @@ from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.four_bit.triton import four_bit_outputs_triton
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
-from dsv4lite.kernels.widen_triton import side_by_side, widen_fp4, widen_fp8
+from dsv4lite.kernels.swiglu.triton import swiglu_of
+from dsv4lite.kernels.widen_triton import row_exponents, side_by_side, widen_fp4, widen_fp8
 
 _SUM_BLOCK = 1024
 
@@ -95,7 +96,7 @@ def _tile_product(
         codes += tiles[:, None] * 4096 + tl.arange(0, 2048)[None, :]
         scales += tiles[:, None] * 64 + tl.arange(0, 64)[None, :]
         bits = tl.reshape(tl.load(scales), (TILES * 64,))
-        base = bits & 3 | (bits >> 6) & 0xC | (bits >> 12) & 0x30 | (bits >> 18) & 0xC0
+        base = row_exponents(bits)
     else:
         i = tl.arange(0, TILES * 64)
         tiles = tile + (i >> 6) * CHUNKS
@@ -192,9 +193,7 @@ def gate_up_tile(
         # Row bit 3 of a tile separates gate and up. It varies within a thread's registers, so the split moves no data.
         gate, up = tl.split(tl.permute(tl.reshape(both, (TILES * 4, 2, 8, ROWS)), (0, 2, 3, 1)))
         # Reference: u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
-        gate = tl.minimum(gate.to(tl.float32), limit)
-        up = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit)
-        activated = to_bf16(gate / (1.0 + tl.exp(-gate)) * up * mix[None, None, :], NATIVE)
+        activated = to_bf16(swiglu_of(gate.to(tl.float32), up.to(tl.float32), limit) * mix[None, None, :], NATIVE)
         activated = tl.reshape(activated, (TILES * 32, ROWS))
         column = program * (TILES * 32) + tl.arange(0, TILES * 32)
         tl.store(u + pair[None, :] * WIDTH + column[:, None], activated, mask=valid[None, :])
@@ -383,7 +382,8 @@ def experts_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None = N
     assert given.slots_TK.dtype == torch.int64 and given.slots_TK.is_contiguous() and given.weight_TK.is_contiguous()
     if tokens == 0:
         return torch.empty(shape, dtype=given.dtype, device=given.x.device)
-    block, hopper = block or block_for(tokens * top_k, experts), prefill_fp4_triton if w2.fp4 else prefill_fp8_triton
+    block = block or block_for(tokens * top_k, experts)
+    hopper = prefill_fp4_triton if w2.fp4 else prefill_fp8_triton  # in place of the largest blocks
     if block == BLOCKS[-1][1] and hopper.takes_blocks(given):
         outputs: Tensor = hopper.outputs_of_blocks(given)
         return outputs.view(shape)

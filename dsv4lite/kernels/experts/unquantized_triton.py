@@ -19,6 +19,7 @@ from dsv4lite.kernels.dispatch import by_most, ceil_div, on_gpu
 from dsv4lite.kernels.experts import ExpertInputs
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
 from dsv4lite.kernels.rows.triton import rounded
+from dsv4lite.kernels.swiglu.triton import swiglu_of
 
 OUTS = 64
 _INPUT_BYTES = 128  # of a row of inputs, per iteration
@@ -70,10 +71,8 @@ def _unquantized_kernel(
     if SWIGLU:
         # Reference: u_TI = (swiglu(h_TI[:, :width], h_TI[:, width:], limit) * weight_T1).to(dtype)
         WIDE: tl.constexpr = x.dtype.element_ty == tl.float32
-        gate = tl.minimum(rounded(total, WIDE, GPU), limit)
-        up = tl.minimum(tl.maximum(rounded(up, WIDE, GPU), -limit), limit)
-        mix = tl.load(weight + pair, mask=valid, other=0.0)
-        total = gate / (1.0 + tl.exp(-gate)) * up * mix[None, :]
+        u = swiglu_of(rounded(total, WIDE, GPU), rounded(up, WIDE, GPU), limit)
+        total = u * tl.load(weight + pair, mask=valid, other=0.0)[None, :]
     total = rounded(total, y.dtype.element_ty == tl.float32, GPU).to(y.dtype.element_ty)
     tl.store(y + pair[None, :] * N + column[:, None], total, mask=valid[None, :] & (column < N)[:, None])
 

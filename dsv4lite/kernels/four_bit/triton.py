@@ -19,6 +19,7 @@ from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Gr
 from dsv4lite.kernels.experts.unquantized_triton import OUTS, times
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.rows.triton import e2m1_values, rounded
+from dsv4lite.kernels.swiglu.triton import swiglu_of
 
 _INPUT_BYTES = 128  # of a row of inputs, per iteration
 
@@ -94,9 +95,8 @@ def _four_bit_kernel(
             up = times(w, a, up, GPU)
     if SWIGLU:
         # Reference: u_NI = (swiglu(h_NI[:, :width], h_NI[:, width:], limit) * weight_N1).to(dtype)
-        gate = tl.minimum(rounded(total, WIDE, GPU), limit)
-        up = tl.minimum(tl.maximum(rounded(up, WIDE, GPU), -limit), limit)
-        total = gate / (1.0 + tl.exp(-gate)) * up * tl.load(weight + pair, mask=valid, other=0.0)[None, :]
+        u = swiglu_of(rounded(total, WIDE, GPU), rounded(up, WIDE, GPU), limit)
+        total = u * tl.load(weight + pair, mask=valid, other=0.0)[None, :]
     total = rounded(total, y.dtype.element_ty == tl.float32, GPU).to(y.dtype.element_ty)
     tl.store(y + pair[None, :] * N + column[:, None], total, mask=valid[None, :] & (column < N)[:, None])
 

@@ -16,6 +16,14 @@ _GROUPS = 4  # of one program
 
 
 @triton.jit
+def swiglu_of(gate, up, limit):
+    """Return SwiGLU of float32 numbers; ``tl.minimum`` and ``tl.maximum`` take the limit for a NaN."""
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def swiglu_groups(h, codes, scales, token, group, width, groups, limit, NATIVE: tl.constexpr, ALIGNED: tl.constexpr):
     """Activate and quantize groups [GROUPS] of 128 channels of a token."""
     if ALIGNED:
