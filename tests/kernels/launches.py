@@ -107,6 +107,7 @@ def _works() -> Iterator[Callable[[], object]]:
         (V2_LITE, {"quantized": False, "dtype": torch.float32}),
         (V2_LITE, {"quantized": False, "dtype": torch.float32, "fp8_rows": True}),
         (V2, {"quantized": False, "deterministic": True}),
+        (V2, {"quantized": False, "deterministic": True, "fp8_rows": True}),
         (V3, block_fp8 | {"fp8_rows": True}),
         (V3, block_fp8 | {"fp8_rows": False}),
         (V32, block_fp8 | {"fp8_rows": True}),

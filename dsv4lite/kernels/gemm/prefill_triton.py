@@ -62,7 +62,8 @@ def place(pid, M, tiles_n, BM: tl.constexpr, GROUPED: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def _many_rows_kernel(
     x, w, out, M, N, K, groups,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUPED: tl.constexpr, STAGES: tl.constexpr, GPU: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BY_INPUT: tl.constexpr, GROUPED: tl.constexpr, STAGES: tl.constexpr,
+    GPU: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     tiles_n = tl.cdiv(N, BN)
@@ -75,10 +76,10 @@ def _many_rows_kernel(
         for k in tl.range(0, K, BK, num_stages=STAGES):
             # matmul_rows(x[:, group].float(), w[group].float())
             a = x.load([group, m, k]).reshape(BM, BK)
-            b = w.load([group, n, k]).reshape(BN, BK)
+            b = w.load([group, k, n]).reshape(BK, BN) if BY_INPUT else w.load([group, n, k]).reshape(BN, BK).T
             if not GPU:  # the interpreter does not know products of bfloat16
                 a, b = a.to(tl.float32), b.to(tl.float32)
-            total = tl.dot(a, b.T, total)
+            total = tl.dot(a, b, total)
         # In halves: shared memory has no room for a whole tile of results beside the stages.
         left, right = tl.split(tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1)))
         FLOAT32: tl.constexpr = out.dtype == tl.float32
@@ -87,20 +88,31 @@ def _many_rows_kernel(
     let_successor_in()
 
 
+def _by_input(w_GNK: Tensor) -> bool:
+    """Return whether the weights of one input lie side by side."""
+    return w_GNK.stride(2) != 1 and w_GNK.stride(1) == 1
+
+
+def _in_order(w_GNK: Tensor) -> Tensor:
+    """Return the weights with the dimensions in the order of memory."""
+    return w_GNK.transpose(1, 2) if _by_input(w_GNK) else w_GNK
+
+
 def takes_many(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> bool:
     """Return whether descriptors can describe the operands and the result, and the chip has them; the interpreter has."""
     known = not on_gpu(out.device) or capability_of(out.device) in _CHIPS
-    return known and all(describable(x) for x in (x_MGK, w_GNK, out))
+    return known and all(describable(x) for x in (x_MGK, _in_order(w_GNK), out))
 
 
 def many_rows(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> None:
-    """Write ``float_linear(x, w)`` to ``out`` [M, G, N], for operands that ``takes_many``."""
+    """Write ``float_linear(x, w)`` to ``out`` [M, G, N], for operands that ``takes_many``; weights may be transposed in memory."""
     (rows, groups, outs), inputs, device = out.shape, x_MGK.shape[2], out.device
     tile = _tile_for(rows, groups, outs, multiprocessors_of(device))
     programs = min(_tiles(tile, rows, groups, outs), multiprocessors_of(device))
+    w, by_input = _in_order(w_GNK), _by_input(w_GNK)
     _many_rows_kernel[(programs,)](
         _described(x_MGK.transpose(0, 1), tile.rows, tile.inputs),
-        _described(w_GNK, tile.outs, tile.inputs),
+        _described(w, tile.inputs, tile.outs) if by_input else _described(w, tile.outs, tile.inputs),
         _described(out.transpose(0, 1), tile.rows, tile.outs // 2),
         rows,
         outs,
@@ -109,6 +121,7 @@ def many_rows(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> None:
         BM=tile.rows,
         BN=tile.outs,
         BK=tile.inputs,
+        BY_INPUT=by_input,
         GROUPED=_GROUPED,
         STAGES=tile.num_stages,
         GPU=on_gpu(device),

@@ -29,7 +29,7 @@ from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.gemm import ROW_TILE, matmul_rows
 from dsv4lite.kernels.paging import Block, Paging
 from dsv4lite.kernels.rope import rope
-from dsv4lite.kernels.rows import RowStore
+from dsv4lite.kernels.rows import Fp8Latent, RowStore
 
 CHUNK_ROWS = 1024  # rows that the reference up-projects at a time
 ROUND_BYTES = 1 << 28  # bytes of keys and values that kernels up-project at a time
@@ -39,20 +39,16 @@ _ITEM = 2  # cost model: bytes of a number
 _LISTED_COST = 1.2  # cost model: time of an operation in the absorbed form with a selection, whose rows lie apart
 _TOKENS = 64  # tokens that the reference processes at a time
 _GATHERED_ROWS = 1 << 15  # rows that the reference reads for them, all tokens together
-PROGRAMS = 264  # programs that ``splits_of`` aims at; the same on every chip, for the same bits
+PROGRAMS = 132  # programs that ``splits_of`` aims at; the same on every chip, for the same bits
 MOST_HEADS = 64  # most heads of one program
 _MOST_SPLITS = 64
 _LEAST_SHARING = 2  # with ``any_order``, sequences with so many tokens read their rows once for all
 
 
 def splits_of(tokens: int, heads: int) -> int:
-    """Return the number of KV splits of each token: a power of two with which a step of few tokens fills the GPU.
-
-    A program of ``MOST_HEADS`` heads takes a whole multiprocessor; two smaller ones share one.
-    """
-    wide = heads >= MOST_HEADS
-    blocks = max(1, tokens) * -(-heads // (MOST_HEADS if wide else 16))
-    return 1 << (max(1, min(_MOST_SPLITS, PROGRAMS // (2 * blocks if wide else blocks))).bit_length() - 1)
+    """Return the number of KV splits of each token: a power of two with which a step of few tokens fills the GPU."""
+    blocks = max(1, tokens) * -(-heads // MOST_HEADS)
+    return 1 << (max(1, min(_MOST_SPLITS, PROGRAMS // blocks)).bit_length() - 1)
 
 
 class LatentAttentionInputs(NamedTuple):
@@ -97,9 +93,10 @@ class LatentAttentionInputs(NamedTuple):
         return self.q_THC.shape[2] - self.rope
 
     def widens(self, tokens: int) -> bool:
-        """Return whether kernels first widen all rows of the step, of which ``tokens`` tokens attend in the absorbed form."""
+        """Return whether kernels first widen all FP8 rows of the step, of which ``tokens`` tokens attend in the absorbed form."""
         rows = self.paging.grow_SP.numel() * self.rows.rows_per_page
-        return self.paging.splits == 1 and rows <= WIDENED_ROWS * tokens and self.q_THC.dtype == torch.bfloat16
+        wanted = isinstance(self.rows.format, Fp8Latent) and self.q_THC.dtype == torch.bfloat16
+        return wanted and self.paging.splits == 1 and rows <= WIDENED_ROWS * tokens
 
     @property
     def projected(self) -> list[int]:

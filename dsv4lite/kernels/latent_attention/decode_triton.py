@@ -5,8 +5,10 @@ pieces s, s + splits, … A piece is read once, for both products and all heads 
 values. Codes of FP8 rows are widened to bfloat16 in registers. The next piece is loaded while one is processed, so that programs on
 the same multiprocessor do not all wait for memory at the same time.
 
-Neighbouring tokens of a prompt read mostly the same rows. If a step has many tokens for its rows, a first launch copies all rows,
-widened to bfloat16, from pages to where their positions say; the bits of the results are the same.
+Neighbouring tokens of a prompt read mostly the same rows. If a step has many tokens for its FP8 rows, a first launch copies all of
+them, widened to bfloat16, from pages to where their positions say; the bits of the results are the same.
+
+``decode_hopper_triton`` has the kernel for Hopper and the sizes of released models.
 
 A float32 product is three TF32 products; the tensor cores truncate their sums, which costs a few of float32's last bits.
 """
@@ -18,11 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.attention.merge_triton import LOW, dot_of_halves, softmax_step
+from dsv4lite.kernels.attention.merge_triton import LOW, softmax_step
 from dsv4lite.kernels.attention.triton import Tile
-from dsv4lite.kernels.dispatch import HOPPER, LARGE_SHARED_MEMORY, capability_of, ceil_div, on_gpu, power_of_2
+from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.e4m3 import e4m3_values
-from dsv4lite.kernels.latent_attention import MOST_HEADS, LatentAttentionInputs
+from dsv4lite.kernels.latent_attention import LatentAttentionInputs
+from dsv4lite.kernels.latent_attention.decode_hopper_triton import ROWS as PIECE_ROWS
+from dsv4lite.kernels.latent_attention.decode_hopper_triton import attend_absorbed_hopper, takes_absorbed
 from dsv4lite.kernels.latent_rows.triton import _row_elements
 from dsv4lite.kernels.rows.packed import LOG2_E, WIDEN_E4M3, narrowed
 from dsv4lite.kernels.rows.triton import memory_of, rotate_tail
@@ -31,26 +35,17 @@ _CHUNK = 8  # splits that are merged at a time
 _WIDENED = 32  # rows of one program of ``_widen_kernel``
 
 
-def _tile_for(heads: int, fp8: bool, listed: bool, itemsize: int, capability: int) -> Tile:
-    """Return the tile; it depends on the layer and the chip alone.
+def _tile_for(itemsize: int, capability: int) -> Tile:
+    """Return the tile; it depends on the chip and the bytes of a number of the queries alone.
 
     There is one stage more than pieces that fit into shared memory. With two stages the load of a piece starts when the previous
     piece has been processed; with three, one load is always in flight.
-
-    Args:
-        heads: See ``attend_absorbed``.
-        fp8: Rows are FP8.
-        listed: Tokens have selections, whose positions also take shared memory.
-        itemsize: Bytes of a number of the queries.
-        capability: Compute capability.
     """
     large = capability in LARGE_SHARED_MEMORY
     if itemsize == 4:
         return Tile(heads=16, rows=32 if large else 16, num_warps=4, num_stages=2 if large else 1)
     if not large:
         return Tile(heads=16, rows=32 if capability == 80 else 16, num_warps=4, num_stages=2)
-    if heads >= MOST_HEADS and capability == HOPPER:
-        return Tile(heads=MOST_HEADS, rows=64, num_warps=8, num_stages=3 if fp8 and not listed else 2)
     return Tile(heads=16, rows=32, num_warps=4, num_stages=3)  # two programs fit on a multiprocessor
 
 
@@ -111,23 +106,6 @@ def _fetch(
     return latents, scales, tails
 
 
-@triton.jit
-def _added(
-    acc, peak, total, q0, q1, k0, k1, rows, scale, always, WIDE: tl.constexpr, ROWS: tl.constexpr, FLOAT32: tl.constexpr,
-    PRECISION: tl.constexpr, GPU: tl.constexpr,
-):  # fmt: skip
-    """Return the sums with the first ``rows`` rows of a piece added; ``always`` is true."""
-    if WIDE:
-        logits = dot_of_halves(q0, q1, k0, k1, always, PRECISION)
-    else:
-        logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-        logits = tl.dot(q1, tl.trans(k1), logits, input_precision=PRECISION)
-    logits = tl.where((tl.arange(0, ROWS) < rows)[None, :], logits * scale, float("-inf"))
-    p, shrink, peak, total = softmax_step(logits, peak, total, 1)
-    acc = tl.dot(narrowed(p, FLOAT32, GPU), k0, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, peak, total
-
-
 @triton.jit(do_not_specialize=["columns", "begin"])
 def _absorbed_kernel(
     query, q, cos, sin, memory, selected, positions, sequences, grow, out, stats, q_row, columns, scale, begin,
@@ -138,7 +116,6 @@ def _absorbed_kernel(
     FLOAT32: tl.constexpr = query.dtype.element_ty == tl.float32
     PRECISION: tl.constexpr = "tf32x3" if FLOAT32 else "tf32"
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
-    WIDE: tl.constexpr = HEADS > 16
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
     split = tl.program_id(1)
@@ -180,17 +157,11 @@ def _absorbed_kernel(
         if FLOAT32 or not GPU:
             k0, k1 = k0.to(tl.float32), k1.to(tl.float32)
         rows = count - piece * ROWS
-        # The compiler issues the next piece's loads after products but before a branch. So they are in flight during the products,
-        # even if shared memory has no room for three stages.
-        if WIDE and not FP8:
-            if piece < pieces:
-                acc, peak, total = _added(
-                    acc, peak, total, q0, q1, k0, k1, rows, scale, count > 0, WIDE, ROWS, FLOAT32, PRECISION, GPU
-                )  # fmt: skip
-        else:
-            acc, peak, total = _added(
-                acc, peak, total, q0, q1, k0, k1, rows, scale, count > 0, WIDE, ROWS, FLOAT32, PRECISION, GPU
-            )  # fmt: skip
+        logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+        logits = tl.dot(q1, tl.trans(k1), logits, input_precision=PRECISION)
+        logits = tl.where((tl.arange(0, ROWS) < rows)[None, :], logits * scale, float("-inf"))
+        p, shrink, peak, total = softmax_step(logits, peak, total, 1)
+        acc = tl.dot(narrowed(p, FLOAT32, GPU), k0, acc * shrink[:, None], input_precision=PRECISION)
 
     if SPLITS > 1:
         place = split * (tl.num_programs(0) // BLOCKS).to(tl.int64) * H
@@ -237,7 +208,7 @@ def _merge_kernel(
 @triton.jit(do_not_specialize=["columns", "row_stride"])
 def _widen_kernel(
     memory, grow, firsts, lens, out, columns, row_stride, LATENT: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr,
-    TAIL: tl.constexpr, ROW: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr, GPU: tl.constexpr,
+    TAIL: tl.constexpr, ROW: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = PLACES // ROWS
     page = tl.program_id(0) // PARTS
@@ -245,8 +216,8 @@ def _widen_kernel(
     place = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
     live = column * PLACES + place < tl.load(firsts + sequence) + tl.load(lens + sequence)
     source = tl.load(grow + sequence * row_stride + column).to(tl.int64)
-    latents, scales, tails = _fetch(memory + (source * PLACES + place) * ROW, live, LATENT, PADDED, ROPE, TAIL, FP8)
-    wide = _widened(latents, scales, GPU).to(tl.bfloat16) if FP8 else latents
+    latents, scales, tails = _fetch(memory + (source * PLACES + place) * ROW, live, LATENT, PADDED, ROPE, TAIL, True)
+    wide = _widened(latents, scales, GPU).to(tl.bfloat16)
     out += (page.to(tl.int64) * PLACES + place)[:, None] * (LATENT + ROPE)
     latent, pair = tl.arange(0, PADDED)[None, :], tl.arange(0, TAIL)[None, :]
     tl.store(out + latent, wide, mask=live[:, None] & (latent < LATENT))
@@ -254,16 +225,16 @@ def _widen_kernel(
 
 
 def widened_rows(given: LatentAttentionInputs) -> Tensor:
-    """Return all rows that the tokens may see, bfloat16 [S, N, L + R] by sequence and position; undefined past a sequence's end."""
+    """Return all FP8 rows that the tokens may see, bfloat16 [S, N, L + R] by sequence and position; undefined past its end."""
     (sequences, columns), paging, rows, device = given.paging.grow_SP.shape, given.paging, given.rows, given.q_THC.device
     places, latent, memory = rows.rows_per_page, given.up_HCL.shape[2], memory_of(rows)
     row, fp8 = _row_elements(rows.format, memory, places)
-    assert places % _WIDENED == 0 and paging.grow_SP.stride(1) == 1
+    assert fp8 and places % _WIDENED == 0 and paging.grow_SP.stride(1) == 1
     wide_SNR = torch.empty(sequences, columns * places, latent + given.rope, dtype=torch.bfloat16, device=device)
     _widen_kernel[(sequences * columns * places // _WIDENED,)](
         memory, paging.grow_SP, paging.first_S, paging.lens_S, wide_SNR, columns, paging.grow_SP.stride(0),
         LATENT=latent, PADDED=max(16, power_of_2(latent)), ROPE=given.rope, TAIL=max(16, power_of_2(given.rope)), ROW=row,
-        PLACES=places, ROWS=_WIDENED, FP8=fp8, GPU=on_gpu(device), num_warps=4, num_stages=1, enable_fp_fusion=True,
+        PLACES=places, ROWS=_WIDENED, GPU=on_gpu(device), num_warps=4, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     return wide_SNR
 
@@ -289,14 +260,10 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
     )
     assert given.selected_TK is None or given.selected_TK.is_contiguous()
     top_k = 0 if given.selected_TK is None else given.selected_TK.shape[1]
-    tile = _tile_for(heads, fp8, top_k > 0, q.element_size(), capability_of(device))
-    # A row's address depends on its page number, which may depend on its position: each of these loads needs as many stages as the
-    # row. If a branch in the kernel makes the compiler load the next piece early, two stages suffice.
-    loads = 1 + (top_k > 0) + (wide_SNR is None)
-    stages = 2 if tile.heads > 16 and not fp8 else 1 + (tile.num_stages - 1) * loads
+    hopper, tile = takes_absorbed(given), _tile_for(q.element_size(), capability_of(device))
     layer = {
         "H": heads, "LATENT": latent, "PADDED": max(16, power_of_2(latent)), "TOP_K": top_k, "SPLITS": splits,
-        "ROWS": tile.rows, "GPU": on_gpu(device),
+        "ROWS": PIECE_ROWS if hopper else tile.rows, "GPU": on_gpu(device),
     }  # fmt: skip
     out = torch.empty_like(query_THL)
     parts = stats = out
@@ -304,15 +271,23 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
         parts = torch.empty(splits, tokens, heads, latent, dtype=torch.float32, device=device)
         stats = torch.empty(splits, tokens, heads, 2, dtype=torch.float32, device=device)
     selected = paging.positions_T if given.selected_TK is None else given.selected_TK
-    tables = (paging.positions_T, paging.sequence_T, paging.grow_SP)
-    _absorbed_kernel[(tokens * ceil_div(heads, tile.heads), splits)](
-        query_THL, q, *given.angles(), memory, selected, *tables, parts, stats, q.stride(0), columns,
-        given.scale * LOG2_E, begin,
-        **layer, NOPE=given.nope, ROPE=given.rope, TAIL=max(16, power_of_2(given.rope)), ROW=row,
-        PLACES=rows.rows_per_page, HEADS=tile.heads, STAGES=stages, FP8=fp8,
-        WIDENED=wide_SNR is not None, TURNS=given.cos is not None,
-        num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
-    )  # fmt: skip
+    if hopper:
+        attend_absorbed_hopper(
+            given, query_THL, begin, (memory, row, fp8), columns, selected, (parts, stats), widened=wide_SNR is not None
+        )
+    else:
+        # A row's address depends on its page number, which may depend on its position: each of these loads needs as many stages as
+        # the row.
+        stages = 1 + (tile.num_stages - 1) * (1 + (top_k > 0) + (wide_SNR is None))
+        tables = (paging.positions_T, paging.sequence_T, paging.grow_SP)
+        _absorbed_kernel[(tokens * ceil_div(heads, tile.heads), splits)](
+            query_THL, q, *given.angles(), memory, selected, *tables, parts, stats, q.stride(0), columns,
+            given.scale * LOG2_E, begin,
+            **layer, NOPE=given.nope, ROPE=given.rope, TAIL=max(16, power_of_2(given.rope)), ROW=row,
+            PLACES=rows.rows_per_page, HEADS=tile.heads, STAGES=stages, FP8=fp8,
+            WIDENED=wide_SNR is not None, TURNS=given.cos is not None,
+            num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
+        )  # fmt: skip
     if splits > 1:
         _merge_kernel[(tokens * heads,)](
             parts, stats, paging.positions_T, out, begin, **layer, CHUNK=min(_CHUNK, splits),

@@ -86,19 +86,19 @@ def _load(descriptors, blocks, num_blocks, items, taken, buffers, barriers, LATE
 
 
 @gluon.jit
-def _angles(cos, sin, row, size):
-    """Return cos and sin [64, 32] of the queries from ``row`` on."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+def angles_of(cos, sin, row, size, STEP: gl.constexpr, WARPS: gl.constexpr):
+    """Return cos and sin [64, 32] of ``size`` queries; a query is ``STEP`` rows after the one before it."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     i = gl.expand_dims(gl.arange(0, _QUERIES, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    at = (row + i) * 32 + gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    at = (row + i * STEP) * 32 + gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, LAYOUT)), 0)
     return gl.load(cos + at, mask=i < size, other=1.0), gl.load(sin + at, mask=i < size, other=0.0)
 
 
 @gluon.jit
-def _rotate(queries, cos, sin):
+def rotate(queries, cos, sin, WARPS: gl.constexpr):
     """Rotate queries [64, 64] in shared memory."""
     # Reference: rope
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     even, odd = gl.split(gl.reshape(queries.load(LAYOUT).to(gl.float32), (_QUERIES, 32, 2)))
     cos = gl.convert_layout(cos, even.type.layout, assert_trivial=True)
     sin = gl.convert_layout(sin, even.type.layout, assert_trivial=True)
@@ -148,10 +148,10 @@ def _attend(
         own = gl.where(size > 0, gl.cdiv(gl.maximum(gl.minimum(position + size, count), 0), _KEYS), 0)
         acc, peak, total = _sums_so_far(results, (row + i) * H + head, i < size, goes_on, LAYOUT)
         if TURNS:
-            c, s = _angles(cos, sin, row, size)
+            c, s = angles_of(cos, sin, row, size, 1, 4)
         mbarrier.wait(q_full.index(PART), item_phase)
         if TURNS:
-            _rotate(q1, c, s)
+            rotate(q1, c, s, 4)
         for piece in range(own):
             slot, phase = step % _STAGES, step // _STAGES & 1
             if SELECTED:

@@ -8,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
+from dsv4lite.kernels.gemm.prefill_triton import many_rows, takes_many
 from dsv4lite.kernels.latent_attention import ROUND_TOKENS, LatentAttentionInputs
 from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed, widened_rows
 from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected
 from dsv4lite.kernels.rows.packed import narrowed
 
-_MANY_TOKENS = 64  # above it, ``any_order`` uses larger tiles
+_MANY_TOKENS = 64  # above it, ``any_order`` uses the kernel of many rows
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -54,13 +55,15 @@ def by_head_triton(x_THK: Tensor, w_HNK: Tensor, *, any_order: bool, out: Tensor
     if out is None:
         out = torch.empty(tokens, heads, outs, dtype=x_THK.dtype, device=x_THK.device)
     assert out.is_contiguous() and out.shape == (tokens, heads, outs), out.shape
-    many = any_order and tokens > _MANY_TOKENS and x_THK.element_size() == 2
-    bt, bn = (64, 128) if many else (16, 64)
+    if any_order and tokens > _MANY_TOKENS and x_THK.element_size() == 2 and takes_many(x_THK, w_HNK, out):
+        many_rows(x_THK, w_HNK, out)
+        return out
+    bt, bn = 16, 64
     _by_head_kernel[(ceil_div(tokens, bt), heads, ceil_div(outs, bn))](
         x_THK, w_HNK, out, tokens, x_THK.stride(0), x_THK.stride(1),
         H=heads, N=outs, K=inputs, W_HEAD=w_HNK.stride(0), W_OUT=w_HNK.stride(1), W_IN=w_HNK.stride(2),
-        BT=bt, BN=bn, BK=min(64 if many or x_THK.element_size() == 4 else 128, max(16, power_of_2(inputs))),
-        GPU=on_gpu(out.device), num_warps=8 if many else 4, enable_fp_fusion=True,
+        BT=bt, BN=bn, BK=min(64 if x_THK.element_size() == 4 else 128, max(16, power_of_2(inputs))),
+        GPU=on_gpu(out.device), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 

@@ -53,12 +53,12 @@ def _references(config: MlaConfig, numerics: Numerics, heads: int, tokens: int, 
 def _kernels(config: MlaConfig, numerics: Numerics, heads: int, tokens: int, longest: int) -> int:
     """Return the same for the kernels.
 
-    The absorbed form has queries, results and copies of rows; the other rows, keys and values of one round, partial results, and a
-    bit for each token and row if tokens have selections.
+    The absorbed form has queries, results and copies of FP8 rows; the other rows, keys and values of one round, partial results,
+    and a bit for each token and row if tokens have selections.
     """
     c, item = config, numerics.dtype.itemsize
     absorbed = 2 * item * min(tokens, ROUND_TOKENS) * heads * c.kv_lora_rank
-    absorbed += item * WIDENED_ROWS * tokens * c.row_width
+    absorbed += item * WIDENED_ROWS * tokens * c.row_width if numerics.fp8_rows else 0
     if numerics.deterministic:
         return absorbed
     absorbed += _FLOAT * PROGRAMS * MOST_HEADS * (c.kv_lora_rank + 2)
