@@ -1,9 +1,9 @@
 """The absorbed form on Hopper, for latents of 512 channels and 64 rotated ones.
 
 The kernel is warp-specialized, and therefore written in Gluon. A piece has 128 rows. Eight producer warps bring each half of it to
-shared memory as soon as its buffer is free: they copy rows of bfloat16, and widen codes of FP8 rows, which they load two groups of
-128 channels ahead. Two groups of four consumer warps compute the logits of 64 rows of a piece each, and sum half of the latents of
-all its rows.
+shared memory as soon as its buffer is free: they copy rows of bfloat16, and widen codes of FP8 rows, which they have prefetched to
+the L2 cache and load two groups of 128 channels ahead. Two groups of four consumer warps compute the logits of 64 rows of a piece
+each, and sum half of the latents of all its rows.
 
 The groups take their softmaxes one after the other: the first one passes on its weights with the peak and the total so far, and so
 does the second one. Weights take the place of the rotated channels of their rows. While one group takes its softmax, products of
@@ -468,6 +468,8 @@ def attend_absorbed_hopper(
         rows: Memory of rows, elements of a row, and whether they are FP8.
         columns: Pages of a sequence from one to the next in the page table, or in the result of ``widened_rows``.
         selected: ``given.selected_TK``; not read without a selection.
+        results: Of one KV split the sums [N, H, L], bfloat16, and a tensor that is not written; of more the sums [S, N, H, L], and
+            peaks and totals [S, N, H, 2], float32.
         widened: Rows are the result of ``widened_rows``.
     """
     (tokens, heads, _), paging, q, (memory, row, fp8) = query_THL.shape, given.paging, given.q_THC, rows
