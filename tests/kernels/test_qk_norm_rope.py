@@ -9,7 +9,7 @@ from dsv4lite.kernels.norm import rms_norm_heads
 from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
 from dsv4lite.kernels.quantize import hadamard
 from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
-from dsv4lite.kernels.rows import Fp4Key, Fp8Kv, RowStore
+from dsv4lite.kernels.rows import Fp4Key
 from tests.kernels.paged import simulate
 
 
@@ -18,8 +18,7 @@ from tests.kernels.paged import simulate
 def test_heads_are_those_of_the_model(tokens: int, index_heads: int) -> None:
     query = torch.randn(tokens, 3 * 128 + index_heads * 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     angles = rope_angles(torch.arange(7, 7 + tokens), rope_frequencies(64, 10000.0))
-    window = RowStore(Fp8Kv(64, 64), 0, 64, torch.device("cpu"))
-    q, iq = head_norms(HeadInputs(query, 3, 128, index_heads, 128, *angles, 1e-6, window))
+    q, iq = head_norms(HeadInputs(query, 3, 128, index_heads, 128, *angles, 1e-6, fp4=True))
     assert torch.equal(q, rope(rms_norm_heads(query[:, : 3 * 128].view(tokens, 3, 128), 1e-6), *angles))
     if index_heads == 0:
         assert iq is None

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from dsv4lite.kernels.qk_norm_rope import HeadInputs, head_norms
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
-from dsv4lite.kernels.rows import Fp8Kv, RowStore, UnquantizedRow
 
 triton = pytest.importorskip("triton")
 
@@ -52,8 +51,7 @@ def test_head_norms_agree(dtype: torch.dtype, fp4: bool, tokens: int, sizes: Siz
     columns = heads * channels + index_heads * index_dim
     query = (3 * torch.randn(tokens, columns + 16, generator=generator)).to(dtype).to(DEVICE)[:, :columns]
     angles = rope_angles(torch.arange(900, 900 + tokens, device=DEVICE), rope_frequencies(rope, 10000.0).to(DEVICE))
-    fmt = Fp8Kv(channels - 64, 64) if fp4 else UnquantizedRow(channels, dtype)
-    given = HeadInputs(query, heads, channels, index_heads, index_dim, *angles, 1e-6, RowStore(fmt, 0, 64, DEVICE))
+    given = HeadInputs(query, heads, channels, index_heads, index_dim, *angles, 1e-6, fp4)
     got, index = head_norms_triton(given)
     wanted, wanted_index = head_norms.reference(given)
     close(got, wanted, 1e-3 if CUDA else 0.1 if fp4 else 0.2)  # heads whose mean lies between two numbers of bfloat16
@@ -66,8 +64,7 @@ def test_head_norms_agree(dtype: torch.dtype, fp4: bool, tokens: int, sizes: Siz
 def test_head_norms_do_not_depend_on_other_tokens() -> None:
     query = torch.randn(9, 5 * 128 + 3 * 128, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
     angles = rope_angles(torch.arange(9, device=DEVICE), rope_frequencies(64, 10000.0).to(DEVICE))
-    window = RowStore(Fp8Kv(64, 64), 0, 64, DEVICE)
-    everything = head_norms_triton(HeadInputs(query, 5, 128, 3, 128, *angles, 1e-6, window))
-    alone = head_norms_triton(HeadInputs(query[4:5], 5, 128, 3, 128, *(part[4:5] for part in angles), 1e-6, window))
+    everything = head_norms_triton(HeadInputs(query, 5, 128, 3, 128, *angles, 1e-6, fp4=True))
+    alone = head_norms_triton(HeadInputs(query[4:5], 5, 128, 3, 128, *(part[4:5] for part in angles), 1e-6, fp4=True))
     for many, one in zip(everything, alone, strict=True):
         assert many is not None and one is not None and torch.equal(many[4:5], one)

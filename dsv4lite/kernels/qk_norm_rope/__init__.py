@@ -19,7 +19,6 @@ from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.norm import rms_norm_heads
 from dsv4lite.kernels.quantize import hadamard, round_fp4
 from dsv4lite.kernels.rope import rope
-from dsv4lite.kernels.rows import RowStore, UnquantizedRow
 
 
 class HeadInputs(NamedTuple):
@@ -31,7 +30,7 @@ class HeadInputs(NamedTuple):
         index_heads, index_dim: Hi and Ci; no index heads if Hi is 0.
         cos, sin: float32 [T, rope / 2].
         eps: Of the norm.
-        window: Rows that the queries will attend to; if they are packed, index heads are transformed and rounded like the keys.
+        fp4: Index heads are transformed and rounded to FP4, like the keys.
     """
 
     query_TK: Tensor
@@ -42,12 +41,7 @@ class HeadInputs(NamedTuple):
     cos: Tensor
     sin: Tensor
     eps: float
-    window: RowStore
-
-    @property
-    def fp4(self) -> bool:
-        """Whether index heads are transformed and rounded to FP4."""
-        return not isinstance(self.window.format, UnquantizedRow)
+    fp4: bool
 
 
 @op("qk_norm_rope.triton:head_norms_triton")

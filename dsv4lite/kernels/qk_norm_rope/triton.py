@@ -105,8 +105,8 @@ def _heads_kernel(
 
 def head_norms_triton(given: HeadInputs) -> tuple[Tensor, Tensor | None]:
     """See ``head_norms``; the width of index heads is a power of two where they are rounded to FP4."""
-    query_TK, heads, channels, index_heads, index_dim, cos, sin, eps, _ = given
-    tokens, rope, fp4 = query_TK.shape[0], 2 * cos.shape[1], given.fp4
+    query_TK, heads, channels, index_heads, index_dim, cos, sin, eps, fp4 = given
+    tokens, rope = query_TK.shape[0], 2 * cos.shape[1]
     assert query_TK.stride(1) == 1 and query_TK.shape[1] == heads * channels + index_heads * index_dim, query_TK.shape
     assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (tokens, rope // 2)
     assert channels % 2 == 0 and rope <= channels and (not fp4 or query_TK.dtype == torch.bfloat16)

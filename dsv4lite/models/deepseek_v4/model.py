@@ -137,7 +137,7 @@ class Attention(nn.Module):
         heads = (self.heads, c.head_dim, index_heads, c.index_dim)
         columns = self.heads * c.head_dim + index_heads * c.index_dim
         query = rounded_linear(qr_TR, qr_scales, self.wq_b, x_TD.dtype, rows=columns)
-        inputs = HeadInputs(query, *heads, *angles, c.norm_eps, cache.stores["window"])
+        inputs = HeadInputs(query, *heads, *angles, c.norm_eps, self.numerics.quantized)
         q_THC, iq_THC = head_norms(inputs)
         del query, inputs
         selected_TK: Tensor | None = None

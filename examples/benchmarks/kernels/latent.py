@@ -73,8 +73,7 @@ def heads_case(paging: Paging, tokens: int, copies: int) -> tuple[Op, float, flo
     query = [torch.randn(tokens, 40960, device=CUDA).bfloat16() for _ in range(copies)]
     angles = rope_angles(paging.positions_T, rope_frequencies(64, 10000.0).to(CUDA))
     shape = (64, 512, 64, 128)
-    store = RowStore(KV, 0, 64, CUDA)
-    given = [HeadInputs(part, *shape, *angles, 1e-6, store) for part in query]
+    given = [HeadInputs(part, *shape, *angles, 1e-6, fp4=True) for part in query]
     ours, theirs = head_norms(given[0]), head_norms.reference(given[0])
     error = max(differing(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None)
     return lambda i: head_norms(given[i]), 4.0 * query[0].numel(), error
