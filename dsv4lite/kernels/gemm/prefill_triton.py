@@ -1,4 +1,4 @@
-"""Products of bfloat16 rows by bfloat16 weights in one part, for more rows than decode steps have.
+"""Products of bfloat16 rows by bfloat16 weights in one part, for many rows; weights may be transposed in memory.
 
 The operands come through tensor descriptors: the hardware copies whole tiles to shared memory. There are at most as many programs
 as multiprocessors, and each computes one tile of the result after the other. The loop over tiles and the loop over inputs are
@@ -105,7 +105,7 @@ def takes_many(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> bool:
 
 
 def many_rows(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> None:
-    """Write ``float_linear(x, w)`` to ``out`` [M, G, N], for operands that ``takes_many``; weights may be transposed in memory."""
+    """Write ``float_linear(x, w)`` to ``out`` [M, G, N], for operands that ``takes_many``."""
     (rows, groups, outs), inputs, device = out.shape, x_MGK.shape[2], out.device
     tile = _tile_for(rows, groups, outs, multiprocessors_of(device))
     programs = min(_tiles(tile, rows, groups, outs), multiprocessors_of(device))

@@ -29,14 +29,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dsv4lite.kernels.dispatch import HOPPER, capability_of, ceil_div, multiprocessors_of
 from dsv4lite.kernels.hopper import STORED, copy_by_threads
-from dsv4lite.kernels.latent_attention import LatentAttentionInputs
+from dsv4lite.kernels.latent_attention import MOST_HEADS, LatentAttentionInputs
 from dsv4lite.kernels.latent_attention.prefill_hopper_triton import angles_of, rotate
 from dsv4lite.kernels.rows.packed import LOG2_E, WIDEN_E4M3
 
-HEADS = 64  # of a block
-ROWS = 128  # of a piece
-_HEADS = gl.constexpr(HEADS)
-_ROWS, _HALF = gl.constexpr(ROWS), gl.constexpr(ROWS // 2)
+PIECE_ROWS = 128
+_HEADS = gl.constexpr(MOST_HEADS)  # of a block
+_ROWS, _HALF = gl.constexpr(PIECE_ROWS), gl.constexpr(PIECE_ROWS // 2)
 _LATENT, _ROPE = gl.constexpr(512), gl.constexpr(64)
 _GROUPS = gl.constexpr(4)  # of 128 channels, which share scales
 _OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
@@ -140,12 +139,12 @@ def _bring_codes(memory, place, following, ahead, HALF: gl.constexpr, buffers, f
     Returns:
         ``_first_codes`` of the next half.
     """
-    _queries, _turned_queries, keys, turned, _stats = buffers
+    _queries, _rotated_queries, keys, rotated, _stats = buffers
     words0, words1, bits0, bits1, bits2, bits3 = ahead
     tail = memory + gl.convert_layout(place, gl.SliceLayout(1, _TAILS), assert_trivial=True).to(gl.int64) * ROW
     tail = (tail + (_LATENT + 4 * _GROUPS)).to(gl.pointer_type(gl.bfloat16))
     pair = gl.arange(0, _ROPE, layout=gl.SliceLayout(0, _TAILS))
-    copy_by_threads(turned.index(HALF), gl.expand_dims(tail, 1) + gl.expand_dims(pair, 0))
+    copy_by_threads(rotated.index(HALF), gl.expand_dims(tail, 1) + gl.expand_dims(pair, 0))
     async_copy.mbarrier_arrive(full.index(HALF), increment_count=False)
     words2 = _codes_of(memory, place, 2, ROW)
     _widen(words0, bits0, keys[4 * HALF].index(0))
@@ -164,13 +163,13 @@ def _bring_codes(memory, place, following, ahead, HALF: gl.constexpr, buffers, f
 @gluon.jit
 def _bring_rows(memory, place, HALF: gl.constexpr, buffers, full, ROW: gl.constexpr):
     """Bring half of a piece of bfloat16 rows ``place`` [64] to shared memory."""
-    _queries, _turned_queries, keys, turned, _stats = buffers
+    _queries, _rotated_queries, keys, rotated, _stats = buffers
     data = gl.expand_dims(memory + place.to(gl.int64) * ROW, 1)
     column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, _WIDE)), 0)
     for group in gl.static_range(_GROUPS):
         copy_by_threads(keys[4 * HALF + group].index(0), data + group * 128 + column)
     pair = gl.expand_dims(gl.arange(0, _ROPE, layout=gl.SliceLayout(0, _WIDE)), 0)
-    copy_by_threads(turned.index(HALF), data + _LATENT + pair)
+    copy_by_threads(rotated.index(HALF), data + _LATENT + pair)
     async_copy.mbarrier_arrive(full.index(HALF), increment_count=False)
 
 
@@ -181,8 +180,8 @@ def _bring_queries(query, q, cos, sin, token, of_step, block, buffers, full, H: 
     Args:
         q: The first rotated channel of the step's token.
     """
-    queries, turned_queries, _keys, _turned, _stats = buffers
-    turned_queries = turned_queries.index(0)
+    queries, rotated_queries, _keys, _rotated, _stats = buffers
+    rotated_queries = rotated_queries.index(0)
     head = block * _HEADS + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, _WIDE))
     inside = gl.expand_dims(head < H, 1)
     column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, _WIDE)), 0)
@@ -191,10 +190,10 @@ def _bring_queries(query, q, cos, sin, token, of_step, block, buffers, full, H: 
     for group in gl.static_range(_GROUPS):
         copy_by_threads(queries.index(group), at + group * 128, mask=inside)
     async_copy.mbarrier_arrive(full, increment_count=False)
-    turned_queries.store(gl.load(q + pair, mask=inside, other=0.0))
+    rotated_queries.store(gl.load(q + pair, mask=inside, other=0.0))
     if TURNS:
         c, s = angles_of(cos, sin, of_step, _HEADS, 0, 8)  # one token's
-        rotate(turned_queries, c, s, 8)
+        rotate(rotated_queries, c, s, 8)
     fence_async_shared()
     mbarrier.arrive(full, count=1)
 
@@ -254,14 +253,14 @@ def _zero(x):
 @gluon.jit
 def _logits(buffers, zero, HALF: gl.constexpr):
     """Start the products of the queries and one half of a piece's rows."""
-    queries, turned_queries, keys, turned, _stats = buffers
+    queries, rotated_queries, keys, rotated, _stats = buffers
     none = gl.zeros((_HEADS, _HALF), gl.float32, _LOGITS)
     rows = keys[4 * HALF].index(zero).permute((1, 0))
     logits = warpgroup_mma(queries.index(zero), rows, none, use_acc=False, is_async=True)
     for group in gl.static_range(1, _GROUPS):
         rows = keys[4 * HALF + group].index(zero).permute((1, 0))
         logits = warpgroup_mma(queries.index(zero + group), rows, logits, is_async=True)
-    return warpgroup_mma(turned_queries.index(zero), turned.index(zero + HALF).permute((1, 0)), logits, is_async=True)
+    return warpgroup_mma(rotated_queries.index(zero), rotated.index(zero + HALF).permute((1, 0)), logits, is_async=True)
 
 
 @gluon.jit
@@ -280,9 +279,9 @@ def _weights_of(logits, rows, scale, peak, total):
 @gluon.jit
 def _pass_on(weights, shrink, peak, total, buffers, full, HALF: gl.constexpr):
     """Pass on the results of ``_weights_of``; return the weights as operand of a product."""
-    _queries, _turned_queries, _keys, turned, stats = buffers
+    _queries, _rotated_queries, _keys, rotated, stats = buffers
     shrinks, peaks, totals = stats
-    turned.index(HALF).store(weights)
+    rotated.index(HALF).store(weights)
     shrinks.index(HALF).store(shrink)
     peaks.index(HALF).store(peak)
     totals.index(HALF).store(total)
@@ -317,7 +316,7 @@ def _attend(
     """Consumer warps: compute the logits of half ``PART`` of every piece's rows, and sum half ``PART`` of the latents."""
     items, splits, begin, _q_row, _columns = sizes
     q_full, q_empty, k_full, k_empty, p_full = barriers
-    _queries, _turned_queries, keys, turned, stats = buffers
+    _queries, _rotated_queries, keys, rotated, stats = buffers
     BLOCKS: gl.constexpr = (H + _HEADS - 1) // _HEADS
     OF_LOGITS: gl.constexpr = gl.SliceLayout(1, _LOGITS)
     step = 0
@@ -346,11 +345,11 @@ def _attend(
                 mbarrier.arrive(k_empty.index(0), count=1)
                 mbarrier.wait(p_full.index(1), step & 1)
                 shrink, peak, total = _passed(stats, 1)
-                sums0, sums1 = _add(turned.index(zero + 1), shrink, sums0, sums1, keys, zero, 1, PART)
+                sums0, sums1 = _add(rotated.index(zero + 1), shrink, sums0, sums1, keys, zero, 1, PART)
             else:
                 mbarrier.wait(p_full.index(0), step & 1)
                 shrink, peak, total = _passed(stats, 0)
-                sums0, sums1 = _add(turned.index(zero), shrink, sums0, sums1, keys, zero, 0, PART)
+                sums0, sums1 = _add(rotated.index(zero), shrink, sums0, sums1, keys, zero, 0, PART)
                 logits = warpgroup_mma_wait(2, deps=(logits,))
                 weights, shrink, peak, total = _weights_of(logits, rows - _HALF, scale, peak, total)
                 sums0, sums1 = warpgroup_mma_wait(0, deps=(sums0, sums1))
@@ -418,9 +417,9 @@ def _absorbed_kernel(
     FP8: gl.constexpr, WIDENED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     queries = gl.allocate_shared_memory(gl.bfloat16, [_GROUPS, _HEADS, 128], _OPERAND)
-    turned_queries = gl.allocate_shared_memory(gl.bfloat16, [1, _HEADS, _ROPE], _OPERAND)
+    rotated_queries = gl.allocate_shared_memory(gl.bfloat16, [1, _HEADS, _ROPE], _OPERAND)
     keys = _tiles()
-    turned = gl.allocate_shared_memory(gl.bfloat16, [2, _HALF, _ROPE], _OPERAND)
+    rotated = gl.allocate_shared_memory(gl.bfloat16, [2, _HALF, _ROPE], _OPERAND)
     shrinks = gl.allocate_shared_memory(gl.float32, [2, _HEADS], _NUMBERS)
     peaks = gl.allocate_shared_memory(gl.float32, [2, _HEADS], _NUMBERS)
     totals = gl.allocate_shared_memory(gl.float32, [2, _HEADS], _NUMBERS)
@@ -435,7 +434,7 @@ def _absorbed_kernel(
         mbarrier.init(k_full.index(half), count=256 + 1 if FP8 else 256)
         mbarrier.init(k_empty.index(half), count=2)
         mbarrier.init(p_full.index(half), count=1)
-    buffers = (queries, turned_queries, keys, turned, (shrinks, peaks, totals))
+    buffers = (queries, rotated_queries, keys, rotated, (shrinks, peaks, totals))
     barriers = (q_full, q_empty, k_full, k_empty, p_full)
     sizes = (items, splits, begin, q_row, columns)
     inputs = (query, q, cos, sin, memory, selected, positions, sequences, grow)
@@ -473,7 +472,7 @@ def attend_absorbed_hopper(
         widened: Rows are the result of ``widened_rows``.
     """
     (tokens, heads, _), paging, q, (memory, row, fp8) = query_THL.shape, given.paging, given.q_THC, rows
-    items = tokens * ceil_div(heads, HEADS) * paging.splits
+    items = tokens * ceil_div(heads, MOST_HEADS) * paging.splits
     _absorbed_kernel[(min(items, multiprocessors_of(q.device)),)](
         query_THL, q, *given.angles(), memory, selected, paging.positions_T, paging.sequence_T, paging.grow_SP, *results, items,
         paging.splits, begin, q.stride(0), columns, given.scale * LOG2_E,

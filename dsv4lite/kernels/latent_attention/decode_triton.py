@@ -25,8 +25,7 @@ from dsv4lite.kernels.attention.triton import Tile
 from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, on_gpu, power_of_2
 from dsv4lite.kernels.e4m3 import e4m3_values
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs
-from dsv4lite.kernels.latent_attention.decode_hopper_triton import ROWS as PIECE_ROWS
-from dsv4lite.kernels.latent_attention.decode_hopper_triton import attend_absorbed_hopper, takes_absorbed
+from dsv4lite.kernels.latent_attention.decode_hopper_triton import PIECE_ROWS, attend_absorbed_hopper, takes_absorbed
 from dsv4lite.kernels.latent_rows.triton import _row_elements
 from dsv4lite.kernels.rows.packed import LOG2_E, WIDEN_E4M3, narrowed
 from dsv4lite.kernels.rows.triton import memory_of, rotate_tail
@@ -225,7 +224,10 @@ def _widen_kernel(
 
 
 def widened_rows(given: LatentAttentionInputs) -> Tensor:
-    """Return all FP8 rows that the tokens may see, bfloat16 [S, N, L + R] by sequence and position; undefined past its end."""
+    """Return all rows that the tokens may see, which are FP8, as bfloat16 [S, N, L + R] by sequence and position.
+
+    Rows past a sequence's end are undefined.
+    """
     (sequences, columns), paging, rows, device = given.paging.grow_SP.shape, given.paging, given.rows, given.q_THC.device
     places, latent, memory = rows.rows_per_page, given.up_HCL.shape[2], memory_of(rows)
     row, fp8 = _row_elements(rows.format, memory, places)
