@@ -215,7 +215,6 @@ def test_launches_take_every_tile(chip: int, work: Work) -> None:
         (gemm_triton._FP8_TILES, True, 128),
         (gemm_triton._WEIGHT_ONLY_TILES, False, 128),
         (gemm_triton._UNQUANTIZED_TILES, False, 0),
-        (gemm_triton._ONE_PART_TILES, False, 0),
     ):
         every = (*(tile for *_, tile in (*kinds.few, *kinds.between)), kinds.many)
         wanted = {(tile.rows, tile.outs, tile.num_warps, *operands) for tile in every if gemm_triton.fitted(kinds, tile, chip)}

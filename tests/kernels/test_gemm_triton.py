@@ -37,6 +37,7 @@ from dsv4lite.kernels.gemm.decode_1_triton import (  # noqa: E402
 from dsv4lite.kernels.gemm.prefill_fp8_triton import many_rows_fp8, takes_many_fp8  # noqa: E402
 from dsv4lite.kernels.gemm.prefill_triton import many_rows, takes_many  # noqa: E402
 from dsv4lite.kernels.gemm.triton import (  # noqa: E402
+    FEW_ROWS,
     float_linear_triton,
     fp8_linear_triton,
     fp8_weight_linear_quantize_triton,
@@ -55,7 +56,7 @@ REAL = [(rows, outs, inputs) for outs, inputs in REAL_WEIGHTS for rows in (1, 16
 SMALL = [(0, 8, 128), (1, 3, 128), (5, 70, 131), (16, 64, 256), (17, 130, 60), (33, 65, 260), (65, 129, 128), (130, 40, 130)]
 TURNS = [(70, 1024, 200), (70, 1024, 1024)]  # two blocks in a turn of the loop, if they are whole
 FP8_SHAPES = [*SMALL, *TURNS, (3, 64, 2048), (129, 40, 1300), (MANY_ROWS + 3, 40, 1300)] + (REAL if ON_GPU else [])
-KINDS = (gemm_triton._FP8_TILES, gemm_triton._UNQUANTIZED_TILES, gemm_triton._ONE_PART_TILES, gemm_triton._WEIGHT_ONLY_TILES)
+KINDS = (gemm_triton._FP8_TILES, gemm_triton._UNQUANTIZED_TILES, gemm_triton._WEIGHT_ONLY_TILES)
 GROUPED = [(1, 2, 40, 128), (5, 3, 70, 130), (17, 2, 64, 1024), (65, 2, 40, 130), (130, 2, 70, 1100)]
 GROUPED_SHAPES = GROUPED + ([(rows, 8, 1024, 4096) for rows in (1, 16, 64, 300, 2048)] if ON_GPU else [])
 
@@ -135,7 +136,7 @@ MANY += [(8, 1024, 4096), (1, 2624, 4096), (1, 12800, 576), (16, 512, 128)] if O
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("groups", "outs", "inputs"), MANY)
 def test_many_rows_of_groups_are_multiplied_as_they_lie(groups: int, outs: int, inputs: int, dtype: torch.dtype) -> None:
-    for rows in (MANY_ROWS + 3, 2500) if ON_GPU else (MANY_ROWS + 3,):
+    for rows in (FEW_ROWS + 8, 200, MANY_ROWS + 3, 2500) if ON_GPU else (FEW_ROWS + 1, MANY_ROWS + 3):
         x = random(rows, groups, 2 * inputs).bfloat16()[..., :inputs]
         codes, scales = fp8_weights(groups, outs, inputs, per_row=True)
         wide = widen_triton(codes, scales)
@@ -143,7 +144,7 @@ def test_many_rows_of_groups_are_multiplied_as_they_lie(groups: int, outs: int, 
         absolute = float_linear.reference(x.abs(), wide.abs(), torch.float32)
         got = float_linear_triton(x, wide, dtype)
         close(got, exact.to(dtype), exact, absolute, 2**-16)
-        if dtype == x.dtype:
+        if dtype == x.dtype and rows > MANY_ROWS:
             assert torch.equal(fp8_weight_linear_triton(x, codes, scales), got)
         if splits_of(groups * outs, -(-inputs // 128)) == 1 and ON_GPU:  # few rows sum in one part too
             assert torch.equal(float_linear_triton(x[:9], wide, dtype, ROW_TILE), got[:9])
@@ -162,7 +163,9 @@ def test_only_rows_at_aligned_addresses_are_copied_by_descriptors(monkeypatch: p
 
 
 @pytest.mark.skipif(not ON_GPU or torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for Hopper")
-@pytest.mark.parametrize(("rows", "outs", "inputs"), [(2048, 1536, 4096), (2050, 272, 128), (8191, 144, 256)])
+@pytest.mark.parametrize(
+    ("rows", "outs", "inputs"), [(129, 6144, 16384), (200, 24576, 1536), (2048, 1536, 4096), (2050, 272, 128), (8191, 144, 256)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("floats", [False, True])
 def test_many_fp8_rows_have_the_same_bits_on_hopper(
@@ -173,11 +176,13 @@ def test_many_fp8_rows_have_the_same_bits_on_hopper(
     w, w_scales = fp8_weights(outs, inputs)
     if floats:
         w_scales = e8m0_to_float(w_scales) * 1.37
-    assert takes_many_fp8(x, w, 128) and not takes_many_fp8(x[:2047], w, 128) and not takes_many_fp8(x, w, 1)
-    out = torch.full((rows, outs), float("nan"), dtype=dtype, device=DEVICE)
-    many_rows_fp8(x, x_scales, w, w_scales, out)
+    assert takes_many_fp8(x, w, 128) and not takes_many_fp8(x[:128], w, 128) and not takes_many_fp8(x, w, 1)
     monkeypatch.setattr(gemm_triton, "takes_many_fp8", lambda *_: False)
-    assert torch.equal(out, fp8_linear_triton(x, x_scales, w, w_scales, dtype))
+    for row_tile in (None, ROW_TILE):
+        parts = 1 if row_tile is None and rows > MANY_ROWS else splits_of(outs, inputs // 128)
+        out = torch.full((rows, outs), float("nan"), dtype=dtype, device=DEVICE)
+        many_rows_fp8(x, x_scales, w, w_scales, out, parts)
+        assert torch.equal(out, fp8_linear_triton(x, x_scales, w, w_scales, dtype, row_tile))
 
 
 def test_every_code_counts() -> None:

@@ -69,7 +69,7 @@ def _load(inputs, taken, task, buffers, barriers, TOP_K: gl.constexpr):
         item_phase ^= 1
         of_rows = x_words + block.to(gl.int64) * (chunks * _ROWS) + word
         pair = gl.load(block_pairs + block * _ROWS + row)
-        pair = gl.where(pair < pairs, pair, 0)  # results of unused rows are not stored
+        used = gl.expand_dims(pair < pairs, 1)
         at = x + gl.expand_dims((pair // TOP_K).to(gl.int64) * (chunks * 128), 1) + column
         tile = (expert * per_block + four) * 4
         of_four = scales + tile.to(gl.int64) * (chunks * 2) + below
@@ -79,7 +79,7 @@ def _load(inputs, taken, task, buffers, barriers, TOP_K: gl.constexpr):
             mbarrier.expect(full.index(slot), 4 * 64 * 128)
             for part in gl.static_range(2):
                 copy_tile(w, [tile + 2 * part, chunk * 64, 0], full.index(slot), tiles.index(2 * slot + part))
-            copy_by_threads(rows.index(slot), at + chunk * 128)
+            copy_by_threads(rows.index(slot), at + chunk * 128, mask=used)
             copy_by_threads(words.index(slot), of_rows + chunk * _ROWS)
             copy_by_threads(of_tiles.index(slot), of_four + chunk * 2)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)

@@ -43,6 +43,7 @@ from dsv4lite.kernels.rows.packed import narrowed
 
 PROGRAMS = 264  # that splitting aims at: two for each multiprocessor of the largest chips, on every chip, for the same bits
 MIN_BLOCKS = 4  # of 128 inputs in one part
+FEW_ROWS = 32  # up to here, weights are the left operand
 FILLED = 80  # programs that keep the largest chips busy, each with all parts of a tile: sums of parts would go through the L2 cache
 SHORT_BLOCKS, SHORT_STAGES = 8, 3  # where a program has few blocks to read, many programs read more than many stages
 GROUPED_ROWS = 1024  # of inputs, whose tiles share the weights in cache
@@ -128,15 +129,6 @@ _UNQUANTIZED_TILES = Tiles(
     many=Tile(rows=128, outs=128, swap=False, num_warps=8, num_stages=3),
     x_bytes=2,
     w_bytes=2,
-)
-_ONE_PART_TILES = replace(  # no sums of parts beside those of a part: a warp has registers for twice the results
-    _UNQUANTIZED_TILES,
-    between=(
-        (_FILLED, True, Tile(rows=128, outs=128, swap=False, num_warps=4, num_stages=3)),
-        (_FILLED, True, Tile(rows=64, outs=64, swap=True, num_warps=4, num_stages=3)),
-        (_ANY, True, Tile(rows=64, outs=32, swap=False, num_warps=4, num_stages=4)),
-    ),
-    many=Tile(rows=128, outs=128, swap=False, num_warps=4, num_stages=3),
 )
 _WEIGHT_ONLY_TILES = Tiles(  # what widens weights has no registers left for sums of parts, and folds only to save memory
     few=_UNQUANTIZED_TILES.few,
@@ -346,9 +338,9 @@ def product_tile(
         K = blocks * 128
         x_row, x_group = x_row // 16 * 16, x_group // 16 * 16
     x_row = K if FP8_X else x_row
-    # Rows beyond the end are not stored; with few rows they are not read either, or all programs would wait for the same lines.
+    # Rows beyond the end, which are not stored, are others mirrored: were all of them the last row, programs would wait for its lines.
     here = (rm < M)[:, None]
-    m = tl.minimum(rm, M - 1)
+    m = tl.minimum(rm, tl.maximum(2 * M - 1 - rm, 0))
     n = g * N + tl.minimum(rn, N - 1)
     xp = x + m[:, None] * x_row + g * x_group + rk[None, :]
     PAIRS: tl.constexpr = 2 if EVEN_K and SCALE_ROWS and not FP8_X else 1  # of codes, int16
@@ -560,8 +552,9 @@ def _fp8_linear(operands: Operands, dtype: torch.dtype, in_parts: bool = True, o
     x, _, w, w_scales = operands
     out, codes = torch.empty(len(x), 1, w.shape[1], dtype=dtype, device=x.device), w.dtype == torch.uint8
     scale_of = scale_rows(w[0], w_scales)
-    if not in_parts and takes_many_fp8(x[:, 0], w[0], scale_of):
-        many_rows_fp8(x[:, 0], operands[1], w[0], w_scales, out[:, 0])
+    if overlaps is None and takes_many_fp8(x[:, 0], w[0], scale_of):
+        splits = splits_of(w.shape[1], _blocks_of(w.shape[2])) if in_parts else 1
+        many_rows_fp8(x[:, 0], operands[1], w[0], w_scales, out[:, 0], splits)
         return out[:, 0]
     _launch(_FP8_TILES, operands, out, in_parts, FP8_X=True, CODES=codes, SCALE_ROWS=scale_of, overlaps=overlaps)
     return out[:, 0]
@@ -575,8 +568,8 @@ def _in_parts(x: Tensor, row_tile: int | None) -> bool:
 def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor | None, out: Tensor, in_parts: bool = True) -> Tensor:
     """Multiply by weights in bfloat16, or in FP8 with their scales."""
     (rows, groups, outs), blocks = out.shape, _blocks_of(w_GNK.shape[2])
-    many = w_scales is None and rows > MANY_ROWS and (not in_parts or splits_of(groups * outs, blocks) == 1)
-    if many and takes_many(x_MGK, w_GNK, out):
+    one_part = w_scales is None and (not in_parts or splits_of(groups * outs, blocks) == 1)
+    if one_part and rows > FEW_ROWS and takes_many(x_MGK, w_GNK, out):
         many_rows(x_MGK, w_GNK, out)
         return out
     even = w_GNK.shape[2] % FP8_GROUP == 0
@@ -613,8 +606,6 @@ def _launch(
         return out
     splits = splits_of(groups * outs, blocks) if in_parts else 1
     part = ceil_div(blocks, splits)
-    if splits == 1 and tiles is _UNQUANTIZED_TILES:
-        tiles = _ONE_PART_TILES
     tile, fold = tile_for(tiles, rows, outs, groups, splits, capability_of(x.device))
     if part % tile.turn or inputs % (tile.turn * FP8_GROUP):
         tile = replace(tile, turn=1)
