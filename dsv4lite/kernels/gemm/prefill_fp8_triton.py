@@ -1,10 +1,11 @@
-"""Products of FP8 rows by FP8 weights in one part on Hopper, for more rows than decode steps have.
+"""Products of FP8 rows by FP8 weights on Hopper, for more than 128 rows.
 
 The kernel is warp-specialized, and therefore written in Gluon. One producer warp lets the hardware copy blocks of rows and of
 weights to shared memory, several ahead. Two groups of four consumer warps have 64 rows each: while one adds up its product of 128
 inputs by its scales, the other one's product keeps the tensor cores busy. Programs compute one tile of the result after the other.
 
-Inside a block of 128 inputs the tensor cores sum, and blocks are added in order: the bits are those of ``triton.py`` in one part.
+Inside a block of 128 inputs the tensor cores sum, blocks of a part are added in order, and parts in order: the bits are those of
+``triton.py``.
 
 Producers and consumers each count blocks (``step``): the count says which buffer is next, and which phase of its barriers to wait
 for.
@@ -50,11 +51,17 @@ def _load(x, w, M, tiles_n, blocks, buffers, barriers, GROUPED: gl.constexpr):
 
 
 @gluon.jit
-def _part(acc, first, end, blocks, scales, step, buffers, barriers, HALF: gl.constexpr):
-    """Return ``acc`` and the products of some blocks; and the scales of the block behind them, and its count."""
+def _sum_blocks(none, first, end, blocks, scales, step, buffers, barriers, HALF: gl.constexpr):
+    """Return the sum of some blocks' products, float32 [64, 128], with ``scales`` and ``step`` of the block behind them.
+
+    Args:
+        none: Zeros, of the products' layout.
+        first, end: The blocks, of ``blocks``.
+        scales: Pointers to the scales of rows and weights, and those of the first block.
+    """
     rows, weights = buffers
     full, empty = barriers
-    none = acc
+    acc = none
     of_rows, of_weights, next_x, next_w = scales
     for block in range(first, end):
         slot = step % _STAGES
@@ -86,11 +93,11 @@ def _multiply(
         m = gl.minimum(row + gl.arange(0, _TILE // 2, layout=gl.SliceLayout(1, LAYOUT)), M - 1)
         of_rows, of_weights = xs + m.to(gl.int64) * blocks, ws + pn * blocks
         scales = (of_rows, of_weights, gl.load(of_rows), gl.load(of_weights))
-        total, scales, step = _part(none, 0, part, blocks, scales, step, buffers, barriers, HALF)
+        total, scales, step = _sum_blocks(none, 0, part, blocks, scales, step, buffers, barriers, HALF)
         if FOLD:
             for first in range(part, blocks, part):
                 end = gl.minimum(first + part, blocks)
-                acc, scales, step = _part(none, first, end, blocks, scales, step, buffers, barriers, HALF)
+                acc, scales, step = _sum_blocks(none, first, end, blocks, scales, step, buffers, barriers, HALF)
                 total += acc
         acc = gl.convert_layout(total.to(out.dtype.element_ty), STORED)
         m = gl.expand_dims(row + gl.arange(0, _TILE // 2, layout=gl.SliceLayout(1, STORED)), 1)

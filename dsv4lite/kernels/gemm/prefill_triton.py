@@ -1,4 +1,4 @@
-"""Products of bfloat16 rows by bfloat16 weights in one part, for many rows; weights may be transposed in memory.
+"""Products of bfloat16 rows by bfloat16 weights in one part, for more than a few rows; weights may be transposed in memory.
 
 The operands come through tensor descriptors: the hardware copies whole tiles to shared memory. There are at most as many programs
 as multiprocessors, and each computes one tile of the result after the other. The loop over tiles and the loop over inputs are

@@ -9,11 +9,12 @@ From 33 to 512 rows the tile follows from rows and weights: the largest of a few
 multiprocessor for itself waits for each block in turn, for its copy, its product and its scales: two blocks in one turn of the loop
 share that.
 
-A product that may sum in any order has one part above ``MANY_ROWS`` rows, which is faster. Those of bfloat16 in one part have a
-kernel of their own, ``prefill_triton``, and so have those of FP8 on Hopper, ``prefill_fp8_triton``.
+A product that may sum in any order has one part above ``MANY_ROWS`` rows, which is faster. Products of bfloat16 in one part have a
+kernel of their own above ``FEW_ROWS`` rows, ``prefill_triton``; those of FP8 have one on Hopper, in one part or in several, if
+there are enough tiles of 128 rows, ``prefill_fp8_triton``.
 
-Up to 32 rows, and of bfloat16 where few programs have more, the weights are the left operand: they fill the tensor cores' 64 rows,
-and the inputs are 16 or 32 columns.
+Up to ``FEW_ROWS`` rows, and of bfloat16 where few programs have more, the weights are the left operand: they fill the tensor
+cores' 64 rows, and the inputs are 16 or 32 columns.
 
 A single row in any order takes the kernels of ``decode_1_triton``.
 """
@@ -43,7 +44,7 @@ from dsv4lite.kernels.rows.packed import narrowed
 
 PROGRAMS = 264  # that splitting aims at: two for each multiprocessor of the largest chips, on every chip, for the same bits
 MIN_BLOCKS = 4  # of 128 inputs in one part
-FEW_ROWS = 32  # up to here, weights are the left operand
+FEW_ROWS = 32
 FILLED = 80  # programs that keep the largest chips busy, each with all parts of a tile: sums of parts would go through the L2 cache
 SHORT_BLOCKS, SHORT_STAGES = 8, 3  # where a program has few blocks to read, many programs read more than many stages
 GROUPED_ROWS = 1024  # of inputs, whose tiles share the weights in cache
@@ -338,7 +339,7 @@ def product_tile(
         K = blocks * 128
         x_row, x_group = x_row // 16 * 16, x_group // 16 * 16
     x_row = K if FP8_X else x_row
-    # Rows beyond the end, which are not stored, are others mirrored: were all of them the last row, programs would wait for its lines.
+    # Rows beyond the end, which are not stored, are others, mirrored: if all were the last row, programs would wait for its lines.
     here = (rm < M)[:, None]
     m = tl.minimum(rm, tl.maximum(2 * M - 1 - rm, 0))
     n = g * N + tl.minimum(rn, N - 1)
