@@ -68,15 +68,17 @@ def check_replay(replay: Replay, config: ModelConfig, prompt: int, completion: i
     tokens, first, (layers, k, per_entry) = prompt + completion - 1, config.most_unselected, config.selection
     experts, entries, counts, ids = replay.routed_experts, replay.index_entries, replay.kept_counts, replay.kept_ids
     require(entries is None or replay.index_from == first, "replay.index_from", replay.index_from, f"must be {first}")
-    for name, x, dtype, shape in (
-        ("routed_experts", experts, torch.int16, (tokens, config.num_hidden_layers, config.experts_per_token)),
-        ("index_entries", entries, torch.int32, (tokens - first, layers, k)),
-        ("kept_counts", counts, torch.int32, (completion,)),
-        ("kept_ids", ids, torch.int32, (0 if counts is None else int(counts.sum()),)),
-    ):
-        good = x is None or (x.dtype == dtype and tuple(x.shape) == shape and x.device.type == "cpu")
-        found = None if x is None else (tuple(x.shape), x.dtype)
+
+    def check(name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        found = (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x)
+        good = x is None or (found == (shape, dtype) and x.device.type == "cpu")
         require(good, f"replay.{name}", found, f"must be {shape} of {dtype} on the CPU, for {prompt} and {completion} tokens")
+
+    check("routed_experts", experts, torch.int16, (tokens, config.num_hidden_layers, config.experts_per_token))
+    check("index_entries", entries, torch.int32, (tokens - first, layers, k))
+    check("kept_counts", counts, torch.int32, (completion,))
+    require(counts is None or bool((counts > 0).all()), "replay.kept_counts", None, "must be positive")
+    check("kept_ids", ids, torch.int32, (0 if counts is None else int(counts.sum()),))
     require((counts is None) == (ids is None), "replay.kept_ids", None, "must come with kept_counts")
     if experts is not None:  # all -1 in a dense layer; kernels require distinct experts
         dense = (experts == -1).all(-1)
@@ -122,7 +124,8 @@ class ChoiceRecord:
             before = [getattr(part, name) for part in leader.parts if getattr(part, name) is not None]
             every = [(start, part[: tokens - start]) for start, part in before if start < tokens] + own
         length = max(start + len(part) for start, part in own)
-        joined = torch.empty(length - first, *every[0][1].shape[1:], dtype=every[0][1].dtype, device="cpu")
+        with torch.inference_mode(False):  # trainers use it in operations that are differentiated
+            joined = torch.empty(length - first, *every[0][1].shape[1:], dtype=every[0][1].dtype, device="cpu")
         for start, part in every:
             joined[start - first : start - first + len(part)] = part[: max(0, length - start)]
         return joined
