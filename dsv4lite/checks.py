@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickletools
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -83,6 +84,11 @@ def file_name(value: object) -> str:
     except UnicodeEncodeError:
         return "contains a character that no file name can have"
     return ""
+
+
+def names_main(pickled: bytes) -> bool:
+    """Return whether pickled functions or objects are of the module ``__main__``, which child processes do not import."""
+    return any(found == "__main__" for _, found, _ in pickletools.genops(pickled))
 
 
 def require(ok: bool, parameter: str, value: object, problem: str) -> None:

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import pickle
-import pickletools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, Union, runtime_checkable
 
-from dsv4lite.checks import Rule, boolean, file_name, integer, number, one_of
+from dsv4lite.checks import Rule, boolean, file_name, integer, names_main, number, one_of
 from dsv4lite.errors import ConfigError, UnsupportedError, near_match, shown
 from dsv4lite.layout import Layout
 from dsv4lite.paging import PAGE_TOKENS
@@ -428,7 +427,7 @@ class EngineConfig:
             pickled = pickle.dumps(given)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise ConfigError(f"{name}={given!r} cannot be sent to ranks in child processes: {error}; {remedy}") from error
-        if any(found == "__main__" for _, found, _ in pickletools.genops(pickled)):
+        if names_main(pickled):
             raise ConfigError(f"{name}={given!r} is of __main__, which ranks in child processes do not import; {remedy}")
 
     @property

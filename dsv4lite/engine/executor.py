@@ -15,14 +15,15 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from dsv4lite.checks import names_main
 from dsv4lite.config import EngineConfig, LoadProgress, Progress
 from dsv4lite.device import choose_device, own_thread, sole_device
 from dsv4lite.engine.rank import Probe, ProbeReport, common_plan, device_of, require_ranks, sendable, software
 from dsv4lite.engine.resident import Ask
 from dsv4lite.engine.runner import Runner, StepResult
 from dsv4lite.engine.wire import PlanWriter
-from dsv4lite.engine.worker import Change, ChangeMethod, ExternalWorker, Start, Step, answer_to
-from dsv4lite.errors import DSV4LiteError, EngineDeadError, InvalidRequestError, WeightUpdateError, described
+from dsv4lite.engine.worker import Answer, Change, ChangeMethod, ExternalWorker, SentAsk, Start, Step, answer_to, unsendable
+from dsv4lite.errors import DSV4LiteError, EngineDeadError, WeightUpdateError, described
 from dsv4lite.parallel.channel import Channel, Closed, encode
 from dsv4lite.parallel.launch import RankProcess
 from dsv4lite.parallel.mesh import LOOPBACK, Mesh, open_store
@@ -324,10 +325,12 @@ class MultiRankExecutor:
         with ExitStack() as stack:
             shared = self._with_shared_tensors(ask, stack)
             try:
-                message = encode(shared)
+                arguments = encode(shared.arguments)
             except (PicklingError, AttributeError, TypeError) as error:  # what ``pickle`` raises for local functions, locks, …
-                problem = f"{ask.method}: {error}; other ranks get functions and arguments by pickle: define them in a module"
-                raise InvalidRequestError(problem, parameter=ask.method, value=ask.arguments) from error
+                raise unsendable(ask.method, error) from error
+            if ask.method == "apply" and self._host is None and names_main(arguments):
+                raise unsendable(ask.method, ImportError("ranks in child processes do not import the host's __main__"))
+            message = encode(SentAsk(method=ask.method, arguments=arguments))
             for process in self._processes.values():
                 self._send(process.work, message)
             answers = [] if self._local is None else [answer_to(self._local, ask)]
@@ -337,6 +340,8 @@ class MultiRankExecutor:
                         answers.append(process.work.receive())
                     except Closed as error:
                         raise self.explain(error) from None
+                    except Exception as error:  # unpickling the result of a function of the host; other ranks still answer
+                        answers.append(Answer(error=error))
         errors = [answer.error for answer in answers if answer.error is not None]
         if errors:
             raise joined(errors)

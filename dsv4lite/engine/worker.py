@@ -8,7 +8,7 @@
                                       <------    str              ready for steps; what its warm-up did
     Step(changes, plan)               ------>    runner.launch
                                       <------    StepResult       from ranks that sample
-    Ask(method, arguments)            ------>    runner.ask       while no step is in flight
+    SentAsk(method, arguments)        ------>    runner.ask       while no step is in flight
                                       <------    Answer
     None                              ------>    the end
 
@@ -19,6 +19,7 @@ life, in both directions: at both ends a thread always listens there.
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -32,10 +33,10 @@ import torch
 from dsv4lite.config import EngineConfig
 from dsv4lite.device import own_thread
 from dsv4lite.engine.rank import Probe, ProbeReport, device_of, grammar_compiler, sendable
-from dsv4lite.engine.resident import Ask
+from dsv4lite.engine.resident import Ask, ResidentMethod
 from dsv4lite.engine.runner import InFlightStep, Runner
 from dsv4lite.engine.wire import PlanReader, Wire
-from dsv4lite.errors import DSV4LiteError, EngineDeadError
+from dsv4lite.errors import DSV4LiteError, EngineDeadError, InvalidRequestError
 from dsv4lite.parallel.channel import Channel, Closed, encode, portable
 from dsv4lite.parallel.launch import Heartbeat, set_up_child
 from dsv4lite.parallel.mesh import Mesh, join_store
@@ -77,6 +78,14 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SentAsk:
+    """An ``Ask`` of another process. Its arguments, which may be the host's, are still encoded: decoding them may fail."""
+
+    method: ResidentMethod
+    arguments: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The result of an ``Ask`` on one rank, or its error."""
 
@@ -84,9 +93,20 @@ class Answer:
     error: BaseException | None = None
 
 
-def answer_to(runner: Runner, ask: Ask) -> Answer:
+def unsendable(method: str, error: BaseException) -> InvalidRequestError:
+    """Return the error of a call whose function or arguments other processes cannot get."""
+    problem = f"{method}: {error}; other ranks get functions and arguments by pickle: define them in a module"
+    return InvalidRequestError(problem, parameter=method)
+
+
+def answer_to(runner: Runner, ask: Ask | SentAsk) -> Answer:
     """Make the call on a runner of this process."""
     try:
+        if isinstance(ask, SentAsk):
+            try:
+                ask = Ask(ask.method, pickle.loads(ask.arguments))
+            except Exception as error:
+                raise unsendable(ask.method, error) from error
         return Answer(result=runner.ask(ask)[0])
     except (Exception, SystemExit) as error:  # a function of the host may raise anything
         return Answer(error=portable(error))
@@ -164,7 +184,7 @@ class Worker:
             apart.start()
         with torch.inference_mode():
             while (step := self._work.receive()) is not None:
-                if isinstance(step, Ask):
+                if isinstance(step, SentAsk):
                     answer = answer_to(self._runner, step)
                     try:
                         message = encode(answer)

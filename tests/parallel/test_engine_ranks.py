@@ -70,14 +70,34 @@ def test_rank_in_a_process_gives_what_one_rank_gives_and_its_loss_names_it(model
     assert not is_alive(pid) and held() <= before
 
 
-def asked(model: torch.nn.Module, rank: int, wish: str) -> Any:
+def refuse() -> None:
+    raise ValueError("not to be unpickled")
+
+
+class Unreadable:
+    """An object that can be pickled only."""
+
+    def __reduce__(self) -> Any:
+        return refuse, ()
+
+
+def asked(model: torch.nn.Module, rank: int, wish: object) -> Any:
     """A function of the host for ``apply``."""
+    if wish == "unreadable":
+        return Unreadable()
     if rank == 1 and wish in ("raise", "exit"):
         raise ValueError("this rank does not want to") if wish == "raise" else SystemExit(3)
     return (lambda: rank) if wish == "local" else (rank, sum(weight.numel() for weight in model.parameters()))
 
 
-def test_function_of_the_host_runs_on_every_rank_and_ends_none(model: Path) -> None:
+def test_function_of_the_host_runs_on_every_rank_and_ends_none(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one that ranks cannot unpickle, or one whose result the leader cannot; later answers are of later calls."""
+
+    def of_script(model: torch.nn.Module, rank: int) -> int:
+        return rank
+
+    of_script.__module__, of_script.__qualname__ = "__main__", "of_script"
+    monkeypatch.setattr(sys.modules["__main__"], "of_script", of_script, raising=False)
     with LLM(str(model), **tight(model)) as llm:
         ((_, whole),), alone = llm.apply(asked, ""), llm.generate(PROMPTS[0], GREEDY)
         assert llm.apply(lambda model, rank: rank) == [0]
@@ -92,6 +112,13 @@ def test_function_of_the_host_runs_on_every_rank_and_ends_none(model: Path) -> N
             llm.apply(asked, "local")
         with pytest.raises(InvalidRequestError, match="other ranks get functions and arguments by pickle"):
             llm.apply(lambda model, rank: rank)
+        with pytest.raises(InvalidRequestError, match="do not import the host's __main__"):
+            llm.apply(of_script)
+        with pytest.raises(InvalidRequestError, match="not to be unpickled"):
+            llm.apply(asked, Unreadable())
+        with pytest.raises(ValueError, match="not to be unpickled"):
+            llm.apply(asked, "unreadable")
+        assert [rank for rank, _ in llm.apply(asked, "")] == [0, 1]
         assert llm.generate(PROMPTS[0], GREEDY).token_ids == alone.token_ids
 
 
