@@ -78,7 +78,7 @@ def _add_generation(commands: Commands) -> None:
         "batch",
         help="run the requests of a file",
         description="Run the requests in the lines of a file, prompts or OpenAI's batch format, and write a line for each as it "
-        "ends. The same command resumes a run that was interrupted. The exit status is 1 if rows have failed.",
+        "ends. The same command resumes a run that was interrupted. The exit status is 1 if rows have failed or were aborted.",
     )
     batch.add_argument("source", help="file of requests, JSON lines")
     batch.add_argument("target", help="file of outputs; is made, or continued")
@@ -238,7 +238,7 @@ def _batch(args: argparse.Namespace) -> int:
         params = llm.default_params.replace(**changes) if changes else None
         report = llm.generate_file(args.source, args.target, params, progress=progress)
     print(json.dumps(asdict(report)) if args.json else report)
-    return 0 if report.failed == 0 else 1
+    return 0 if report.failed == 0 and report.earlier + report.done == report.rows else 1
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -228,9 +228,11 @@ class AsyncLLM(BaseLLM):
             progress: ``True`` shows a bar of the remaining rows, as in ``as_completed``; a callable gets a report after each row.
 
         Returns:
-            How many rows were done. A row that is malformed or fails has its ``error`` in the file and is counted in ``failed``.
+            How many rows were done. A row that is malformed or fails has its ``error`` in the file and is counted in ``failed``. A
+            row that is aborted has no line, and runs with the next call.
 
         Raises:
+            EngineDeadError, EngineStateError: The engine failed, was closed or lost its weights. ``target`` keeps its lines.
             ConfigError: ``target`` holds other data than outputs of these requests, or another run is writing it.
             OSError: A file cannot be read or written. ``target`` keeps its lines.
         """

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
 
 from dsv4lite.api.prepare import Job, Options, chat_job, check_params, completion_job
 from dsv4lite.checks import file_name, is_unicode, require
-from dsv4lite.errors import ConfigError, InvalidRequestError, shown
+from dsv4lite.errors import ConfigError, EngineDeadError, EngineStateError, InvalidRequestError, shown
 from dsv4lite.request import RequestOutput, SamplingParams, openai_settings
 
 if sys.platform != "win32":
@@ -43,8 +43,8 @@ class FileReport:
     Attributes:
         rows: In the file of requests.
         earlier: Of them, those that an earlier run has done.
-        done: Those that this run has done, with an error or without.
-        failed: Those of this run that have an error.
+        done: Those that this run has done, with an error or without. ``earlier + done`` is less than ``rows`` if rows were aborted.
+        failed: Those that have an error, of this run and of earlier ones.
         prompt_tokens, completion_tokens: Of this run.
         seconds: Since this run began.
     """
@@ -117,6 +117,7 @@ class RowFiles:
             for number, line in enumerate(lines):
                 if line.strip():
                     self._rows, last = self._rows + 1, number
+        self._failed = 0
         self._out: BinaryIO = self._target.open("ab", buffering=0)
         try:
             _lock(self._out)
@@ -129,7 +130,7 @@ class RowFiles:
             raise
         self._pulled: dict[int, _Row] = {}  # by the index that the batch gives
         self._tokenizer: Tokenizer | None = None  # once a row has been submitted
-        self._done = self._failed = self._prompt_tokens = self._completion_tokens = 0
+        self._done = self._prompt_tokens = self._completion_tokens = 0
         self._begun = time.monotonic()
         self._unread = self._read_rows()
 
@@ -165,6 +166,7 @@ class RowFiles:
                     output = json.loads(line)
                     number, custom_id = int(output["id"].removeprefix("row-")), output["custom_id"]
                     found[number] = _Row(number, custom_id, {}, None).id_checksum
+                    self._failed += output.get("error") is not None
                 except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                     raise ConfigError(
                         f"{self._target} holds something else than outputs of generate_file: {shown(line)}"
@@ -206,8 +208,17 @@ class RowFiles:
         return completion_job(info, prompt, wanted, options)
 
     def write(self, output: RequestOutput) -> None:
-        """Write the line of a request that has ended."""
+        """Write the line of a request that has ended. One that was aborted, or that lost its engine, gets none: it is to run again.
+
+        Raises:
+            EngineDeadError: The engine has failed.
+            EngineStateError: The engine was closed, or lost its weights.
+        """
         row, error = self._pulled.pop(output.index), output.error
+        if isinstance(error, (EngineDeadError, EngineStateError)):
+            raise error
+        if any(completion.finish_reason == "abort" for completion in output.outputs):
+            return
         line: dict[str, Any] = {
             "id": f"row-{row.number}",
             "custom_id": row.custom_id,

@@ -23,7 +23,7 @@ import time
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -42,7 +42,6 @@ from dsv4lite.errors import (
     QueueFullError,
     RequestFailedError,
     WeightsNotLoadedError,
-    WeightUpdateError,
 )
 from dsv4lite.request import (
     MEMORY_TAGS,
@@ -194,7 +193,8 @@ class Session:
         self._answer = _done()  # the engine's answer to the last order to pause or resume
         self._released: frozenset[MemoryTag] = frozenset()  # what sleeps, or will once the engine has carried out its commands
         self._memory = _done()  # the last sleep or wake-up
-        self._valid = True  # the weights that are resident, or kept in host memory
+        self._valid = True  # the weights that are resident, or kept in host memory; or will be, as above
+        self._orders = 0  # calls that change these two and have not ended
         self._hold: Pause | None = None  # while the engine cannot serve
         self._update: Update | None = None
         self.weight_version = 0
@@ -348,6 +348,7 @@ class Session:
             self._phase = Phase.CLOSED
             self._end_all(self._queue.values(), "abort")
             self._end_pauses("closed")
+            self._end_loads(EngineStateError("load: the engine was closed", state=Phase.CLOSED.value))
             self._wake_readers()
         self._end_rest()
 
@@ -537,9 +538,15 @@ class Session:
         """Make the engine ready for new weights. If the update is not staged, the present weights are invalid from now on."""
         with self._lock:
             engine = self._engine_in("update_weights", *STARTED)
-            answer = engine.ask("begin", update.serial, update.staged)
+            answer = engine.begin_update(update.serial, update.staged)
             self._valid = self._valid and update.staged
-            return answer
+            self._orders += 1
+
+        def end(answer: Future[None]) -> None:
+            with self._lock:
+                self._end_order(engine)
+
+        return _after(answer, end)
 
     def load(self, update: Update, source: WeightSource) -> Future[None]:
         """Give a source's tensors to the engine, in a new thread, because the source may take long or hang."""
@@ -554,12 +561,18 @@ class Session:
             try:
                 engine.load_weights(update.serial, source)
             except BaseException as error:
-                future.set_exception(error)
+                _fail(future, error)
             else:
-                future.set_result(None)
+                with contextlib.suppress(InvalidStateError):
+                    future.set_result(None)
 
         threading.Thread(target=run, name="dsv4lite-weights", daemon=True).start()
         return future
+
+    def _end_loads(self, error: DSV4LiteError) -> None:
+        """End open calls of ``load``: their sources may wait for a trainer that sends no more."""
+        for future in () if self._update is None else tuple(self._update.loads):
+            _fail(future, error)
 
     def commit_update(self, update: Update, version: int) -> Future[None]:
         """Commit what was loaded; the update ends when the engine has done so, or refused."""
@@ -567,10 +580,9 @@ class Session:
         def end(answer: Future[None]) -> None:
             error = answer.exception()
             with self._lock:
+                self._end_order(engine)
                 if error is None:
-                    self._valid, self.weight_version = True, version
-                else:  # with a ``WeightUpdateError`` nothing was written
-                    self._valid = self._valid and isinstance(error, WeightUpdateError)
+                    self.weight_version = version
                 self._end_update(update, committed=error is None)
             self._end_rest()
 
@@ -578,6 +590,7 @@ class Session:
             engine = self._engine_in("update_weights", *STARTED)
             recompute = update.mode == "recompute"
             answer = engine.commit_update(update.serial, version, partial=update.partial, recompute=recompute)
+            self._orders += 1
             update.ended = True
         return _after(answer, end)
 
@@ -621,22 +634,14 @@ class Session:
     def sleep(self, level: int) -> Future[None]:
         """Put the paused engine to sleep. If it sleeps already, only a higher level has an effect."""
         with self._lock:
-            engine, before = self._engine_in("sleep", *NOT_UPDATING), (self._released, self._valid)
+            engine = self._engine_in("sleep", *NOT_UPDATING)
             if self.sleeps(level):
                 return self._pending()
-            after = (frozenset(MEMORY_TAGS), self._valid and level == 1)
             answer = engine.sleep(level)
-            self._released, self._valid = after
+            self._released, self._valid = frozenset(MEMORY_TAGS), self._valid and level == 1
+            self._orders += 1
             self._update_hold()
-
-        def end(answer: Future[None]) -> None:
-            with self._lock:
-                if answer.exception() is not None:
-                    self._released, self._valid = before
-                    self._update_hold()
-
-        self._memory = _after(answer, end)
-        return self._memory
+        return self._remember(engine, answer)
 
     def wake_up(self, tags: Iterable[MemoryTag]) -> Future[None]:
         """Wake up those of ``tags`` that sleep; the engine serves once all tags are awake and the weights are valid."""
@@ -646,15 +651,23 @@ class Session:
                 return self._pending()
             answer = engine.wake_up(tuple(wanted))
             self._released -= wanted
+            self._orders += 1
+        return self._remember(engine, answer)
 
+    def _remember(self, engine: Engine, answer: Future[None]) -> Future[None]:
         def end(answer: Future[None]) -> None:
             with self._lock:
-                if answer.exception() is not None:
-                    self._released |= wanted
+                self._end_order(engine)
                 self._update_hold()
 
         self._memory = _after(answer, end)
         return self._memory
+
+    def _end_order(self, engine: Engine) -> None:
+        """Count a call that has ended; after the last, what all have come to counts, since any of them may have failed."""
+        self._orders -= 1
+        if not self._orders:
+            self._released, self._valid = engine.memory_state()
 
     def _pending(self) -> Future[None]:
         """Return the future of the sleep or wake-up in progress, for which one without effect waits."""
@@ -756,6 +769,7 @@ class Session:
         self._in_engine.clear()
         self._end_all(self._visible.values(), "error", self._death())
         self._end_pauses("failed")
+        self._end_loads(self._death())
         self._wake_readers()
 
     # ---- called with the lock held ----
@@ -925,6 +939,12 @@ def _after(answer: Future[None], end: Callable[[Future[None]], None]) -> Future[
     done: Future[None] = Future()
     _copy(answer, done)
     return done
+
+
+def _fail(future: Future[None], error: BaseException) -> None:
+    """Set the error of a future, unless it has ended."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)
 
 
 def _copy(source: Future[None], target: Future[None]) -> None:

@@ -56,6 +56,7 @@ _PAUSED_POLL_S = 0.02  # how often a paused engine checks deadlines
 _NO_PAGES_S = 0.0005  # how long the loop sleeps when no sequence can run
 _JOIN_POLL_S = 0.5  # how often ``close`` checks whether the engine has died
 _UNTRACED = nullcontext()
+_ON_WEIGHTS = ("begin", "take", "checksums", "apply", "capture")  # calls that read or write resident weights
 _LAST_STEP_S = 10.0  # how long the thread of a dead engine may take to return from its step
 
 
@@ -139,6 +140,7 @@ class Engine:
         self._ended = False
         self._paused = False
         self._released: set[MemoryTag] = set()
+        self._valid = True  # the weights that are resident, or kept in host memory
         self._stats = EngineStats()
         self._steps = self._generated = 0
         self._step_s = self._host_s = 0.0
@@ -234,6 +236,14 @@ class Engine:
             raise WeightUpdateError(f"{shown(source)} is not a source of weights; pass a NamedTensors, ModuleSource or DiskSource")
         for bucket in buckets(source.tensors()):
             self.ask("take", serial, bucket).result()
+
+    def memory_state(self) -> tuple[frozenset[MemoryTag], bool]:
+        """Return what sleeps, and whether the weights, resident or in host memory, are valid. Exact while no call is pending."""
+        return frozenset(self._released), self._valid
+
+    def begin_update(self, serial: int, staged: bool) -> Future[None]:
+        """Make every rank ready for new weights. If they are not staged, the present ones are invalid from then on."""
+        return self.call(lambda engine: engine._begin_update(serial, staged))
 
     def commit_update(self, serial: int, version: int, *, partial: bool, recompute: bool) -> Future[None]:
         """Write the new weights on every rank and publish the version; if the check fails on one rank, no rank writes.
@@ -673,6 +683,8 @@ class Engine:
 
     def _ask(self, method: ResidentMethod, *arguments: Any, undo: Ask | None = None) -> list[Any]:
         """Call a method of every rank's ``Resident``; if one raises, call ``undo`` on all of them."""
+        if method in _ON_WEIGHTS and "weights" in self._released:
+            raise EngineStateError("the weights are asleep: a `wake_up` before this call failed; repeat it first", state="asleep")
         self._finish_all()
         try:
             return self._runner.ask(Ask(method, arguments))
@@ -681,15 +693,24 @@ class Engine:
                 self._runner.ask(undo)
             raise
 
+    def _begin_update(self, serial: int, staged: bool) -> None:
+        self._ask("begin", serial, staged)
+        self._valid = self._valid and staged
+
     def _commit(self, serial: int, version: int, partial: bool, recompute: bool) -> None:
-        self._ask("check", serial, partial)
-        self._ask("write", serial)
+        try:
+            self._ask("check", serial, partial)
+            self._ask("write", serial)
+        except BaseException as error:
+            self._valid = self._valid and isinstance(error, WeightUpdateError)  # with which nothing was written
+            raise
+        self._valid = True
         if recompute:
             self._scheduler.preempt_all()
         self._scheduler.publish(version)
 
     def _sleep(self, level: int) -> None:
-        if level == 1:
+        if level == 1 and "weights" not in self._released:
             self._ask("copy_out", undo=Ask("drop_copies", (True,)))
         self._finish_all()
         self._scheduler.preempt_all()
@@ -697,6 +718,7 @@ class Engine:
         self._ask("release", MEMORY_TAGS)
         self._released.update(MEMORY_TAGS)
         if level == 2:
+            self._valid = False
             self._ask("drop_copies", True)
 
     def _wake_up(self, tags: Sequence[MemoryTag]) -> None:

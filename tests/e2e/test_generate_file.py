@@ -19,7 +19,7 @@ import pytest
 from dsv4lite import LLM, AsyncLLM, FileReport, SamplingParams
 from dsv4lite.__main__ import main
 from dsv4lite.config import tiny_model
-from dsv4lite.errors import ConfigError, InvalidRequestError
+from dsv4lite.errors import ConfigError, EngineStateError, InvalidRequestError
 from tests.e2e.engines import MODEST, opened
 from tests.loops import both_loops
 
@@ -129,6 +129,7 @@ def test_malformed_rows_are_named_and_the_others_go_on(llm: LLM, tmp_path: Path)
         assert error["code"] in ("InvalidRequestError", "ContextLengthError") and problem in error["message"], (number, error)
         assert found[number]["response"] is None
     assert found[0]["error"] is None and found[len(bad) + 2]["error"] is None
+    assert llm.generate_file(source, target, DEFAULTS).failed == len(bad)  # they still have no answer
 
 
 def test_a_run_goes_on_wherever_the_one_before_was_ended(llm: LLM, tmp_path: Path) -> None:
@@ -155,6 +156,29 @@ def test_a_run_that_its_caller_left_goes_on(llm: LLM, tmp_path: Path) -> None:
     assert len(outputs(target)) == 3
     report = llm.generate_file(source, target, DEFAULTS)
     assert (report.earlier, report.done) == (3, 27) and len(set(map(str, texts(target).values()))) == 1
+
+
+@pytest.mark.parametrize("how", ["abort", "close"])
+def test_rows_that_were_cut_off_run_again(model: Path, tmp_path: Path, how: str) -> None:
+    """They have no line, as after a kill. A closed engine ends the call; an abort ends only the rows that run."""
+    source, target = written(tmp_path / "in", ["abc"] * 8), tmp_path / "out"
+    params = DEFAULTS.replace(max_tokens=100)
+
+    def cut(report: FileReport) -> None:
+        if report.done == 2:
+            getattr(llm, how)()
+
+    with LLM(str(model), **MODEST | {"max_num_seqs": 2}) as llm:
+        if how == "close":
+            with pytest.raises(EngineStateError, match="closed"):
+                llm.generate_file(source, target, params, progress=cut, max_in_flight=3)
+        else:
+            report = llm.generate_file(source, target, params, progress=cut, max_in_flight=3)
+            assert report.done == len(outputs(target)) < 8 and report.failed == 0
+    with opened(model) as llm:
+        report = llm.generate_file(source, target, params)
+    assert report.earlier + report.done == 8
+    assert all(line["response"]["body"]["usage"]["completion_tokens"] == 100 for line in outputs(target).values())
 
 
 def test_a_second_run_on_the_same_target_is_refused(llm: LLM, tmp_path: Path) -> None:

@@ -94,6 +94,15 @@ def of_whole(llm: LLM, tokens: Sequence[int]) -> Replay:
     return replay_of(llm.generate(list(tokens), prefill).outputs[0])
 
 
+def test_record_can_be_used_where_gradients_are_computed(llm: LLM) -> None:
+    replay = replay_of(llm.generate(LONG, ROLLOUT).outputs[0])
+    table = torch.ones(VOCAB * 100, requires_grad=True)
+    for record in (replay.routed_experts, replay.index_entries, replay.kept_ids):
+        assert record is not None
+        table[record.long()].sum().backward()  # type: ignore[no-untyped-call]
+        record.add_(0)
+
+
 def check(kind: Kind, llm: LLM, prompt: Sequence[int], completion: CompletionOutput) -> None:
     """Assert that a record is that of one prefill, and that it is complete."""
     replay, tokens = replay_of(completion), [*prompt, *completion.token_ids][:-1]
@@ -260,6 +269,9 @@ def test_records_that_do_not_fit_are_refused(kind: Kind, small: Path, llm: LLM) 
     assert good.routed_experts is not None and good.index_entries is not None and good.kept_ids is not None
     far: Tensor = good.index_entries.clone()
     far[0, 0, -1] = kind.top_k + 1  # not there yet
+    assert good.kept_counts is not None
+    uneven = good.kept_counts.clone()  # of the same sum, with a position that has none
+    uneven[0], uneven[1] = uneven[0] + uneven[1], 0
     for wrong in (
         replace(good, routed_experts=good.routed_experts[1:]),
         replace(good, routed_experts=good.routed_experts.long()),
@@ -270,6 +282,9 @@ def test_records_that_do_not_fit_are_refused(kind: Kind, small: Path, llm: LLM) 
         replace(good, index_from=kind.first + 1),
         replace(good, kept_ids=good.kept_ids[1:]),
         replace(good, kept_ids=good.kept_ids + VOCAB),
+        replace(good, kept_counts=uneven),
+        replace(good, kept_counts=good.kept_counts.tolist()),
+        replace(good, routed_experts=True),
         "replay",
     ):
         with pytest.raises(InvalidRequestError, match="replay"):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,49 @@ def test_failed_wake_up_leaves_the_engine_asleep(llm: LLM, monkeypatch: pytest.M
             assert (llm.state, held(llm)) == (Phase.ASLEEP, awake)
     llm.wake_up()
     assert same(ask(llm), before)
+
+
+@pytest.mark.parametrize("call", ["sleep", "wake_up"])
+@both_loops
+async def test_calls_behind_one_that_fails_find_what_it_left(plain: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were made when it was expected to succeed. They read no weights that are not there, and the state is the true one."""
+    begun, go = threading.Event(), threading.Event()
+
+    def fails(*args: Any, **options: Any) -> Any:
+        begun.set()
+        assert go.wait(60)
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    async def refused(error: type[Exception], run: Callable[..., Awaitable[Any]], *args: Any) -> None:
+        with pytest.raises(error):
+            await run(*args)
+
+    async def update(llm: AsyncLLM) -> None:
+        async with llm.update_weights(1) as opened_update:
+            await opened_update.load(DiskSource(str(plain)))
+
+    async with AsyncLLM(str(plain), **MODEST) as llm:
+        before = await llm.generate(PROMPT, GREEDY)
+        if call == "wake_up":
+            await llm.sleep()
+        with monkeypatch.context() as patch:
+            patch.setattr(*((resident, "fill_storage") if call == "wake_up" else (host_memory.mmap, "mmap")), fails)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(refused, CapacityError, getattr(llm, call))
+                assert await anyio.to_thread.run_sync(begun.wait, 60)
+                if call == "wake_up":
+                    for run in (llm.weight_checksums, partial(llm.apply, lambda model, rank: rank), partial(update, llm)):
+                        tasks.start_soon(refused, EngineStateError, run)
+                else:
+                    tasks.start_soon(llm.sleep, 2)
+                await anyio.wait_all_tasks_blocked()
+                go.set()
+        assert llm.state == Phase.ASLEEP
+        await llm.wake_up()
+        if call == "sleep":  # at level 2
+            await refused(WeightsNotLoadedError, llm.generate, PROMPT, GREEDY)
+        await update(llm)
+        assert (await llm.generate(PROMPT, GREEDY)).token_ids == before.token_ids
 
 
 @pytest.mark.parametrize("call", ["sleep", "wake_up"])

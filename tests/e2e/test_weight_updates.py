@@ -347,6 +347,30 @@ def test_source_that_raises_is_the_cause(llm: LLM, fresh: Any) -> None:
     assert (llm.state, llm.weight_version) == (Phase.READY, 0) and same(ask(llm), fresh[0][0])
 
 
+@both_loops
+async def test_source_that_hangs_does_not_outlive_the_engine(models: tuple[Path, Path]) -> None:
+    """A load ends with the engine, though a trainer sends no more."""
+    begun, go = threading.Event(), threading.Event()
+
+    def hanging() -> Iterator[tuple[str, Tensor]]:
+        begun.set()
+        go.wait(60)
+        yield "norm.weight", torch.full((32,), 9.0)
+
+    async def load_all(llm: AsyncLLM) -> None:
+        with pytest.raises(EngineStateError, match="load: the engine was closed"):
+            async with llm.update_weights(1) as update:
+                await update.load(NamedTensors(hanging()))
+        assert not go.is_set()
+
+    llm = await AsyncLLM.create(str(models[0]), **MODEST)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(load_all, llm)
+        assert await anyio.to_thread.run_sync(begun.wait, 60)
+        await llm.aclose()
+    go.set()
+
+
 def test_source_that_hangs_is_given_up_at_the_deadline(llm: LLM, models: tuple[Path, Path], fresh: Any) -> None:
     """What it yields after that reaches no later update."""
     go, gone = threading.Event(), threading.Event()
