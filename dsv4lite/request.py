@@ -126,7 +126,7 @@ class SamplingParams:
         return_routed_experts: Return the experts chosen for every token and layer; refused for a model without routed experts.
         return_replay: Return a ``Replay``: all that the model and the sampler chose.
         detokenize: Return text (needed for ``stop``).
-        skip_special_tokens: Leave special tokens out of the text.
+        skip_special_tokens: Leave special tokens out of the text; in ``chat``, not those of its markup, which is parsed.
     """
 
     n: int = 1

@@ -162,8 +162,9 @@ class _Completion:
         self._stop_reason: str | int | None = None
         self._params = params
         # Chat markup consists of tokens that a vocabulary may call special: the parser must see them, and removes them.
-        skip = params.skip_special_tokens and parser is None
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip) if params.detokenize or parser is not None else None
+        markup, skip = () if parser is None else parser.markup, params.skip_special_tokens
+        reads = params.detokenize or parser is not None
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip, markup=markup) if reads else None
         self._stops = (
             StopStrings(params.stop, include_stop_str_in_output=params.include_stop_str_in_output) if params.stop else None
         )

@@ -46,6 +46,7 @@ _TEXT_MARKERS = {
     syntax: (THINK, END_THINK, EOS, *openings)
     for syntax, openings in (("dsml", _BLOCK_OPENINGS), ("tokens", (CALLS,)), ("none", ()))
 }
+_MARKUP = {"dsml": (DSML,), "tokens": (CALLS, CALL, CALL_SEPARATOR, END_CALL, END_CALLS), "none": ()}
 _OPEN, _CLOSE = f"<{DSML}", f"</{DSML}"
 _TAG_MARKERS = (_OPEN, _CLOSE, EOS)
 OPENING_ENDS = ('">', '" >', *_TAG_MARKERS)
@@ -99,7 +100,11 @@ class _State(enum.Enum):
 
 
 class ChatParser:
-    """Parses one assistant turn incrementally. The joined results of ``push`` and ``finish`` equal ``result``."""
+    """Parses one assistant turn incrementally. The joined results of ``push`` and ``finish`` equal ``result``.
+
+    Attributes:
+        markup: Tokens that the text must contain although a vocabulary may call them special.
+    """
 
     def __init__(
         self,
@@ -123,6 +128,7 @@ class ChatParser:
         """
         self._state = _State.REASONING if thinking else _State.CONTENT
         self._may_open = thinking is None
+        self.markup = (THINK, END_THINK, EOS, *_MARKUP[syntax])
         self._text_markers = _TEXT_MARKERS[syntax]
         self._guarded = guarded
         functions = [tool["function"] for tool in tools or ()]

@@ -204,20 +204,25 @@ class Tokenizer:
 class Detokenizer:
     """Text from token ids that arrive a few at a time.
 
-    An incomplete character is held back; U+FFFD appears only where no further byte could make the text valid. The joined results
-    of ``push`` and ``flush`` equal ``Tokenizer.decode`` of all ids. The cost of a call is proportional to its new ids.
+    An incomplete character is held back; U+FFFD appears only where no further byte could make the text valid. Without ``markup``,
+    the joined results of ``push`` and ``flush`` equal ``Tokenizer.decode`` of all ids. The cost of a call is proportional to its
+    new ids.
     """
 
-    __slots__ = ("_decoder", "_skip_special_tokens", "_tokenizer")
+    __slots__ = ("_decoder", "_skip_all", "_skipped", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, markup: Sequence[str] = ()) -> None:
+        """Start with no ids; ``markup`` are special tokens that are never skipped."""
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skip_all = skip_special_tokens and not markup
+        skips_some = skip_special_tokens and markup
+        self._skipped = tokenizer.special_ids.difference(map(tokenizer.token_id, markup)) if skips_some else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Iterable[int]) -> str:
         """Return the text that ``ids`` complete."""
-        return self._decoder.decode(self._tokenizer.decode_bytes(ids, skip_special_tokens=self._skip_special_tokens))
+        ids = [id for id in ids if id not in self._skipped] if self._skipped else ids
+        return self._decoder.decode(self._tokenizer.decode_bytes(ids, skip_special_tokens=self._skip_all))
 
     def flush(self) -> str:
         """Return the replacement text of an unfinished character, and reset the decoder."""

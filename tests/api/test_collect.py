@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gc
+import re
 from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4lite.api.collect import Collector
+from dsv4lite.config import tiny_model
 from dsv4lite.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from dsv4lite.request import Request, SamplingParams, SequenceUpdate, TokenLogprob
+from dsv4lite.text.parse import CallSyntax, ChatParser
+from dsv4lite.text.tokenizer import Tokenizer
 from tests.text.shipped import SHIPPED
 
 
@@ -89,6 +95,29 @@ def test_collector_reads_what_it_kept_like_what_was_pushed() -> None:
                 b.weight_versions,
             )
             assert a.logprobs is not None and b.logprobs is not None and a.logprobs.sampled.equal(b.logprobs.sampled)
+
+
+DSML_CALL = '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+TOKEN_CALL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize(("syntax", "call"), [("dsml", DSML_CALL), ("tokens", TOKEN_CALL), ("none", "")])
+def test_collector_of_a_chat_skips_special_tokens_but_its_markup(syntax: CallSyntax, call: str, streaming: bool) -> None:
+    """Texts of chats once had all special tokens. Here every token of markup is special."""
+    backend = tokenizers.Tokenizer.from_file(str(Path(tiny_model()) / "tokenizer.json"))
+    backend.add_special_tokens(re.findall("<｜tool[^>]*>", TOKEN_CALL))
+    tokenizer, special = Tokenizer(backend), "<｜begin▁of▁sentence｜><｜▁pad▁｜>"
+    ids = tokenizer.encode(f"{special}Let {special}me see.</think>{special}It is {special}4.{call}<｜end▁of▁sentence｜>")
+    for skip, between in ((True, ""), (False, special)):
+        request = Request(request_id="r", prompt_token_ids=(5,), params=SamplingParams(skip_special_tokens=skip), eos_token_id=1)
+        got = Collector(request, tokenizer, parser=lambda prefix: ChatParser(True, syntax=syntax), streaming=streaming)
+        for id in ids:
+            got.push(update(id), 11)
+        got.push(update(finish_reason="stop"), 12)
+        out = got.output(13)
+        assert (out.reasoning, out.text) == (f"{between}Let {between}me see.", f"{between}It is {between}4.")
+        assert [made.name for made in out.tool_calls] == ["f"] * bool(call)
 
 
 def test_collector_keeps_no_object_per_token() -> None:
