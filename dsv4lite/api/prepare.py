@@ -137,7 +137,8 @@ def chat_job(
     all_tools = json.loads(json_content(given, "the tools"))  # a copy
     choice = _tool_choice(tool_choice, [tool["function"]["name"] for tool in all_tools])
     wanted = _params(info, params)
-    guarded = choice not in ("auto", "none") or (choice == "auto" and any(tool["function"].get("strict") for tool in all_tools))
+    must_call = choice not in ("auto", "none")
+    guarded = must_call or (choice == "auto" and any(tool["function"].get("strict") for tool in all_tools))
     if guarded:
         wanted = _guarded(form, wanted, all_tools, choice, tokenizer, may_think=thinking is None)
     elif choice == "none" and form.calls is not None and (marker := call_marker(form.calls, tokenizer)) is not None:
@@ -150,7 +151,7 @@ def chat_job(
         return tuple(tokenizer.encode("".join(parts)) if allow_special else tokenizer.encode_parts(parts))
 
     def parser(prefix: str) -> ChatParser:
-        return ChatParser(thinking, all_tools, syntax=syntax, call_id_prefix=prefix, guarded=guarded)
+        return ChatParser(thinking, all_tools, syntax=syntax, call_id_prefix=prefix, guarded=guarded, must_call=must_call)
 
     return _generation_job(info, encode, sum(map(len, parts)), wanted, options, parser)
 

@@ -19,8 +19,8 @@ V3 and R1 write calls as tokens around JSON; V3.1 has no fence and writes ``NAME
     ```<｜tool▁call▁end｜><｜tool▁calls▁end｜><EOS>
 
 Models make mistakes, and their output may end anywhere, so the parser raises no errors: text that is not markup is content,
-malformed text inside the block is skipped, and a call that the length limit cuts off keeps its complete parameters. The result
-depends on the text alone, not on how it was cut into pieces.
+malformed text inside the block is skipped, an opening of the block that is cut off is dropped, and a call that the length limit
+cuts off keeps its complete parameters. The result depends on the text alone, not on how it was cut into pieces.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class ChatParser:
         syntax: CallSyntax = "dsml",
         call_id_prefix: str = "call_",
         guarded: bool = False,
+        must_call: bool = False,
     ) -> None:
         """Start a turn.
 
@@ -125,12 +126,13 @@ class ChatParser:
             call_id_prefix: The id of a tool call is this prefix and the call's number.
             guarded: A grammar guarantees well-formed calls after the reasoning: reasoning contains no calls, and a call that is cut
                 off is dropped.
+            must_call: The answer consists of calls only, so that text before them is the beginning of their markup.
         """
         self._state = _State.REASONING if thinking else _State.CONTENT
         self._may_open = thinking is None
         self.markup = (THINK, END_THINK, EOS, *_MARKUP[syntax])
         self._text_markers = _TEXT_MARKERS[syntax]
-        self._guarded = guarded
+        self._guarded, self._must_call = guarded, must_call
         functions = [tool["function"] for tool in tools or ()]
         self._schemas = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
         self._call_id_prefix = call_id_prefix
@@ -158,8 +160,9 @@ class ChatParser:
     def finish(self) -> ParsedChat:
         """End the turn: return the text held back, and close a call that was cut off."""
         seen = self._seen()
-        if self._state in (_State.REASONING, _State.CONTENT):
-            self._emit(self._scanner.rest())
+        if self._state is _State.REASONING or (self._state is _State.CONTENT and not self._must_call):
+            rest = self._scanner.rest()
+            self._emit("" if DSML in rest else rest)  # the text held back is the beginning of a marker
         self._end()
         return self._since(*seen)
 

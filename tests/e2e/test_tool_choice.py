@@ -93,6 +93,15 @@ def test_call_that_is_cut_off_is_none(llm: LLM) -> None:
     assert (out.text, out.tool_calls, out.outputs[0].finish_reason) == ("", (), "length")
 
 
+@pytest.mark.parametrize("choice", ["required", "get_weather"])
+def test_markup_that_is_cut_off_is_no_text(llm: LLM, choice: str) -> None:
+    """The opening of the block was text, as in ``"\\n\\n<｜DSML｜tool"``."""
+    for tokens in range(1, len(llm.tokenizer.encode("\n\n<｜DSML｜tool_calls>\n")) + 1):
+        with llm.chat_stream(MESSAGES, some(5, max_tokens=tokens), tools=TOOLS, tool_choice=choice) as stream:
+            assert "".join(delta.text for delta in stream) == stream.final().text == ""
+            assert (stream.final().outputs[0].finish_reason, len(stream.final().token_ids)) == ("length", tokens)
+
+
 def test_strict_tools_guard_what_the_model_may_call(llm: LLM) -> None:
     """The bias makes the model open calls wherever it may."""
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}

@@ -89,6 +89,13 @@ OUTPUTS: list[tuple[bool, str, str, str, Calls]] = [
         for name in ("toolcalls", "function_calls", " tool_calls")
     ),
     (False, (OPEN + invoke("f", parameter("text", "v")) + CLOSE).replace("｜DSML｜", "｜DSML｜ "), "", "", V),
+    # An opening that is cut off is dropped once its token is there; before that it may be text.
+    *(
+        (thinking, f"a{OPEN[:end]}", "a" * thinking, "" if thinking else "a", [])
+        for thinking in (True, False)
+        for end in (9, 12, 20)
+    ),
+    (False, "a\n\n<", "", "a\n\n<", []),
     # Text after a block and between its tags is dropped, and so are parameters outside of calls.
     (False, f"a{OPEN}{invoke('f')}{CLOSE}\nbye{OPEN}{IN_G}{EOS}", "", "a", F),
     (
@@ -111,10 +118,17 @@ def test_output_has_reasoning_content_and_calls(thinking: bool, text: str, reaso
     check_output(text, thinking, reasoning, content, calls)
 
 
-@given(st.text("<｜DSML/think>\n ab", max_size=40).filter(lambda t: "think>" not in t), st.booleans())
+@given(st.text("<｜DSML/think>\n ab", max_size=40).filter(lambda t: "think>" not in t and "<｜DSML｜" not in t), st.booleans())
 def test_text_without_markup_is_kept_whole(text: str, thinking: bool) -> None:
     parsed = parse(text, thinking)
     assert (parsed.reasoning, parsed.content) == ((text, "") if thinking else ("", text))
+
+
+@pytest.mark.parametrize(("syntax", "opening"), [("dsml", OPEN), ("tokens", "<｜tool▁calls▁begin｜>")])
+def test_opening_of_a_forced_call_is_no_content(syntax: str, opening: str) -> None:
+    for end in range(len(opening)):
+        check_output(f"r</think>{opening[:end]}", True, "r", "", [], syntax=syntax, guarded=True, must_call=True)
+    check_output("r</thi", True, "r</thi", "", [], syntax=syntax, guarded=True, must_call=True)
 
 
 def test_only_a_possible_beginning_of_markup_is_held_back() -> None:
