@@ -276,7 +276,7 @@ class AsyncLLM(BaseLLM):
         *,
         tools: Sequence[Tool] | None = None,
         tool_choice: ToolChoice = "auto",
-        reasoning: Reasoning = "none",
+        reasoning: Reasoning | None = "none",
         allow_special: bool = False,
         request_id: str | None = None,
         priority: int = 0,
@@ -294,7 +294,7 @@ class AsyncLLM(BaseLLM):
                 or more; a tool's name, or OpenAI's ``{"type": "function", ...}``: it calls that one, once. Forced calls follow a
                 grammar, and so does ``"auto"`` if a tool has ``"strict": True``: they are well-formed, their arguments fit the
                 tools' schemas, and none ends up in the text. A grammar needs the extra ``structured``.
-            reasoning: Effort to think before the answer; ``"none"`` turns thinking off. V3 never thinks, R1 always.
+            reasoning: Effort to think before the answer; ``"none"`` and ``None`` turn thinking off. V3 never thinks, R1 always.
             allow_special: Encode control tokens that are written in messages and tools, such as ``<｜User｜>``, as control tokens.
                 By default they are text, and a tool's result cannot close its own tag.
             request_id, priority, deadline, cache_salt, wait: As in ``generate``.
@@ -319,7 +319,7 @@ class AsyncLLM(BaseLLM):
         *,
         tools: Sequence[Tool] | None = None,
         tool_choice: ToolChoice = "auto",
-        reasoning: Reasoning = "none",
+        reasoning: Reasoning | None = "none",
         allow_special: bool = False,
         request_id: str | None = None,
         priority: int = 0,

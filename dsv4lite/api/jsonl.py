@@ -201,9 +201,9 @@ class RowFiles:
         base = info.default_params if self._params is None else self._params
         wanted = base.replace(**openai_settings(body))
         if row.chat:
-            effort: Any = body.get("reasoning_effort") or "none"
             choice = body.get("tool_choice") or "auto"
-            return chat_job(info, body["messages"], wanted, options, body.get("tools"), choice, effort, False)
+            tools, effort = body.get("tools"), body.get("reasoning_effort")
+            return chat_job(info, body["messages"], wanted, options, tools, choice, effort, False)
         prompt = body["prompt"] if "prompt" in body else {"prompt_token_ids": body["prompt_token_ids"]}
         return completion_job(info, prompt, wanted, options)
 

@@ -115,7 +115,7 @@ def chat_job(
     options: Options,
     tools: Sequence[Tool] | None,
     tool_choice: ToolChoice,
-    reasoning: Reasoning,
+    reasoning: Reasoning | None,
     allow_special: bool,
 ) -> Job:
     """Write the assistant's next turn.
@@ -129,7 +129,8 @@ def chat_job(
     form, tokenizer = info.chat, info.tokenizer
     if form is None:
         raise UnsupportedError(info.no_chat)
-    parts = form.render(messages, reasoning=reasoning, tools=tools, escape_results=not allow_special)
+    effort = "none" if reasoning is None else reasoning
+    parts = form.render(messages, reasoning=effort, tools=tools, escape_results=not allow_special)
     thinking = form.thinking(parts)
     given = [*(tools or ()), *(tool for i, message in enumerate(messages) for tool in list_of(message, "tools", f"messages[{i}]"))]
     for i, tool in enumerate(given):

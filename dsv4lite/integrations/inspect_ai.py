@@ -87,7 +87,7 @@ class Model(ModelAPI):
             _params(config),
             tools=[{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in tools] or None,
             tool_choice=_choice(tool_choice) if tools else "auto",
-            reasoning=config.reasoning_effort or "none",
+            reasoning=config.reasoning_effort,
             request_id=request_id,
         )
         try:

@@ -31,7 +31,7 @@ GOOD: list[Any] = [
     {"custom_id": "a", "prompt": "abc", "max_tokens": 3},
     {"prompt_token_ids": [20, 21], "n": 2, "seed": 1, "max_tokens": 2, "ignore_eos": True},
     {"custom_id": "b", "messages": HELLO, "max_tokens": 4, "reasoning_effort": "high"},
-    {"custom_id": "c", **CHAT, "body": {"model": "m", "messages": HELLO, "max_completion_tokens": 2}},
+    {"custom_id": "c", **CHAT, "body": {"messages": HELLO, "max_completion_tokens": 2, "reasoning_effort": None}},
     {"custom_id": "d", **TEXT, "body": {"model": "m", "prompt": "cab", "max_tokens": 5, "stream": False}},
     {"prompt": "abc", "logit_bias": {"20": 100}},
 ]
@@ -45,6 +45,7 @@ BAD: dict[str, str] = {
     '{"prompt": "a", "temperature": -1}': "temperature=-1 must be",
     '{"prompt_token_ids": [1, 99999]}': "99999",
     '{"messages": [{"role": "nobody", "content": ""}]}': "role",
+    '{"messages": [{"role": "user", "content": "a"}], "reasoning_effort": ""}': "reasoning='' must be",
     '{"custom_id": 3, "prompt": "a"}': "custom_id=3 must be a string",
     '{"custom_id": "\\ud800", "prompt": "a"}': "must be a string without lone surrogates",
     "[" * 100_000: "the line is not JSON",

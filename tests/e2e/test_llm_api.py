@@ -895,6 +895,20 @@ async def test_chat_without_reasoning_has_none(lab: Lab) -> None:
     assert (out.text, out.reasoning, out.tool_calls) == ("Hi!", "", ())
 
 
+async def test_chat_with_no_effort_does_not_think(lab: Lab) -> None:
+    """``body.get("reasoning_effort")`` of a request without one turned thinking on."""
+    messages, made = [{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=1)
+    for form in FORMS:
+        lab.prepare = lambda engine, form=form: setattr(engine, "info", replace(engine.info, chat=FORMS[form]))
+        async with AsyncLLM("m") as llm:
+            wanted = (await llm.chat(messages, made, reasoning="none")).prompt_token_ids
+            assert (await llm.chat(messages, made, reasoning=None)).prompt_token_ids == wanted
+            async with llm.chat_stream(messages, made, reasoning=None) as stream:
+                assert (await stream.final()).prompt_token_ids == wanted
+            with pytest.raises(InvalidRequestError, match="reasoning=''"):
+                await llm.chat(messages, made, reasoning="")  # type: ignore[arg-type]
+
+
 async def test_chat_stream_deltas_join_to_the_final_output(lab: Lab) -> None:
     lab.model = text_model(THINKING)
     messages = [{"role": "user", "content": "2+2?"}]
