@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import operator
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
@@ -43,7 +42,6 @@ class Options:
 
     Attributes:
         index: Position in a batch.
-        arrival: Monotonic second of the call.
 
     Raises:
         InvalidRequestError: A value is of the wrong kind.
@@ -55,7 +53,6 @@ class Options:
     cache_salt: str | None = None
     wait: bool = True
     index: int = 0
-    arrival: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         for name in ("request_id", "cache_salt"):
@@ -74,8 +71,8 @@ class Job:
     """A request whose prompt is not encoded and checked yet.
 
     Attributes:
-        make: Encodes and checks the prompt, in any thread; the id of its request is the caller's, or empty. Raises
-            ``InvalidRequestError`` (``ContextLengthError`` is one).
+        make: Encodes and checks the prompt, in any thread; the id of its request is the caller's, or empty, and its arrival and
+            deadline are not set yet. Raises ``InvalidRequestError`` (``ContextLengthError`` is one).
         is_long: ``make`` takes too long for an event loop.
         parser: Reads the output if it is an assistant's turn.
     """
@@ -261,11 +258,11 @@ RowJob = Callable[["EngineInfo", Any, SamplingParams | None, int], Job]
 
 
 def row_job(options: Options) -> RowJob:
-    """Continue the prompts of a batch; a deadline counts from the moment a prompt is pulled."""
+    """Continue the prompts of a batch."""
 
     def job(info: EngineInfo, row: Prompt | Row, params: SamplingParams | None, index: int) -> Job:
         prompt, own = (row.prompt, row.params) if isinstance(row, Row) else (row, None)
-        return completion_job(info, prompt, params if own is None else own, replace(options, index=index, arrival=time.monotonic()))
+        return completion_job(info, prompt, params if own is None else own, replace(options, index=index))
 
     return job
 
@@ -372,14 +369,12 @@ def _request(
         prompt_token_ids=ids,
         params=params,
         priority=options.priority,
-        deadline=None if options.deadline is None else options.arrival + options.deadline,
         cache_salt=options.cache_salt,
         eos_token_id=info.tokenizer.eos_token_id,
         end_token_ids=info.end_token_ids,
         think_ids=None if think is None or end_think is None else (think, end_think),
         score_from=score_from,
         generate=generate,
-        arrival=options.arrival,
     )
 
 

@@ -10,6 +10,7 @@ import json
 import math
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -475,6 +476,18 @@ async def test_deadline_ends_a_request_that_waits_in_line(lab: Lab) -> None:
         assert len(lab.engine.submitted) == 2 and results == []
         lab.engine.go()
     assert [out.text for out in results] == ["x", "x"]
+
+
+@pytest.mark.parametrize("prompt", ["x", [{"role": "user", "content": "x"}]], ids=["stream", "chat_stream"])
+async def test_deadline_and_timing_of_a_stream_begin_where_its_block_is_entered(lab: Lab, prompt: Any) -> None:
+    """They began with the call that made the stream."""
+    async with AsyncLLM("m") as llm:
+        stream = (llm.stream if prompt == "x" else llm.chat_stream)(prompt, SamplingParams(), deadline=60.0)
+        made = time.monotonic()
+        async with stream:
+            await stream.final()
+    (request,) = lab.engine.submitted
+    assert made <= request.arrival and request.deadline == request.arrival + 60.0
 
 
 # ---- the queue ----
