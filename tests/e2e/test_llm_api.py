@@ -254,6 +254,16 @@ async def test_stop_token_is_reported(lab: Lab) -> None:
     assert (out.token_ids, out.outputs[0].stop_reason) == (tuple(ids[:3]), ids[2])
 
 
+async def test_stop_token_stays_in_the_text_and_a_stop_string_ends_before_min_tokens(lab: Lab) -> None:
+    """Both differ from vLLM, as the guide says."""
+    ids = lab.tokenizer.encode("alpha beta gamma")
+    async with AsyncLLM("m") as llm:
+        by_token = await llm.generate(ids, SamplingParams(stop_token_ids=(ids[2],)))
+        by_string = await llm.generate(ids, SamplingParams(stop=("lph",), min_tokens=len(ids)))
+    assert by_token.text == lab.tokenizer.decode(ids[:3])
+    assert (by_string.text, by_string.outputs[0].finish_reason) == ("a", "stop")
+
+
 # ---- streams ----
 
 
