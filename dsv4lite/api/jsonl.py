@@ -284,14 +284,14 @@ def _read(number: int, line: bytes) -> _Row:
 
 
 def _openai_body(row: dict[str, Any]) -> Mapping[str, Any]:
-    """Return the body of a line of OpenAI's batch format."""
+    """Return the body of a line of OpenAI's batch format, without the prompts that its URL does not read."""
     body, url = row["body"], row.get("url")
     require(row.get("method", "POST") == "POST", "method", row.get("method"), "must be 'POST'")
     require(url in (_CHAT, _TEXT), "url", url, f"must be {_CHAT!r} or {_TEXT!r}")
     key = "messages" if url == _CHAT else "prompt"
     require(isinstance(body, dict) and key in body, "body", body, f"must be an object with {key!r}")
     require(not body.get("stream"), "stream", body.get("stream"), "must be false in a file")
-    return dict(body)
+    return {name: value for name, value in body.items() if name == key or name not in _PROMPTS}
 
 
 def _plain_body(row: dict[str, Any]) -> Mapping[str, Any]:

@@ -31,8 +31,8 @@ GOOD: list[Any] = [
     {"custom_id": "a", "prompt": "abc", "max_tokens": 3},
     {"prompt_token_ids": [20, 21], "n": 2, "seed": 1, "max_tokens": 2, "ignore_eos": True},
     {"custom_id": "b", "messages": HELLO, "max_tokens": 4, "reasoning_effort": "high"},
-    {"custom_id": "c", **CHAT, "body": {"messages": HELLO, "max_completion_tokens": 2, "reasoning_effort": None}},
-    {"custom_id": "d", **TEXT, "body": {"model": "m", "prompt": "cab", "max_tokens": 5, "stream": False}},
+    {"custom_id": "c", **CHAT, "body": {"messages": HELLO, "prompt": 3, "max_completion_tokens": 2, "reasoning_effort": None}},
+    {"custom_id": "d", **TEXT, "body": {"model": "m", "prompt": "cab", "max_tokens": 5, "stream": False, "messages": HELLO}},
     {"prompt": "abc", "logit_bias": {"20": 100}},
 ]
 DEEP = '{"a": ' * 600 + "1" + "}" * 600
