@@ -4,7 +4,7 @@ A step changes its sequences' compressor state; it adds rows to pages, but does 
 copies the compressor state, which is small, before a step that may be saved, and reads the pages after it, before anything else
 runs.
 
-An error of the recorder never fails a step: it is logged, and no further step is saved.
+An error of the recorder never fails a step: it is logged. If the state before a step cannot be copied, no further step is saved.
 """
 
 from __future__ import annotations
@@ -133,10 +133,12 @@ class StepRecorder:
             paths.append(self._folder / f"step-{step.plan.step}-{uuid.uuid4().hex[:12]}.safetensors")
             self._folder = None  # steps after a failure tell little, and may be large
         saved = None
-        with self._harmless():
-            for path in paths:
+        for path in paths:
+            try:
                 self._write(step, REQUESTED if failure is None else failure, path, bad)
                 saved = path
+            except Exception:
+                log.exception("step %d could not be saved as %s", step.plan.step, path)
         return saved
 
     def _write(self, step: _Step, reason: str, path: Path, bad: Collection[int]) -> None:

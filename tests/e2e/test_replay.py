@@ -384,9 +384,21 @@ def test_a_failing_recorder_hides_no_error(
     assert dumps(tmp_path) == []
 
 
-@pytest.mark.parametrize("broken", [(StateCache, "slots"), (recorder_file, "stores")], ids=["slots", "stores"])
+@pytest.mark.parametrize(
+    ("broken", "logged"),
+    [
+        ((StateCache, "slots"), "a step could not be saved; no further step will be saved"),
+        ((recorder_file, "stores"), r"step \d+ could not be saved as .*step-\d+-\w+\.safetensors"),
+    ],
+    ids=["slots", "stores"],
+)
 def test_a_failing_recorder_stops_no_request(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: tuple[Any, str]
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    broken: tuple[Any, str],
+    logged: str,
 ) -> None:
     with opened(model) as llm:
         expected = tokens_of(llm, [SHORT, [POISON], OTHER])
@@ -394,7 +406,7 @@ def test_a_failing_recorder_stops_no_request(
     with opened(model, dump_dir=str(tmp_path)) as llm:
         assert tokens_of(llm, [SHORT, [POISON], OTHER]) == expected
         assert not recorder_of(llm).active
-    assert dumps(tmp_path) == [] and "a step could not be saved; no further step will be saved" in caplog.text
+    assert dumps(tmp_path) == [] and re.search(logged, caplog.text)
 
 
 def test_nothing_is_saved_without_a_folder_or_a_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,6 +490,18 @@ def test_steps_of_mla_models_are_saved_and_run_again(tmp_path: Path, variant: st
     save_file(checkpoint, model / "model.safetensors")
     first = replay(tmp_path / "rest", model=str(model)).first
     assert first is not None and (first.place, first.bad_weights) == ("layers.1.ffn", ("layers.1.ffn.shared.w13.weight",))
+
+
+def test_a_request_that_cannot_be_written_stops_no_other_dump(model: Path, tmp_path: Path) -> None:
+    """Neither of the same step nor of a step that fails later: the recorder used to stop."""
+    with opened(model, dump_dir=tmp_path / "failures") as llm:
+        llm.dump_step(tmp_path / "taken")
+        llm.dump_step(tmp_path / "step")
+        (tmp_path / "taken").mkdir()
+        tokens_of(llm, [SHORT])
+        tokens_of(llm, [[POISON]])
+    (failed,) = dumps(tmp_path / "failures")
+    assert StepDump.load(tmp_path / "step").reason == "it was requested" and "not finite" in StepDump.load(failed).reason
 
 
 async def test_a_step_is_saved_on_request_from_a_loop(model: Path, tmp_path: Path) -> None:
