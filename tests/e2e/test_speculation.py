@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -261,6 +262,7 @@ class Broken:
         return answer
 
     def forget(self, sequence_id: int) -> None:
+        self._answer(0)
         raise KeyError(sequence_id)
 
 
@@ -277,6 +279,7 @@ def broke(count: int) -> list[int]:
     "answer",
     [
         broke,
+        sys.exit,
         lambda n: None,
         lambda n: [VOCAB],
         lambda n: [-1],
