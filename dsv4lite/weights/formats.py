@@ -40,11 +40,13 @@ class Part:
         dtypes: Accepted dtype codes of the file format, such as ``I32``.
         dims: For each dimension, the axis of the matrix, ``OUT`` or ``IN``, and the number of elements along this axis that one
             stored element covers; ``()`` is one number for the whole matrix.
+        whole: Every rank reads all of it.
     """
 
     leaf: str
     dtypes: tuple[str, ...]
     dims: tuple[tuple[int, int], ...] = ()
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +122,8 @@ class PackedTensor:
         """Return a part of it, one slice per dimension in elements of the matrix; without slices all of it."""
         found = {}
         for part in self.format.parts:
-            places = tuple(slice(cut[axis].start // per, -(-cut[axis].stop // per)) for axis, per in part.dims) if cut else ()
+            dims = part.dims if cut and not part.whole else ()
+            places = tuple(slice(cut[axis].start // per, -(-cut[axis].stop // per)) for axis, per in dims)
             found[part.leaf] = self.parts[part.leaf].cut(places)
         return PackedCut(self, found)
 
@@ -292,7 +295,7 @@ def gptq(quantization: Mapping[str, Any]) -> QuantFormat:
 
     def read(parts: Mapping[str, Tensor]) -> FourBit:
         codes, zeros, order = _nibbles(parts["qweight"], 0).t(), _nibbles(parts["qzeros"], 1).t(), parts["g_idx"]
-        if not torch.equal(order - order[0], torch.arange(len(order), dtype=order.dtype, device=order.device) // group):
+        if not torch.equal(order, torch.arange(len(order), dtype=order.dtype, device=order.device) // group):
             raise ValueError(f"g_idx is not in the order of the inputs, {group} to a group; quantize with desc_act=False")
         return FourBit(pack_fp4(codes), parts["scales"].t(), zeros if version == "gptq_v2" else zeros + 1 & 15)
 
@@ -300,7 +303,7 @@ def gptq(quantization: Mapping[str, Any]) -> QuantFormat:
         Part("qweight", ("I32",), ((IN, 8), (OUT, 1))),
         Part("qzeros", ("I32",), ((IN, group), (OUT, 8))),
         Part("scales", _SCALES, ((IN, group), (OUT, 1))),
-        Part("g_idx", ("I32", "I64"), ((IN, 1),)),
+        Part("g_idx", ("I32", "I64"), ((IN, 1),), whole=True),  # a cut does not tell at which group it begins
     )
     return QuantFormat(name="GPTQ", parts=parts, read=read, group=group, scales="scales")
 

@@ -336,6 +336,7 @@ def test_settings_that_are_not_supported_are_named(
     [
         ("awq", "scales", None, "layers.0.attn.wq_a.scales: missing; AWQ needs it"),
         ("gptq", "g_idx", torch.arange(256).flip(0).int(), "layers.0.attn.wq_a.weight: g_idx is not in the order of the inputs"),
+        ("gptq", "g_idx", torch.arange(256).int() // 128 + 3, "layers.0.attn.wq_a.weight: g_idx is not in the order of the inputs"),
         ("awq", "qweight", torch.zeros(256, 16), "layers.0.attn.wq_a.qweight: dtype F32, expected I32 (AWQ)"),
         ("awq", "qweight", torch.zeros(264, 16).int(), "layers.0.attn.wq_a.scales: shape [2, 128], expected [2.06"),
         ("awq", "qweight", torch.zeros(16).int(), "layers.0.attn.wq_a.qweight: shape [16], expected 2 dimensions (AWQ)"),
