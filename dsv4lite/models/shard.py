@@ -198,7 +198,8 @@ def _check_blocks(config: ModelConfig, tensors: Tensors, layout: Layout, block: 
     """Raise ``ConfigError`` if a cut goes through a scale block, or through the tiles of experts."""
     if not config.quantized and block is None:
         return
-    if config.quantized and config.num_experts and not can_tile(config.hidden_size, config.expert_width // width_ranks(layout)):
+    parts = width_ranks(layout)
+    if config.quantized and config.num_experts and parts > 1 and not can_tile(config.hidden_size, config.expert_width // parts):
         raise ConfigError(f"{layout} cuts experts of {config.expert_width} through tiles")
     shards = shards_of(config, tensors, layout, 0)
     blocks = {"dense": block or FORMATS["fp8"].block, "expert": block or FORMATS[config.expert_format].block}

@@ -54,6 +54,12 @@ def test_layouts_leave_scale_blocks_whole() -> None:
     assert not any(layout.tp == 16 for layout in layouts_for(pro(), V4_TENSORS, 16))
 
 
+def test_experts_without_tiles_may_stay_whole() -> None:
+    """Experts of a width that no tile fits used to leave no layout at all."""
+    found = layouts_for(replace(flash(), expert_width=2048 + 32), V4_TENSORS, 2)
+    assert set(found) == {Layout(dp=2), Layout(dp=2, ep=2), Layout(pp=2)}
+
+
 def test_plan_for_devices_is_that_of_the_best_layout(folder: str) -> None:
     settings = {**SETTINGS, "device": "auto", "gpu": "h200"}
     plan = plan_memory(folder, devices=4, **settings)
