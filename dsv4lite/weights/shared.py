@@ -8,11 +8,14 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import UnionType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from dsv4lite.errors import WeightUpdateError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,9 @@ class SharedWeights:
 
     Attributes:
         handles: Picklable descriptions to send to the other process.
+
+    Raises:
+        WeightUpdateError: An item is not a named, dense tensor.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], *, on_host: bool = False) -> None:
@@ -122,6 +128,7 @@ class SharedWeights:
         self._file, self._path = _open_memory()
         try:
             for name, tensor in tensors:
+                check_item(name, tensor, Tensor)
                 self.handles.append(self._share(name, tensor.detach().contiguous(), on_host))
         except BaseException:
             self.close()
@@ -173,6 +180,21 @@ class IPCSource:
         for handle in self._handles:
             further = tuple(place for copy in copies for place in copy.get(handle.name, ()))
             yield handle.name, replace(handle, places=handle.places + further)
+
+
+def check_item(name: object, given: object, kinds: type | UnionType) -> None:
+    """Check that an item of a source is a name and one of ``kinds``, and that a tensor is dense and has memory.
+
+    Raises:
+        WeightUpdateError: It is not.
+    """
+    if not isinstance(name, str) or not isinstance(given, kinds):
+        problem = f"{shown(name)}: {shown(given)}, expected a name and a tensor"
+    elif isinstance(given, Tensor) and (given.is_meta or given.layout is not torch.strided):
+        problem = f"{name}: {given.layout} on {given.device}, expected a dense tensor with memory"
+    else:
+        return
+    raise WeightUpdateError("the update does not fit the model:", mismatched=[problem])
 
 
 def _open_memory() -> tuple[int, str]:

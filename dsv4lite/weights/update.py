@@ -28,7 +28,7 @@ from dsv4lite.weights.loader import MATRIX_FORMATS, OwnFormat, fit, read_assigne
 from dsv4lite.weights.mirror import Mirror
 from dsv4lite.weights.names import NameTables
 from dsv4lite.weights.quant import Slot
-from dsv4lite.weights.shared import SharedTensor
+from dsv4lite.weights.shared import SharedTensor, check_item
 from dsv4lite.weights.tensors import FORMATS
 
 Given = Tensor | TensorInfo | SharedTensor
@@ -198,10 +198,7 @@ def buckets(tensors: Iterable[tuple[str, Given]]) -> Iterator[Bucket]:
     bucket: list[tuple[str, Given]] = []
     size = 0
     for name, tensor in tensors:
-        if not isinstance(name, str) or not isinstance(tensor, Given):
-            raise _refused(mismatched=[f"{shown(name)}: {shown(tensor)}, expected a name and a tensor"])
-        if isinstance(tensor, Tensor) and (tensor.is_meta or tensor.layout is not torch.strided):
-            raise _refused(mismatched=[f"{name}: {tensor.layout} on {tensor.device}, expected a dense tensor with memory"])
+        check_item(name, tensor, Given)
         bucket.append((name, tensor))
         size += tensor.nbytes
         if size >= _BUCKET_BYTES:

@@ -99,6 +99,12 @@ def test_shared_memory_is_the_one_that_was_shared() -> None:
     assert x.equal(torch.arange(3))  # what is open stays
 
 
+@pytest.mark.parametrize("given", [torch.eye(2).to_sparse(), torch.empty(2, device="meta"), 5], ids=["sparse", "meta", "number"])
+def test_only_dense_tensors_with_memory_are_shared(given: Any) -> None:
+    with pytest.raises(WeightUpdateError, match=r"x.*, expected a "):
+        SharedWeights([("x", given)])
+
+
 def test_copies_on_other_gpus_belong_to_their_tensor() -> None:
     with SharedWeights({"x": torch.ones(2), "y": torch.zeros(2)}.items()) as a, SharedWeights({"y": torch.ones(1)}.items()) as b:
         found = dict(IPCSource(a.handles, b.handles).tensors())
