@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any, TypeAlias, cast
@@ -285,8 +286,13 @@ def _parity(args: argparse.Namespace) -> int:
     from dsv4lite.debug.parity import compare_sides
 
     report = compare_sides(args.model, tokens=args.tokens, **_settings(args))
-    print(json.dumps(asdict(report), indent=2) if args.json else report)
+    print(json.dumps(asdict(report, dict_factory=_finite), indent=2) if args.json else report)
     return 0 if report.exact else 1
+
+
+def _finite(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return fields as a mapping, with ``None`` for NaN and infinities, which JSON lacks."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields}
 
 
 def _import_torch() -> None:

@@ -20,7 +20,7 @@ from dsv4lite.models.deepseek_v4 import model as v4
 from dsv4lite.request import SamplingParams
 from dsv4lite.training import completion_logprobs, execution_contract, load_model
 from dsv4lite.weights.update import NamedTensors
-from tests.e2e.engines import MODEST, SMALL, opened, prompts_of
+from tests.e2e.engines import MODEST, SMALL, opened, prompts_of, write_model
 from tests.mla import write_random_model
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -105,6 +105,12 @@ def test_command_prints_text_or_json(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["parity", "--tokens", "40", "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["equal"] == 1 and found["tokens"] == 40 and len(found["parts"]) > 3
+
+
+def test_json_has_null_for_numbers_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_model(tmp_path / "nan", change=lambda name, tensor: tensor * float("nan") if name == "norm.weight" else tensor)
+    assert main(["parity", str(folder), "--tokens", "10", "--device", "cpu", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["largest"] is None
 
 
 def test_contracts_of_both_sides_are_equal_until_something_differs(model: Path) -> None:
