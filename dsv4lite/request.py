@@ -101,7 +101,8 @@ class SamplingParams:
         n: Completions per prompt; they share the prompt's KV and differ in their random draws. At most the engine's
             ``max_completions``.
         max_tokens: Most tokens to generate; ``None`` runs to ``max_model_len``.
-        min_tokens: End-of-sequence and ``stop_token_ids`` are not sampled before that many tokens.
+        min_tokens: End-of-sequence and ``stop_token_ids`` are not sampled before that many tokens, unless a grammar allows no
+            others.
         temperature: 0 is greedy.
         top_p: Nucleus: keep the smallest set of tokens whose probability reaches this, in (0, 1].
         top_k: Keep the k most probable tokens; 0 keeps all.

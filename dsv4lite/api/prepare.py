@@ -17,7 +17,7 @@ from dsv4lite.text.forms import ChatForm
 from dsv4lite.text.messages import END_THINK, THINK, function_of, json_content, list_of
 from dsv4lite.text.parse import CallSyntax, ChatParser
 from dsv4lite.text.releases import call_marker
-from dsv4lite.text.tokenizer import Tokenizer
+from dsv4lite.text.tokenizer import LONG_TEXT, Tokenizer
 
 if TYPE_CHECKING:
     from dsv4lite.engine.engine import EngineInfo
@@ -32,8 +32,6 @@ _HINTS = {
     **dict.fromkeys(("messages", "role", "content"), "chat and chat_stream take messages"),
 }
 _BYTES = (bytes, bytearray, memoryview)
-LONG_PROMPT = 50_000
-"""Characters or token ids; a longer prompt is encoded and checked in a worker thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +100,7 @@ def _generation_job(
         wanted = _params(info, params)
         return _request(info, encode(), wanted, options, score_from=None if wanted.prompt_logprobs is None else 1)
 
-    return Job(make=make, options=options, is_long=size > LONG_PROMPT, parser=parser)
+    return Job(make=make, options=options, is_long=size > LONG_TEXT, parser=parser)
 
 
 def chat_job(
@@ -250,7 +248,7 @@ def score_job(
         request = _request(info, before + after, wanted, options, score_from=len(before), generate=False)
         return replace(request, replay=replay)
 
-    return Job(make=make, options=options, is_long=_size(own_prompt) + _size(own_completion) > LONG_PROMPT)
+    return Job(make=make, options=options, is_long=_size(own_prompt) + _size(own_completion) > LONG_TEXT)
 
 
 RowJob = Callable[["EngineInfo", Any, SamplingParams | None, int], Job]

@@ -104,9 +104,11 @@ class Sequence:
 
     def outcome(self) -> tuple[FinishReason | None, int | None]:
         """Return the finish and stop reasons of the last token, if any."""
-        token, request = self.tokens[-1], self.request
-        if token in self.end_ids and len(self.tokens) - self.prompt_len > request.params.min_tokens:
-            return "stop", None if token == request.eos_token_id and not request.params.ignore_eos else token
+        token, request, params = self.tokens[-1], self.request, self.request.params
+        # Before min_tokens, a grammar may have allowed no other token; see ``SequenceRules.forbidden``.
+        early = len(self.tokens) - self.prompt_len <= params.min_tokens and params.structured_outputs is None
+        if token in self.end_ids and not early:
+            return "stop", None if token == request.eos_token_id and not params.ignore_eos else token
         return ("length" if len(self.tokens) > self.last_run else None), None
 
     def event(

@@ -172,7 +172,8 @@ class GrammarCompiler:
                 compiled = self._known[spec] = Future()
                 self._queue.append((spec, ref(compiled)))
                 if not self._working:
-                    threading.Thread(target=self._work, name="dsv4lite-grammars").start()
+                    # Not a daemon, as the engine's thread is: at exit, a thread that leaves llguidance would crash the process.
+                    threading.Thread(target=self._work, name="dsv4lite-grammars", daemon=False).start()
                     self._working = True
             elif spec in self._recent:
                 self._recent.move_to_end(spec)

@@ -25,6 +25,7 @@ from dsv4lite.text.scan import Scanner
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
 PAD = "<｜▁pad▁｜>"
+LONG_TEXT = 50_000  # characters, or token ids; longer prompts are encoded and checked in a worker thread
 MOST_TOKENS = 1 << 23  # of a vocabulary: the sampler's limit
 
 
@@ -141,7 +142,10 @@ class Tokenizer:
             InvalidRequestError: ``text`` is not a string of Unicode characters, or there is no BOS token to add.
         """
         try:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
+            if isinstance(text, str) and len(text) > LONG_TEXT:  # unlike ``encode``, this method lets other threads run
+                ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            else:
+                ids = self._backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:  # not a str, or one with lone surrogates
             raise InvalidRequestError("the text to encode must be a str without surrogates", parameter="prompt") from error
         if not allow_special and not self.added_ids.isdisjoint(ids):

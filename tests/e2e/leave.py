@@ -3,6 +3,7 @@
 python leave.py FOLDER end|exit|raise|interrupt ENGINE...   ends this way, with engines of the kinds llm, async, process
 python leave.py FOLDER rank RANK PORT                       two external ranks share an engine; rank 1 ends while rank 0 generates
 python leave.py FOLDER drop ENGINE...                       drops engines and streams, and ends after their threads
+python leave.py FOLDER grammar                              closes an engine, and ends, while a grammar is compiled
 python leave.py FOLDER fork ENGINE...                       uses and drops the engine in a fork, and then in this process
 """
 
@@ -89,6 +90,14 @@ def be_rank(rank: str, port: str) -> None:
         os._exit(4)  # without the host's own groups, which lack a rank
 
 
+def grammar() -> None:
+    pattern = {f"p{k}": {"type": "string", "pattern": f"^(a|b|c|d){{1,{200 + k}}}$"} for k in range(1500)}
+    schema = {"json": {"type": "object", "additionalProperties": False, "properties": pattern}}  # takes a second or more
+    with dsv4lite.LLM(config("llm")) as llm:
+        output = llm.generate(PROMPT, dsv4lite.SamplingParams(max_tokens=4, structured_outputs=schema), deadline=0.05)
+    assert output.outputs[0].finish_reason == "deadline"
+
+
 def refused(call: Any) -> None:
     try:
         call()
@@ -135,8 +144,8 @@ def use_in_a_fork(kind: str) -> None:
 
 
 def main(ending: str, *kinds: str) -> None:
-    if ending in ("drop", "fork", "rank"):
-        return {"drop": drop, "fork": fork, "rank": be_rank}[ending](*kinds)
+    if ending in ("drop", "fork", "grammar", "rank"):
+        return {"drop": drop, "fork": fork, "grammar": grammar, "rank": be_rank}[ending](*kinds)
     for kind in kinds:
         leave_behind(kind)
     if ending == "exit":

@@ -100,6 +100,14 @@ def test_completions_of_one_request_follow_its_grammar_each(llm: LLM) -> None:
     assert all(text[0] + text[-1] == "[]" and len(text) == 7 for text in texts), texts
 
 
+def test_answer_that_a_grammar_completes_ends_before_min_tokens(llm: LLM) -> None:
+    """It was once filled up with end-of-sequence tokens."""
+    for stop, ids in (("stop", ()), ("stop", (9,))):
+        params = SamplingParams(max_tokens=60, min_tokens=40, structured_outputs={"choice": ["a", "b"]}, stop_token_ids=ids)
+        (completion,) = llm.generate(PROMPTS[0], params).outputs
+        assert completion.finish_reason == stop and completion.text in ("a", "b") and len(completion.token_ids) < 4
+
+
 class Held:
     """Holds up the compilation of an engine's grammars."""
 

@@ -56,6 +56,12 @@ def test_interpreter_that_ends_with_open_engines_keeps_its_exit_status(
     assert not last_line or errors.startswith("Traceback")
 
 
+def test_interpreter_that_ends_while_a_grammar_is_compiled_keeps_its_exit_status(model: Path) -> None:
+    """llguidance's code, left by a daemon thread during finalization, once crashed the process: status 139."""
+    pytest.importorskip("llguidance")
+    assert ran(model, "grammar") == (0, "")
+
+
 def test_rank_of_a_host_that_ends_keeps_its_exit_status_and_the_leader_reports_it(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dsv4lite.errors import CheckpointError, InvalidRequestError, UnsupportedError
 from dsv4lite.text.scan import Scanner
-from dsv4lite.text.tokenizer import Detokenizer, StopStrings, Tokenizer
+from dsv4lite.text.tokenizer import LONG_TEXT, Detokenizer, StopStrings, Tokenizer
 from tests.text.release import FOLDER, REAL
 
 LIBRARY = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
@@ -84,9 +84,15 @@ def test_encode_adds_bos_only_when_asked_and_only_once() -> None:
     assert REAL.encode("", add_bos=True) == [0]
 
 
-def test_encode_rejects_what_is_not_unicode() -> None:
+@pytest.mark.parametrize("text", ["\ud800", "\ud800" * (LONG_TEXT + 1), ["a"] * (LONG_TEXT + 1), b"a", None])
+def test_encode_rejects_what_is_not_unicode(text: Any) -> None:
     with pytest.raises(InvalidRequestError, match="surrogates"):
-        REAL.encode("\ud800")
+        REAL.encode(text)
+
+
+def test_long_texts_have_the_ids_of_the_library() -> None:
+    text = "def größe(a):\n    return a ** 2<｜User｜>" * (LONG_TEXT // 30)
+    assert len(text) > LONG_TEXT and REAL.encode(text) == LIBRARY.encode(text, add_special_tokens=False).ids
 
 
 def test_decode_skips_special_tokens_but_keeps_chat_markup() -> None:
