@@ -59,13 +59,14 @@ class Channel:
         try:
             if timeout_s is not None and not self.connection.poll(timeout_s):
                 raise TimeoutError(f"no answer within {timeout_s:g} s")
-            return pickle.loads(self.connection.recv_bytes())
+            message = self.connection.recv_bytes()
         except (EOFError, ConnectionError) as error:
             raise Closed(str(error)) from error
         except OSError as error:
             if isinstance(error, TimeoutError):
                 raise
             raise Closed(str(error)) from error
+        return pickle.loads(message)  # not above: it may raise any error, of objects of the host
 
     def shut_down(self) -> None:
         """End the connection on both sides; a thread that waits in ``receive`` gets ``Closed``."""

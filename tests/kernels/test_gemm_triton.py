@@ -164,7 +164,7 @@ def test_only_rows_at_aligned_addresses_are_copied_by_descriptors(monkeypatch: p
 
 @pytest.mark.skipif(not ON_GPU or torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for Hopper")
 @pytest.mark.parametrize(
-    ("rows", "outs", "inputs"), [(129, 6144, 16384), (200, 24576, 1536), (2048, 1536, 4096), (2050, 272, 128), (8191, 144, 256)]
+    ("rows", "outs", "inputs"), [(129, 6528, 16384), (200, 24576, 1536), (2048, 1536, 4096), (2050, 400, 128), (8191, 144, 256)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("floats", [False, True])
