@@ -6,13 +6,16 @@ import math
 import os
 import pickletools
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from dataclasses import fields
+from typing import Any, TypeGuard, TypeVar
 
 from dsv4lite.errors import InvalidRequestError, near_match, shown
 
 Rule = Callable[[Any], str]
 """Returns what is wrong with a value, to be read after ``name=value``; empty if it is right."""
 INT32_MAX = 2**31 - 1
+_PLAIN = (int, float, str, bool, type(None))
+T = TypeVar("T")
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -84,6 +87,22 @@ def file_name(value: object) -> str:
     except UnicodeEncodeError:
         return "contains a character that no file name can have"
     return ""
+
+
+def plain(value: Any) -> Any:
+    """Return a number or text of a subclass, such as an ``IntEnum``, as the plain type, which all processes know; tuples alike."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    if isinstance(value, str):
+        return str.__str__(value)  # an ``Enum`` has a ``__str__`` of its own
+    return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else value
+
+
+def plain_fields(kind: type[T], value: T) -> T:
+    """Return a dataclass of a subclass of ``kind`` as ``kind`` itself, for the same reason."""
+    return value if type(value) is kind else kind(**{f.name: getattr(value, f.name) for f in fields(kind)})  # type: ignore[arg-type]
 
 
 def names_main(pickled: bytes) -> bool:

@@ -11,7 +11,21 @@ from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from dsv4lite.checks import INT32_MAX, Rule, boolean, integer, is_integer, is_number, is_token, is_unicode, number, one_of, require
+from dsv4lite.checks import (
+    INT32_MAX,
+    Rule,
+    boolean,
+    integer,
+    is_integer,
+    is_number,
+    is_token,
+    is_unicode,
+    number,
+    one_of,
+    plain,
+    plain_fields,
+    require,
+)
 from dsv4lite.errors import ContextLengthError, DSV4LiteError, InvalidRequestError, near_match, shown
 
 if TYPE_CHECKING:
@@ -48,7 +62,7 @@ class LogitBias(Mapping[int, float]):
         for token, bias in entries.items():
             require(is_token(token), "logit_bias", token, f"must be a token id, at most {INT32_MAX}")
             require(is_number(bias), "logit_bias", bias, f"must be a finite number, the bias of token {token}")
-        self._entries: dict[int, float] = entries
+        self._entries: dict[int, float] = {plain(token): plain(bias) for token, bias in entries.items()}
 
     def __getitem__(self, token: int) -> float:
         return self._entries[token]
@@ -72,7 +86,8 @@ def _as_structured(value: object) -> StructuredOutputs:
     if isinstance(value, Mapping):
         return StructuredOutputs.from_dict(value)
     require(isinstance(value, StructuredOutputs), "structured_outputs", value, "must be a StructuredOutputs or a mapping")
-    return value  # type: ignore[return-value]  # checked one line before
+    assert isinstance(value, StructuredOutputs)
+    return plain_fields(StructuredOutputs, value)
 
 
 def _names_unknown(kind: type[Kind]) -> type[Kind]:
@@ -174,6 +189,7 @@ class SamplingParams:
         for name, rule in _RULES.items():
             problem = rule(getattr(self, name))
             require(not problem, name, getattr(self, name), problem)
+            put(self, name, plain(getattr(self, name)))
         if self.max_tokens is not None:
             require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"exceeds max_tokens={self.max_tokens}")
         require(self.detokenize or not self.stop, "stop", self.stop, "needs detokenize=True")
@@ -703,9 +719,10 @@ def _openai_logprobs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt on its way to the engine: token ids only, validated.
+    """A prompt on its way to the engine: token ids only, validated, and of types that all processes know.
 
     Attributes:
+        request_id: Unique in the engine.
         deadline: Absolute ``time.monotonic()`` second, or ``None``.
         priority: Smaller runs earlier; equal ones run in order of arrival.
         cache_salt: Requests share cached prefixes only with requests of the same salt.
@@ -716,6 +733,7 @@ class Request:
         replay: Choices to make again, of a completion that is scored.
         generate: ``False`` only scores the prompt: its last token is not run and nothing is sampled.
         arrival: ``time.monotonic()`` second of submission.
+        drawn_as: The caller's id, which names the random stream if there is no seed; empty if it is ``request_id``.
     """
 
     request_id: str
@@ -731,6 +749,7 @@ class Request:
     replay: Replay | None = None
     generate: bool = True
     arrival: float = 0.0
+    drawn_as: str = ""
 
 
 class TokenLogprob(NamedTuple):

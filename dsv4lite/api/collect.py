@@ -94,6 +94,7 @@ class Collector:
         """
         self._drafted += update.drafted
         self._accepted += update.accepted
+        self._cached_tokens = max(self._cached_tokens, update.cached_tokens)
         completion = self._completions[update.index]
         bare = update.finish_reason is None and update.prompt_logprobs is None and update.routed_experts is None
         if bare and not self._never_defers and self._first_token is not None and completion.finish_reason is None:
@@ -105,7 +106,6 @@ class Collector:
             self._first_token = now
         if update.prompt_logprobs is not None:
             self._prompt_logprobs.append(update.prompt_logprobs)
-        self._cached_tokens = max(self._cached_tokens, update.cached_tokens)
         if completion.finish_reason is not None:
             completion.finish_in_engine(update)
             return Delta(index=update.index)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from dsv4lite.api.collect import ParserFactory
-from dsv4lite.checks import is_integer, is_number, is_unicode, require
+from dsv4lite.checks import is_integer, is_number, is_unicode, plain, plain_fields, require
 from dsv4lite.errors import InvalidRequestError, UnsupportedError, near_match, shown
 from dsv4lite.request import Prompt, Replay, Request, Row, SamplingParams, check_request
 from dsv4lite.text.forms import ChatForm
@@ -57,11 +57,14 @@ class Options:
             value = getattr(self, name)
             good = value is None or (isinstance(value, str) and value != "" and is_unicode(value))
             require(good, name, value, "must be a non-empty string without lone surrogates, or None")
+            object.__setattr__(self, name, plain(value))
         good = self.deadline is None or (is_number(self.deadline) and self.deadline > 0)
         require(good, "deadline", self.deadline, "must be a finite number of seconds from now, above 0, or None")
         good = is_integer(self.priority) and -(2**63) <= self.priority < 2**63
         require(good, "priority", self.priority, "must be an integer from -2**63 to 2**63 - 1")
         require(isinstance(self.wait, bool), "wait", self.wait, "must be True or False")
+        object.__setattr__(self, "priority", plain(self.priority))
+        object.__setattr__(self, "deadline", plain(self.deadline))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +249,7 @@ def score_job(
 
             check_replay(replay, info.model, len(before), len(after))
         request = _request(info, before + after, wanted, options, score_from=len(before), generate=False)
-        return replace(request, replay=replay)
+        return replace(request, replay=None if replay is None else plain_fields(Replay, replay))
 
     return Job(make=make, options=options, is_long=_size(own_prompt) + _size(own_completion) > LONG_TEXT)
 
@@ -309,7 +312,7 @@ def check_params(params: object) -> None:
 
 def _params(info: EngineInfo, params: object) -> SamplingParams:
     check_params(params)
-    return params if isinstance(params, SamplingParams) else info.default_params
+    return plain_fields(SamplingParams, params) if isinstance(params, SamplingParams) else info.default_params
 
 
 def _encode(tokenizer: Tokenizer, prompt: object, name: str, *, add_bos: bool) -> tuple[int, ...]:

@@ -199,7 +199,7 @@ class Session:
         self._update: Update | None = None
         self.weight_version = 0
         self._sweeps = [_FOREVER]  # times at which the deadlines of queued requests are checked, the next one last
-        self._serial = itertools.count()
+        self._serial, self._reuses = itertools.count(), itertools.count()
         self._update_serial = itertools.count()
         self._mean_seconds = 1.0  # of recent requests
         self._updates_lock = threading.Lock()
@@ -444,8 +444,9 @@ class Session:
             collector = Collector(request, tokenizer, index=options.index, parser=job.parser, streaming=streaming)
             while engine_id in self._in_engine or engine_id in self._queue:
                 # A caller may reuse its id once its request has ended; the engine may not have ended that request yet.
-                engine_id = f"{request_id}~{next(self._serial)}"
-            ticket = Ticket(request_id, replace(request, request_id=engine_id), collector, wake, request.params.n)
+                engine_id = f"{request_id}~{next(self._reuses)}"
+            named = replace(request, request_id=engine_id, drawn_as=request_id)
+            ticket = Ticket(request_id, named, collector, wake, request.params.n)
             self._visible[request_id] = self._queue[engine_id] = ticket
             opened.append(ticket)
             self._pump()

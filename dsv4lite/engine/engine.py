@@ -85,7 +85,8 @@ class EngineStats:
         steps: Steps run so far.
         num_running: Sequences that hold state.
         num_waiting: Sequences that wait to run; preempted ones and those whose grammar is being compiled are included.
-        prompt_tokens: Prompt tokens of sequences started, cached ones included.
+        prompt_tokens: Tokens of sequences that started, cached ones included. Completions that take over the prompt's state count
+            nothing; a sequence that starts again after a preemption or a sleep counts again.
         cached_tokens: Prompt tokens that came from the prefix cache.
         generated_tokens: Tokens sampled.
         preemptions: How often a sequence was preempted.
@@ -321,8 +322,8 @@ class Engine:
         if self._external is not None:
             raise EngineStateError("this rank runs the steps of rank 0; use the engine of rank 0", state="following")
         self._inbox.put(command)
-        if self._ended or self._dead is not None:  # the thread has ended and no longer reads the inbox
-            self._answer_rest()
+        if self._ended or self._dead is not None:  # the thread no longer reads the inbox
+            self._fail_call(command)  # and no other's, whose callbacks may take a lock that this caller holds
 
     # ------------------------------------------------------------------------------------------------- in the engine's thread
 
@@ -659,7 +660,7 @@ class Engine:
         self._notify(self._scheduler.abort(request_id, reason, index=index))
 
     def _call(self, function: Callable[[Engine], T], future: Future[T]) -> None:
-        if not future.set_running_or_notify_cancel():
+        if future.done() or not future.set_running_or_notify_cancel():
             return
         self._running_call = future
         try:
@@ -798,11 +799,12 @@ class Engine:
                 command = self._inbox.get_nowait()
             except Empty:
                 return
-            if isinstance(command, partial) and command.func == self._call:
-                future: Future[Any] = command.args[1]
-                if future.set_running_or_notify_cancel():
-                    closed = EngineStateError("the engine was closed", state="closed")
-                    future.set_exception(closed if self._dead is None else self._dead.copy())
+            self._fail_call(command)
+
+    def _fail_call(self, command: Callable[[], None]) -> None:
+        if isinstance(command, partial) and command.func == self._call:
+            closed = EngineStateError("the engine was closed", state="closed")
+            _answer(command.args[1], error=closed if self._dead is None else self._dead.copy())
 
 
 def _answer(future: Future[Any], result: object = None, *, error: BaseException | None = None) -> None:

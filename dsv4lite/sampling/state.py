@@ -216,7 +216,7 @@ def state_of(request: Request, index: int, default_seed: int) -> SequenceState:
     look_back = max((len(word) - 1 for word in bad_words), default=0)
     return SequenceState(
         params=params,
-        stream=random_stream(params.seed, index, default_seed=default_seed, request_id=request.request_id),
+        stream=random_stream(params.seed, index, default_seed=default_seed, request_id=request.drawn_as or request.request_id),
         stop_ids=tuple(sorted(stop_ids)),
         stops_from=len(prompt) + params.min_tokens,
         prompt=prompt,

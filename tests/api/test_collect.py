@@ -120,6 +120,16 @@ def test_collector_of_a_chat_skips_special_tokens_but_its_markup(syntax: CallSyn
         assert [made.name for made in out.tool_calls] == ["f"] * bool(call)
 
 
+def test_collector_counts_cached_tokens_of_updates_that_it_reads_later() -> None:
+    """A second completion finds the first one's prompt in the cache."""
+    got = collector(SamplingParams(n=2))
+    got.push(update(7), 11)
+    assert got.push(update(7, index=1, cached_tokens=2), 12) is None
+    for index in range(2):
+        got.push(update(index=index, finish_reason="length"), 13)
+    assert got.output(14).usage.cached_tokens == 2
+
+
 def test_collector_keeps_no_object_per_token() -> None:
     """An object per token would make the garbage collector walk through the whole process."""
     got, entry = collector(SamplingParams(logprobs=1)), (array("i", [3]), array("f", [-1.0]), None)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -374,6 +375,57 @@ def test_start_ends_with_an_exception_of_the_host_that_has_no_text(model: Path) 
     with pytest.raises(EngineDeadError, match="could not start"), llm:
         pass
     assert llm.state == "failed"
+
+
+def test_call_made_while_the_engine_fails_answers_no_other(model: Path) -> None:
+    """Its caller holds a lock, which the other's callback takes: both once waited for ever."""
+    in_step, failing, failed = threading.Event(), threading.Event(), threading.Event()
+
+    class Failing:
+        """An inbox whose ``put`` returns after the engine has failed."""
+
+        def __init__(self, engine: Engine) -> None:
+            self.engine, self.inbox = engine, engine._inbox
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inbox, name)
+
+        def put(self, command: Any) -> None:
+            self.inbox.put(command)
+            if threading.current_thread().name == "straddles":
+                failing.set()
+                failed.wait(60)
+
+    def fail(*arguments: Any) -> Any:
+        in_step.set()
+        failing.wait(60)
+        raise RuntimeError("the device failed")
+
+    with unopened(model) as llm, llm.stream(SHORT, some(max_tokens=None)) as stream:
+        next(iter(stream))
+        engine = engine_of(llm)
+        engine._runner.launch = fail
+        engine._inbox = Failing(engine)  # type: ignore[assignment]
+        announce = engine._deliver_failure
+        engine._deliver_failure = lambda error: (announce(error), failed.set(), time.sleep(0.2))  # type: ignore[assignment,func-returns-value]
+        errors: list[BaseException] = []
+
+        def run(call: Callable[[], object]) -> None:
+            try:
+                call()
+            except EngineDeadError as error:
+                errors.append(error)
+
+        assert in_step.wait(60)
+        update = threading.Thread(target=run, args=(lambda: llm.update_weights(1).__enter__(),), daemon=True)
+        update.start()
+        while engine._inbox.qsize() == 0:
+            time.sleep(0.001)
+        straddles = threading.Thread(target=run, args=(lambda: llm.generate(SHORT, some()),), name="straddles", daemon=True)
+        straddles.start()
+        for thread in (straddles, update):
+            thread.join(60)
+        assert (len(errors), llm.state, straddles.is_alive(), update.is_alive()) == (2, "failed", False, False)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

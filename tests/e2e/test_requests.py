@@ -81,6 +81,18 @@ def test_what_the_caller_changes_after_the_call_is_not_seen(lab: Lab) -> None:
         assert all(r.params.logit_bias == {60: 1.0} and r.params.stop == ("never",) for r in lab.engine.submitted)
 
 
+def test_request_id_that_is_used_again_draws_the_same(tmp_path: Path) -> None:
+    """Also while the engine has not ended the earlier request, which its caller has left."""
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    with opened(write_model(tmp_path / "model")) as llm:
+        first = llm.generate(PROMPT, params, request_id="again").token_ids
+        for _ in range(4):
+            with llm.stream(PROMPT, params.replace(max_tokens=200), request_id="again") as stream:
+                next(iter(stream))
+            assert llm.generate(PROMPT, params, request_id="again").token_ids == first
+        assert llm.generate(PROMPT, params).request_id == "request-0"
+
+
 def test_limits_of_a_request_are_settings(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     with opened(folder, max_completions=2, max_logprobs=3) as llm:

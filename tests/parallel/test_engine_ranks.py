@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from pickle import PicklingError
 from typing import Any
@@ -70,21 +71,24 @@ def test_rank_in_a_process_gives_what_one_rank_gives_and_its_loss_names_it(model
     assert not is_alive(pid) and held() <= before
 
 
-def refuse() -> None:
-    raise ValueError("not to be unpickled")
+def refuse(kind: type[Exception]) -> None:
+    raise kind("not to be unpickled")
 
 
 class Unreadable:
     """An object that can be pickled only."""
 
+    def __init__(self, kind: type[Exception]) -> None:
+        self.kind = kind
+
     def __reduce__(self) -> Any:
-        return refuse, ()
+        return refuse, (self.kind,)
 
 
 def asked(model: torch.nn.Module, rank: int, wish: object) -> Any:
     """A function of the host for ``apply``."""
-    if wish == "unreadable":
-        return Unreadable()
+    if isinstance(wish, type):
+        return Unreadable(wish)
     if rank == 1 and wish in ("raise", "exit"):
         raise ValueError("this rank does not want to") if wish == "raise" else SystemExit(3)
     return (lambda: rank) if wish == "local" else (rank, sum(weight.numel() for weight in model.parameters()))
@@ -115,11 +119,34 @@ def test_function_of_the_host_runs_on_every_rank_and_ends_none(model: Path, monk
         with pytest.raises(InvalidRequestError, match="do not import the host's __main__"):
             llm.apply(of_script)
         with pytest.raises(InvalidRequestError, match="not to be unpickled"):
-            llm.apply(asked, Unreadable())
-        with pytest.raises(ValueError, match="not to be unpickled"):
-            llm.apply(asked, "unreadable")
-        assert [rank for rank, _ in llm.apply(asked, "")] == [0, 1]
+            llm.apply(asked, Unreadable(ValueError))
+        for kind in (ValueError, FileNotFoundError):
+            with pytest.raises(kind, match="not to be unpickled"):
+                llm.apply(asked, kind)
+            assert [rank for rank, _ in llm.apply(asked, "")] == [0, 1]
         assert llm.generate(PROMPTS[0], GREEDY).token_ids == alone.token_ids
+
+
+def test_values_of_types_of_the_host_reach_the_ranks_as_plain_ones(model: Path) -> None:
+    """Ranks in child processes, which do not know the types, once ended the engine."""
+
+    class Number(enum.IntEnum):
+        ONE, THREE = 1, 3
+
+    class Word(enum.StrEnum):
+        STOP = "no such text"
+
+    class Params(SamplingParams):
+        pass
+
+    given = Params(
+        max_tokens=Number.THREE, seed=Number.ONE, stop=[Word.STOP], stop_token_ids=[Number.ONE], logit_bias={Number.ONE: Number.ONE}
+    )
+    plain = SamplingParams(max_tokens=3, seed=1, stop=["no such text"], stop_token_ids=[1], logit_bias={1: 1})
+    assert SamplingParams(**{f.name: getattr(given, f.name) for f in fields(SamplingParams)}) == plain
+    with LLM(str(model), **tight(model, executor="process")) as llm:
+        out = llm.generate(PROMPTS[0], given, priority=Number.ONE, cache_salt=Word.STOP, request_id=Word.STOP)
+        assert out.token_ids == llm.generate(PROMPTS[0], plain).token_ids and type(out.request_id) is str
 
 
 @pytest.fixture(scope="module")
