@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from dsv4lite.engine.engine import EngineStats
-from dsv4lite.errors import EngineStateError
+from dsv4lite.errors import EngineDeadError, EngineStateError
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import Phase
 
@@ -43,8 +43,8 @@ GAUGES: Mapping[str, str] = MappingProxyType(
 class EngineCollector(Collector):
     """Reads ``stats()`` when the registry is scraped; nothing runs in between.
 
-    Names begin with ``dsv4lite_``. An engine that has not started, or was closed, has ``dsv4lite_state`` and
-    ``dsv4lite_weight_version`` alone.
+    Names begin with ``dsv4lite_``. An engine that has not started, was closed or has failed has ``dsv4lite_state``
+    and ``dsv4lite_weight_version`` alone.
 
     Args:
         llm: The engine.
@@ -66,7 +66,7 @@ class EngineCollector(Collector):
         state.add_metric(values, {phase.value: phase is self._llm.state for phase in Phase})
         yield state
         found: dict[str, float] = {"weight_version": self._llm.weight_version}
-        with suppress(EngineStateError):  # new or closed
+        with suppress(EngineStateError, EngineDeadError):  # new, closed or failed
             found |= _numbers(self._llm.stats())
         for kind, table in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
             for name in table.keys() & found.keys():

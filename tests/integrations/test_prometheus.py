@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dsv4lite.errors import CapacityError
 from dsv4lite.llm import LLM
 from dsv4lite.request import SamplingParams
 from tests.e2e.engines import MODEST, write_model
@@ -35,6 +36,18 @@ def test_scrape_has_the_engine_s_counters_and_state(registry: Any, tmp_path: Pat
         names = {*(f"{name}_total" for name in COUNTERS), *GAUGES}
         assert {name for name in names if f"\ndsv4lite_{name}{{" not in text} == set()
     assert registry.get_sample_value("dsv4lite_state", {"model": "small", "dsv4lite_state": "closed"}) == 1
+
+
+def test_failed_engine_has_its_state(registry: Any, tmp_path: Path) -> None:
+    """The scrape raised ``EngineDeadError``."""
+    from dsv4lite.integrations.prometheus import EngineCollector
+
+    llm = LLM(write_model(tmp_path), **{**MODEST, "kv_cache_memory_bytes": 1})
+    registry.register(EngineCollector(llm))
+    with pytest.raises(CapacityError), llm:
+        pass
+    assert registry.get_sample_value("dsv4lite_state", {"dsv4lite_state": "failed"}) == 1
+    assert registry.get_sample_value("dsv4lite_steps_total") is None
 
 
 def test_engines_of_one_registry_differ_by_their_labels(registry: Any, tmp_path: Path) -> None:
