@@ -25,7 +25,8 @@ from dsv4lite.weights.source import ModelSource
 from dsv4lite.weights.update import checksum
 
 _EDITS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
-_TRUNCATIONS = ("top_k", "top_p", "min_p", "min_tokens", "bad_words_ids", "allowed_token_ids", "thinking_budget")
+_FILTERS = ("top_k", "top_p", "min_p")  # without effect on greedy sampling
+_TRUNCATIONS = (*_FILTERS, "min_tokens", "bad_words_ids", "allowed_token_ids", "thinking_budget", "structured_outputs")
 
 
 def load_model(model: str | os.PathLike[str], **settings: Unpack[EngineSettings]) -> TrainableModel:
@@ -105,10 +106,10 @@ def _processed(logits: Tensor, params: SamplingParams, replay: Replay | None) ->
     if replay is not None:
         kept = replay.kept(0, len(logits), logits.shape[1])
     for name in (*_EDITS, *(_TRUNCATIONS if kept is None else ())):
-        if getattr(params, name) != getattr(neutral, name) and not (params.greedy_sampling and name in ("top_k", "top_p", "min_p")):
+        if getattr(params, name) != getattr(neutral, name) and not (params.greedy_sampling and name in _FILTERS):
             raise UnsupportedError(
                 f"{name}={getattr(params, name)!r}: a trainer's forward pass applies only the temperature and the replay of a "
-                "rollout with return_replay=True; score() applies all settings"
+                "rollout with return_replay=True; score() applies all settings but structured_outputs"
             )
     if kept is not None:
         logits = logits.masked_fill(~kept.to(logits.device), float("-inf"))

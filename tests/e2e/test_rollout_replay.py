@@ -263,6 +263,21 @@ def test_rollouts_under_a_grammar_are_scored_with_their_record(small: Path, llm:
         llm.score(SHORT, completion.token_ids, params)
 
 
+@pytest.mark.parametrize("kind", ["v4"], indirect=True)
+def test_trainer_needs_the_record_of_a_rollout_under_a_grammar(small: Path, llm: LLM) -> None:
+    """Without it, it ignored the grammar."""
+    pytest.importorskip("llguidance")
+    params = SamplingParams.for_rollout(seed=2, structured_outputs={"regex": "[a-f]{9}"}, detokenize=True, return_replay=True)
+    completion, model = llm.generate(SHORT, params).outputs[0], load_model(str(small), device="cpu")
+    assert completion.logprobs is not None
+    replayed = completion_logprobs(model, SHORT, completion.token_ids, params, replay=replay_of(completion))
+    assert torch.equal(replayed, completion.logprobs.sampled)
+    with pytest.raises(UnsupportedError, match="structured_outputs"):
+        completion_logprobs(model, SHORT, completion.token_ids, params)
+    raw = params.replace(logprobs_mode="raw")
+    assert torch.equal(completion_logprobs(model, SHORT, completion.token_ids, raw), llm.score(SHORT, completion.token_ids).sampled)
+
+
 def test_records_that_do_not_fit_are_refused(kind: Kind, small: Path, llm: LLM) -> None:
     completion = llm.generate(LONG, ROLLOUT).outputs[0]
     good = replay_of(completion)
