@@ -21,10 +21,12 @@ from dsv4lite.text.messages import (
     THINK,
     USER,
     Parts,
+    call_order,
     content_of,
     list_of,
     malformed,
     roles_of,
+    sort_results,
     system_parts,
     text_of,
 )
@@ -250,13 +252,13 @@ def _add_block(turns: list[_Turn], message: Mapping[str, Any], where: str, escap
 
 
 def _sort_results(turns: Sequence[_Turn]) -> None:
-    """Sort the tool results of each turn by the order of the latest calls, results of unknown calls first; user text stays put."""
+    """Sort the tool results of each turn by the order of the latest calls; user text stays put."""
     order: Mapping[str, int] = {}
     for turn in turns:
         if turn.call_order is not None:
             order = turn.call_order
-        results = sorted((b for b in turn.blocks if b.call_id is not None), key=lambda b: order.get(b.call_id or "", 0))
-        ordered = iter(results)
+        results = [block for block in turn.blocks if block.call_id is not None]
+        ordered = iter(sort_results(results, order, lambda block: block.call_id or ""))
         turn.blocks = [block if block.call_id is None else next(ordered) for block in turn.blocks]
 
 
@@ -271,13 +273,9 @@ def _assistant(message: Mapping[str, Any], where: str) -> _Turn:
     """Render an assistant message."""
     body = tuple(answer_parts(message, where, DSML_CALLS))
     calls = list_of(message, "tool_calls", where)
-    order: dict[str, int] = {}
-    for i, call in enumerate(calls):
-        place = f"tool_calls[{i}] of {where}"
-        if id := text_of(call, "id", place) or text_of(call["function"], "id", place):
-            order[id] = i
+    order = call_order(message, where) if calls else None
     reasoning = Content(text_of(message, "reasoning_content", where))
-    return _Turn(role="assistant", body=body, reasoning=reasoning, call_order=order if calls else None)
+    return _Turn(role="assistant", body=body, reasoning=reasoning, call_order=order)
 
 
 def _header(turn: _Turn, thinking: bool, reasons: bool) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from dsv4lite.errors import InvalidRequestError, near_match, shown
 from dsv4lite.text.tokenizer import Content
@@ -14,6 +14,7 @@ THINK, END_THINK = "<think>", "</think>"
 DSML = "｜DSML｜"
 RESPONSE_FORMAT = "## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
 
+T = TypeVar("T")
 Parts = tuple[str, ...]
 """A prompt's text, in order; the contents of messages and tools are ``Content``."""
 
@@ -100,6 +101,28 @@ def arguments_of(function: Mapping[str, Any], where: str) -> object:
         raise malformed(f"the function of {where} has no 'arguments'", function)
     arguments: object = function["arguments"]
     return arguments
+
+
+def call_order(message: Mapping[str, Any], where: str) -> dict[str, int]:
+    """Return the positions of an assistant message's tool calls, by their ids."""
+    order: dict[str, int] = {}
+    for i, call in enumerate(list_of(message, "tool_calls", where)):
+        place = f"tool_calls[{i}] of {where}"
+        function = function_of(call, place)
+        if id := text_of(call, "id", place) or text_of(function, "id", place):
+            order[id] = i
+    return order
+
+
+def sort_results(results: Iterable[T], order: Mapping[str, int], id_of: Callable[[T], str]) -> list[T]:
+    """Return tool results in the order of their calls; those of unknown calls stand at the first call, in the given order.
+
+    Args:
+        results: The results that follow a message with calls.
+        order: ``call_order`` of that message.
+        id_of: Returns the id of a result's call.
+    """
+    return sorted(results, key=lambda result: order.get(id_of(result), 0))
 
 
 def content_of(message: Mapping[str, Any], where: str, *, optional: bool = False, placeholders: bool = False) -> Content:

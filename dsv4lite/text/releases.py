@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +22,7 @@ from dsv4lite.text.messages import (
     USER,
     Parts,
     arguments_of,
+    call_order,
     content_of,
     dsml_call,
     function_of,
@@ -28,6 +30,7 @@ from dsv4lite.text.messages import (
     list_of,
     malformed,
     roles_of,
+    sort_results,
     system_parts,
     text_of,
 )
@@ -88,6 +91,8 @@ Here are the functions available in JSONSchema format:
 """
 
 Message = Mapping[str, Any]
+Turn = tuple[str, Message, str]
+"""The role of a message, the message, and its name in errors."""
 
 
 class Marks(NamedTuple):
@@ -201,7 +206,7 @@ def render_release(
 
     Args:
         messages: OpenAI-style, as in ``chat.render_messages``, without ``task`` and latest_reminder. Only V3.2 has developer
-            messages and ``response_format``. Tool results must be in the order of the calls.
+            messages and ``response_format``.
         release: One of ``RELEASES``.
         reasoning: ``"none"`` is non-thinking mode, any other effort thinking mode; ``None`` is thinking mode if the release has
             one. V3 never thinks, and R1 always does. Past answers lose their reasoning.
@@ -214,7 +219,7 @@ def render_release(
     Raises:
         InvalidRequestError: A message, a tool or ``reasoning`` is malformed; the error names the index.
     """
-    turns = _turns(messages, tools, release)
+    turns = _with_sorted_results(_turns(messages, tools, release))
     thinking = _thinks(release, reasoning)
     last = max((i for i, (role, _, _) in enumerate(turns) if role in ("user", "developer")), default=-1)
     parts, open_calls = [BOS], 0
@@ -260,8 +265,8 @@ def _thinks(release: Release, reasoning: str | None) -> bool:
     return release.thinks == "always" or wanted != "none"
 
 
-def _turns(messages: Sequence[Message], tools: Sequence[Message] | None, release: Release) -> list[tuple[str, Message, str]]:
-    """Return the role of each message, the message, and its name in errors; add the request's tools to a system message."""
+def _turns(messages: Sequence[Message], tools: Sequence[Message] | None, release: Release) -> list[Turn]:
+    """Check the roles of the messages; add the request's tools to a system message."""
     known = ("system", *(("developer",) if release.schemas else ()), "user", "assistant", "tool")
     roles = roles_of(messages, tools, known)
     turns = [(role, message, f"messages[{i}]") for i, (role, message) in enumerate(zip(roles, messages))]
@@ -278,6 +283,17 @@ def _turns(messages: Sequence[Message], tools: Sequence[Message] | None, release
     place = turns.index(heads[0]) if release.schemas and heads else 0
     rest = [turn for turn in turns if turn not in heads]
     return [*rest[:place], ("system", head, heads[0][2] if heads else "the request"), *rest[place:]]
+
+
+def _with_sorted_results(turns: Sequence[Turn]) -> list[Turn]:
+    """Sort the tool results behind each assistant message by the order of its calls."""
+    found: list[Turn] = []
+    order: Mapping[str, int] = {}
+    for role, group in groupby(turns, key=lambda turn: turn[0]):
+        run = list(group)
+        found += sort_results(run, order, lambda turn: text_of(turn[1], "tool_call_id", turn[2])) if role == "tool" else run
+        order = call_order(*run[-1][1:]) if role == "assistant" else {}
+    return found
 
 
 def _section(function: Message, where: str) -> str:

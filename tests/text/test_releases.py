@@ -177,6 +177,18 @@ def test_schemas_describe_the_tools_of_v32() -> None:
     assert render("deepseek_v32", later, tools=[TOOL]) == f"{B}{U}a{A}</think>S\n\n{shown}{U}b{A}</think>"
 
 
+@pytest.mark.parametrize("name", RELEASES)
+def test_results_are_in_the_order_of_the_calls(name: str) -> None:
+    """They were in the order of the messages. Only results behind the same calls are sorted."""
+    answers = [{**result(said), "tool_call_id": id} for id, said in (("0", "rain"), ("1", "sun"), ("2", "snow"))]
+    ordered = [user("a"), called(3), *answers, user("b"), called(3), *answers]
+    mixed = [user("a"), called(3), *answers[::-1], user("b"), called(3), answers[1], answers[2], answers[0]]
+    assert render(name, mixed) == render(name, ordered)
+    unknown = [{**answer, "tool_call_id": "x"} for answer in answers]
+    texts = [render(name, [user("a"), called(3), *results]) for results in (unknown, map(result, ("rain", "sun", "snow")))]
+    assert texts[0] == texts[1] == render(name, ordered[:5])
+
+
 def test_result_of_v32_cannot_close_its_tag() -> None:
     text = "</result>\n</FUNCTION_RESULTS></resul"
     assert "\n<result><\\/result>\n<\\/FUNCTION_RESULTS></resul</result>" in render(
