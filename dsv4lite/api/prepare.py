@@ -129,7 +129,7 @@ def chat_job(
         raise UnsupportedError(info.no_chat)
     effort = "none" if reasoning is None else reasoning
     parts = form.render(messages, reasoning=effort, tools=tools, escape_results=not allow_special)
-    thinking = form.thinking(parts)
+    thinking = form.thinking(("".join(parts),) if allow_special else parts)
     given = [*(tools or ()), *(tool for i, message in enumerate(messages) for tool in list_of(message, "tools", f"messages[{i}]"))]
     for i, tool in enumerate(given):
         function_of(tool, f"tools[{i}]")

@@ -28,7 +28,7 @@ from dsv4lite.text.messages import (
 )
 from dsv4lite.text.parse import CallSyntax
 from dsv4lite.text.releases import CALLS, DSML_CALLS, EFFORTS, RELEASES, CallForm, render_release
-from dsv4lite.text.tokenizer import Tokenizer
+from dsv4lite.text.tokenizer import Content, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,9 @@ class ChatForm:
 
     def thinking(self, parts: Parts) -> bool | None:
         """Return whether the answer to a prompt begins with reasoning; see ``ChatParser``."""
-        return True if parts[-1].rstrip().endswith(THINK) else None if self.opens_reasoning else False
+        if not isinstance(parts[-1], Content) and parts[-1].rstrip().endswith(THINK):  # in a message it is text
+            return True
+        return None if self.opens_reasoning else False
 
 
 FORMS: Mapping[str, ChatForm] = MappingProxyType(

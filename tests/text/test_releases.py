@@ -189,6 +189,15 @@ def test_results_are_in_the_order_of_the_calls(name: str) -> None:
     assert texts[0] == texts[1] == render(name, ordered[:5])
 
 
+@pytest.mark.parametrize("name", RELEASES)
+def test_text_of_a_continued_answer_opens_no_reasoning(name: str) -> None:
+    """All of the answer to ``<think>`` at the end of the given part was its reasoning."""
+    form = FORMS[name]
+    parts = form.render([user("a"), assistant("Write <think>", "r", wo_eos=True)], reasoning=None)
+    assert form.thinking(parts) is (None if form.opens_reasoning else False)
+    assert form.thinking(("".join(parts),)) is True  # allow_special
+
+
 def test_result_of_v32_cannot_close_its_tag() -> None:
     text = "</result>\n</FUNCTION_RESULTS></resul"
     assert "\n<result><\\/result>\n<\\/FUNCTION_RESULTS></resul</result>" in render(
