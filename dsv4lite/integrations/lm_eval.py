@@ -33,7 +33,8 @@ class Conversation(str):
 class Model(TemplateLM):
     """Scores and generates by an engine, which batches requests by itself.
 
-    What is longer than the engine's ``max_model_len`` loses its beginning, as with the harness's other models.
+    A text longer than the engine's ``max_model_len`` loses its beginning, as with the harness's other models, but one token of the
+    context stays. An answer has at most ``max_model_len - 1`` tokens. A conversation is not cut.
     """
 
     def __init__(
@@ -106,8 +107,8 @@ class Model(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        pairs = [(self._last(context, self.max_length - len(ids)), ids) for _, context, ids in requests]
-        scores = self.llm.score_batch(pairs)
+        cut = [(context, ids[1 - self.max_length :]) for _, context, ids in requests]
+        scores = self.llm.score_batch([(context[len(ids) - self.max_length :], ids) for context, ids in cut])
         return [(float(found.sampled.sum()), bool((found.ranks == 1).all())) for found in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -126,6 +127,7 @@ class Model(TemplateLM):
         """Continue each context until one of its strings, greedily unless the task samples.
 
         Raises:
+            ContextLengthError: A conversation and its answer are longer than ``max_model_len``.
             InvalidRequestError: The task has a setting that ``SamplingParams`` does not.
         """
         contexts, params = [], []
@@ -133,7 +135,7 @@ class Model(TemplateLM):
             settings = {**normalize_gen_kwargs(given, self.max_gen_toks)}
             if not settings.pop("do_sample"):
                 settings["temperature"] = 0.0
-            settings["max_tokens"] = settings.pop("max_gen_toks")
+            settings["max_tokens"] = min(settings.pop("max_gen_toks"), self.max_length - 1)  # a prompt has at least one token
             settings["stop"] = [text for text in settings.pop("until") if text]
             contexts.append(context)
             params.append(SamplingParams.from_dict(settings))
@@ -144,10 +146,7 @@ class Model(TemplateLM):
         if isinstance(context, Conversation):
             return self.llm.chat(json.loads(context), params).text
         assert params.max_tokens is not None
-        return self.llm.generate(self._last(self.tok_encode(context), self.max_length - params.max_tokens), params).text
-
-    def _last(self, ids: list[int], most: int) -> list[int]:
-        return ids[-max(most, 1) :]
+        return self.llm.generate(self.tok_encode(context)[params.max_tokens - self.max_length :], params).text
 
 
 if __name__ == "__main__":

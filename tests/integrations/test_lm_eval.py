@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from dsv4lite.errors import InvalidRequestError, UnsupportedError
+from dsv4lite.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from dsv4lite.llm import LLM
 from dsv4lite.request import SamplingParams
 from tests.e2e.engines import MODEST, write_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-PAIRS = [("abc", " de"), ("hello ", "x"), ("", "ab"), ("k" * 90, "mm")]
+PAIRS = [("abc", " de"), ("hello ", "x"), ("", "ab"), ("k" * 90, "mm"), ("ka", "m" * 80)]
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +34,16 @@ def instances(kind: str, arguments: list[Any]) -> list[Any]:
 
 
 def test_loglikelihoods_are_those_of_score(model: Any) -> None:
-    """Also behind no context, and behind one that is too long, of which the end counts."""
+    """Also behind no context, and of contexts and continuations that are too long, of which the end counts."""
     llm: LLM = model.llm
     encode = llm.tokenizer.encode
-    split = [("abc", " de"), ("hello", " x"), ([llm.tokenizer.bos_token_id], "ab"), (encode("k" * 62), "mm")]
+    split = [
+        ("abc", " de"),
+        ("hello", " x"),
+        ([llm.tokenizer.bos_token_id], "ab"),
+        (encode("k" * 62), "mm"),
+        (encode("a"), "m" * 63),
+    ]
     found = model.loglikelihood(instances("loglikelihood", PAIRS))
     for (value, greedy), (prompt, completion) in zip(found, split, strict=True):
         scores = llm.score(prompt, completion)
@@ -68,16 +74,21 @@ def test_texts_are_those_of_generate(model: Any) -> None:
         ("abc", {"until": ["q", "e", ""], "max_gen_toks": 20}),
         ("hello", {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "seed": 4, "max_gen_toks": 9, "until": "z"}),
         ("k" * 90, {"max_gen_toks": 10}),
+        ("kx", {"max_gen_toks": 80}),
     ]
     llm: LLM = model.llm
     wanted = [
         llm.generate("abc", SamplingParams(temperature=0, stop=["q", "e"], max_tokens=20)).text,
         llm.generate("hello", SamplingParams(temperature=0.7, top_p=0.9, seed=4, max_tokens=9, stop="z")).text,
         llm.generate("k" * 54, SamplingParams(temperature=0, max_tokens=10)).text,
+        llm.generate("x", SamplingParams(temperature=0, max_tokens=63)).text,
     ]
     assert model.generate_until(instances("generate_until", given)) == wanted
     with pytest.raises(InvalidRequestError, match="num_beams"):
         model.generate_until(instances("generate_until", [("abc", {"num_beams": 4})]))
+    talk = model.apply_chat_template([{"role": "user", "content": "ab"}])
+    with pytest.raises(ContextLengthError):  # a conversation is not cut
+        model.generate_until(instances("generate_until", [(talk, {"max_gen_toks": 63})]))
 
 
 def test_harness_evaluates_a_task_with_it(model: Any) -> None:
