@@ -114,12 +114,13 @@ class MemoryPlan:
 
     Attributes:
         planned_for: The device, and the formats of weights and state on it.
-        kv_tokens: Tokens whose state fits at once.
+        kv_tokens: Tokens whose state fits at once in each replica.
         max_model_len: Longest sequence the engine will accept.
-        max_concurrency: Sequences of that length that fit at once.
+        max_concurrency: Sequences of that length that fit at once in each replica.
         bytes_per_token: Bytes of the growing state.
         bytes_per_sequence: Bytes of the fixed state of a running sequence.
         fits: Whether the engine would start.
+        replicas: Replicas of the model (``data_parallel_size``).
         advice: Remedies; empty if the plan fits.
         layouts: If ``devices`` was given, all layouts, best first; the plan is that of the first one.
     """
@@ -134,6 +135,7 @@ class MemoryPlan:
     bytes_per_token: float
     bytes_per_sequence: int
     fits: bool
+    replicas: int = 1
     advice: tuple[str, ...] = ()
     layouts: tuple[LayoutPlan, ...] = ()
 
@@ -163,7 +165,8 @@ class MemoryPlan:
         if not self.fits:
             return f"does not fit: {self.advice[0]}"
         room = f"{self.max_concurrency:,} sequences of {self.max_model_len:,} tokens"
-        return f"fits, with {self.kv_tokens:,} tokens of KV cache: {room} at once"
+        where = f" in each of {self.replicas} replicas" if self.replicas > 1 else ""
+        return f"fits, with {self.kv_tokens:,} tokens of KV cache{where}: {room} at once"
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -379,7 +382,6 @@ def make_plan(
     room = usable - weights - workspace - graphs
     budget = config.kv_cache_memory_bytes or (min(CPU_STATE_BYTES, room) if on_cpu else room)
     sizes, length, advice = plan_state(config, model, spec, budget, longest=longest)
-    per_sequence = spec.slot_bytes + window_pages(model.window) * spec.window_page_bytes
     used = weights + workspace + graphs + spec.bytes(sizes)
     notes = list(advice)
     if room < 0:
@@ -413,8 +415,9 @@ def make_plan(
         max_model_len=length,
         max_concurrency=min(sizes.slots, sizes.grow_pages // pages_each),
         bytes_per_token=spec.grow_page_bytes / PAGE_TOKENS,
-        bytes_per_sequence=per_sequence,
+        bytes_per_sequence=spec.slot_bytes + window_pages(model.window) * spec.window_page_bytes,
         fits=not notes,
+        replicas=config.layout.dp,
         advice=tuple(notes),
     )
 

@@ -133,6 +133,17 @@ def test_plans_of_two_ranks_merge_to_the_shorter_length(flash: str) -> None:
         assert merged.sizes.grow_pages == short.sizes.grow_pages and len(merged.per_device) == 2
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_plan_counts_tokens_and_sequences_in_each_replica(small: str, replicas: int) -> None:
+    """It printed the numbers of one replica as those of all."""
+    one, plan = (plan_memory(small, gpu="h200", data_parallel_size=count) for count in (1, replicas))
+    assert plan.replicas == replicas == len(plan.per_device)
+    assert (plan.kv_tokens, plan.max_concurrency) == (one.kv_tokens, one.max_concurrency)
+    where = "" if replicas == 1 else " in each of 2 replicas"
+    room = f"{plan.max_concurrency:,} sequences of {plan.max_model_len:,} tokens at once"
+    assert f"fits, with {plan.kv_tokens:,} tokens of KV cache{where}: {room}" in str(plan).splitlines()[0]
+
+
 # -------------------------------------------------------------------------------------------------------- what the host has
 
 
