@@ -473,7 +473,7 @@ def plan_memory(
         gpu: Chip to plan for, by its name in ``device.CHIPS``, such as ``"h200"``.
         memory_bytes: Memory of each device to plan for; default is that of ``gpu``, or of this machine's device.
         devices: Compare all layouts of this number of devices, and return the plan of the best: among those that fit, the one with
-            the shortest steps of many sequences.
+            the shortest time of a full step divided by the number of replicas, so the most tokens per second.
         settings: Fields of ``EngineConfig``.
 
     Raises:
