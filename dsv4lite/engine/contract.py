@@ -23,6 +23,9 @@ _DRAFTER = "mtp."  # its tensors change no probabilities
 class ExecutionContract:
     """How one side computes. Sides with equal contracts and ``deterministic=True`` compute equal bits.
 
+    Environment variables that change the instructions of the CPU's matrix library, such as ``MKL_CBWR``, change bits and are not
+    recorded.
+
     Attributes:
         versions: Versions of the packages that compute.
         device: Name of the GPU, or instruction set of the CPU.
