@@ -458,6 +458,7 @@ def test_control_tokens_of_messages_are_text(said: str) -> None:
         ("{{ raise_exception('roles must alternate') }}", [user("a")], "does not take this conversation: roles must alternate"),
         ("{{ messages[0].content + 1 }}", [user("a")], "does not take this conversation"),
         ("{{ messages.append(1) }}", [user("a")], "does not take this conversation"),
+        ("{{ strftime_now('%Y') }}", [user("a")], "does not take this conversation: 'strftime_now' is undefined"),
         ("{{ ''.__class__.__mro__ }}", [user("a")], "does not take this conversation"),
         (TEMPLATE, [], "messages is empty"),
         (TEMPLATE, [3], r"messages\[0\] is not a mapping"),
@@ -488,8 +489,9 @@ def test_what_is_missing_for_chat_is_said(monkeypatch: pytest.MonkeyPatch) -> No
         None,
         "this model has no chat format; render the conversation yourself and use generate()",
     )
-    form, problem = find_form(None, tokenizer(template="{% if %}"), shipped=False)
-    assert form is None and "cannot be read" in problem
+    for template in ("{% if %}", "{% generation %}a{% endgeneration %}"):
+        form, problem = find_form(None, tokenizer(template=template), shipped=False)
+        assert form is None and "cannot be read" in problem
     monkeypatch.setitem(sys.modules, "jinja2", None)
     form, problem = find_form("deepseek_v3", tokenizer(template=TEMPLATE), shipped=True)
     assert form is None and "pip install 'dsv4lite[chat]'" in problem
