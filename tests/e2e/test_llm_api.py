@@ -889,6 +889,20 @@ async def test_chat_separates_reasoning_answer_and_tool_calls(lab: Lab) -> None:
         assert out.to_openai(chat=True)["choices"][0]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("special", [False, True])
+async def test_mark_in_a_continued_answer_opens_reasoning_only_as_a_control_token(lab: Lab, special: bool) -> None:
+    """As text it opened reasoning, too, and all of the answer was taken for that."""
+
+    def talk(engine: FakeEngine) -> None:
+        engine.info = replace(engine.info, chat=FORMS["deepseek_v31"])
+
+    lab.model, lab.prepare = text_model("It is 4."), talk
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "Say <think>", "wo_eos": True}]
+    async with AsyncLLM("m") as llm:
+        (completion,) = (await llm.chat(messages, allow_special=special)).outputs
+    assert (completion.reasoning or "", completion.text) == (("It is 4.", "") if special else ("", "It is 4."))
+
+
 async def test_chat_refuses_tools_that_no_parser_could_read(lab: Lab) -> None:
     """A user's message with tools raised what was no error of this package."""
     async with AsyncLLM("m") as llm:
