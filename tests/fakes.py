@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from dsv4lite.config import EngineConfig
-from dsv4lite.errors import EngineDeadError, EngineStateError, InvalidRequestError, RequestFailedError
-from dsv4lite.request import FinishReason, Logprobs, MemoryTag, Request, SamplingParams, SequenceUpdate, TokenLogprob
+from dsv4lite.errors import EngineDeadError, EngineStateError, InvalidRequestError, RequestFailedError, WeightUpdateError
+from dsv4lite.request import MEMORY_TAGS, FinishReason, Logprobs, MemoryTag, Request, SamplingParams, SequenceUpdate, TokenLogprob
 from dsv4lite.text.forms import FORMS, ChatForm
 from dsv4lite.text.tokenizer import Tokenizer
 from tests.text.shipped import SHIPPED
@@ -78,6 +78,7 @@ class FakeEngine:
         self.aborted: list[tuple[str | None, int | None]] = []
         self.resets = 0
         self.told: list[tuple[Any, ...]] = []  # about weights and memory
+        self.released, self.valid = frozenset[MemoryTag](), True
         self.failing: dict[str, Exception] = {}
         self.dumps: list[Path] = []
         self.steps = 0
@@ -141,24 +142,36 @@ class FakeEngine:
         for name, _ in source.tensors():
             self._told("take", serial, name).result(10)
 
+    def memory_state(self) -> tuple[frozenset[MemoryTag], bool]:
+        return self.released, self.valid
+
+    def begin_update(self, serial: int, staged: bool) -> Future[None]:
+        return self._told("begin", serial, staged, then=lambda: setattr(self, "valid", self.valid and staged))
+
     def commit_update(self, serial: int, version: int, *, partial: bool, recompute: bool) -> Future[None]:
-        return self._told("commit", serial, version, partial, recompute)
+        return self._told("commit", serial, version, partial, recompute, then=lambda: setattr(self, "valid", True))
 
     def sleep(self, level: int) -> Future[None]:
-        return self._told("sleep", level)
+        def do() -> None:
+            self.released, self.valid = frozenset(MEMORY_TAGS), self.valid and level == 1
+
+        return self._told("sleep", level, then=do)
 
     def wake_up(self, tags: Sequence[MemoryTag]) -> Future[None]:
-        return self._told("wake_up", *sorted(tags))
+        return self._told("wake_up", *sorted(tags), then=lambda: setattr(self, "released", self.released.difference(tags)))
 
     def weight_checksums(self) -> Future[dict[str, str]]:
         return self.call(lambda: {"w": "0" * 16})
 
-    def _told(self, *call: Any) -> Future[None]:
+    def _told(self, *call: Any, then: Callable[[], None] = lambda: None) -> Future[None]:
         def do() -> None:
             self.told.append(call)
             if (failure := self.failing.pop(call[0], None)) is not None:
+                # As in the engine: an error of a commit that is no ``WeightUpdateError`` may come in the middle of writing.
+                self.valid = self.valid and (call[0] != "commit" or isinstance(failure, WeightUpdateError))
                 raise failure
             assert call[0] in ("begin", "take", "roll_back", "capture") or self.paused, f"{call} while steps run"
+            then()
 
         return self.call(do)
 

@@ -169,13 +169,10 @@ def check_layout(config: ModelConfig, tensors: Tensors, layout: Layout) -> None:
 
 
 def layouts_for(config: ModelConfig, tensors: Tensors, devices: int, block: tuple[int, int] | None = None) -> tuple[Layout, ...]:
-    """Return every layout of ``devices`` devices that divides a model, those with fewer stages first.
+    """Return every layout of ``devices`` devices that divides a model, those with fewer stages first; replicas always do.
 
     Args:
         block: For weight-only formats, rows and columns of which each cut must be a multiple.
-
-    Raises:
-        ConfigError: There is none.
     """
     found = []
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
@@ -189,8 +186,6 @@ def layouts_for(config: ModelConfig, tensors: Tensors, devices: int, block: tupl
             except ConfigError:
                 continue
             found.append(layout)
-    if not found:
-        raise ConfigError(f"devices={devices}: no layout of so many shares this model equally; try another number")
     return tuple(found)
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from dsv4lite import LLM, CheckpointError, ConfigError, DSV4LiteError, SamplingParams, plan_memory
 from dsv4lite.__main__ import main
+from dsv4lite.layout import Layout
 from dsv4lite.text.tokenizer import Tokenizer
 from tests.e2e.engines import MODEST, SMALL, opened, write_model
 
@@ -353,10 +354,10 @@ def test_overrides_are_checked_as_the_config_is(copy: Path) -> None:
         assert isinstance(attempt(lambda o=overrides: plan_memory(str(copy), hf_overrides=o)), ConfigError)
 
 
-def test_no_layout_of_so_many_devices_is_a_config_error(copy: Path) -> None:
+def test_devices_that_cannot_share_a_model_are_planned_as_replicas(copy: Path) -> None:
     config(quantization_config={"quant_method": "fp8"}, num_attention_heads=3, o_groups=3)(copy)
-    with pytest.raises(ConfigError, match="devices=7: no layout"):
-        plan_memory(str(copy), load_format="dummy", devices=7, **MODEST)
+    plan = plan_memory(str(copy), load_format="dummy", devices=7, **MODEST)
+    assert [found.layout for found in plan.layouts] == [Layout(dp=7)]
 
 
 @pytest.mark.parametrize("case", ["n_routed_experts=1000000000", "truncated", "config.json deep", "token id 2147483648"])
