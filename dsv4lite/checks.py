@@ -90,7 +90,10 @@ def file_name(value: object) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a number or text of a subclass, such as an ``IntEnum``, as the plain type, which all processes know; tuples alike."""
+    """Return a value of a subclass of int, float or str, such as an ``IntEnum``, as that type, which every process can unpickle.
+
+    The same inside tuples; other values are returned unchanged.
+    """
     if type(value) in _PLAIN:
         return value
     if isinstance(value, tuple):
@@ -101,7 +104,7 @@ def plain(value: Any) -> Any:
 
 
 def plain_fields(kind: type[T], value: T) -> T:
-    """Return a dataclass of a subclass of ``kind`` as ``kind`` itself, for the same reason."""
+    """Return a dataclass of a subclass of ``kind`` as ``kind``, which every process can unpickle."""
     return value if type(value) is kind else kind(**{f.name: getattr(value, f.name) for f in fields(kind)})  # type: ignore[arg-type]
 
 

@@ -243,7 +243,10 @@ class AsyncLLM(BaseLLM):
                     files.write(output)
                     if callable(progress):
                         progress(files.report())
-            return files.report()
+            report = files.report()
+        if report.earlier + report.done < report.rows:  # rows were aborted, perhaps because the engine was closed
+            self._session.require("generate_file", *STARTED)
+        return report
 
     def stream(
         self,

@@ -117,7 +117,7 @@ class RowFiles:
             for number, line in enumerate(lines):
                 if line.strip():
                     self._rows, last = self._rows + 1, number
-        self._failed = 0
+        self._failed = 0  # ``_read_target`` counts those of earlier runs
         self._out: BinaryIO = self._target.open("ab", buffering=0)
         try:
             _lock(self._out)

@@ -193,8 +193,8 @@ class Session:
         self._answer = _done()  # the engine's answer to the last order to pause or resume
         self._released: frozenset[MemoryTag] = frozenset()  # what sleeps, or will once the engine has carried out its commands
         self._memory = _done()  # the last sleep or wake-up
-        self._valid = True  # the weights that are resident, or kept in host memory; or will be, as above
-        self._orders = 0  # calls that change these two and have not ended
+        self._valid = True  # whether the weights, resident or in host memory, are valid, or will be, as above
+        self._orders = 0  # pending calls that change these two
         self._hold: Pause | None = None  # while the engine cannot serve
         self._update: Update | None = None
         self.weight_version = 0
@@ -546,6 +546,8 @@ class Session:
         def end(answer: Future[None]) -> None:
             with self._lock:
                 self._end_order(engine)
+                if update.staged or update.ended:  # an open update without valid weights holds no requests; it has paused them
+                    self._update_hold()
 
         return _after(answer, end)
 
@@ -642,20 +644,23 @@ class Session:
             self._released, self._valid = frozenset(MEMORY_TAGS), self._valid and level == 1
             self._orders += 1
             self._update_hold()
-        return self._remember(engine, answer)
+        return self._follow(engine, answer)
 
     def wake_up(self, tags: Iterable[MemoryTag]) -> Future[None]:
         """Wake up those of ``tags`` that sleep; the engine serves once all tags are awake and the weights are valid."""
         with self._lock:
-            engine, wanted = self._engine_in("wake_up", *NOT_UPDATING), self._released.intersection(tags)
+            engine = self._engine_in("wake_up", *NOT_UPDATING)
+            wanted = frozenset(tag for tag in self._released if tag in tags)
             if not wanted:
                 return self._pending()
             answer = engine.wake_up(tuple(wanted))
             self._released -= wanted
             self._orders += 1
-        return self._remember(engine, answer)
+        return self._follow(engine, answer)
 
-    def _remember(self, engine: Engine, answer: Future[None]) -> Future[None]:
+    def _follow(self, engine: Engine, answer: Future[None]) -> Future[None]:
+        """Return a future that ends with a sleep or wake-up, after the session has taken over its result."""
+
         def end(answer: Future[None]) -> None:
             with self._lock:
                 self._end_order(engine)
@@ -665,7 +670,7 @@ class Session:
         return self._memory
 
     def _end_order(self, engine: Engine) -> None:
-        """Count a call that has ended; after the last, what all have come to counts, since any of them may have failed."""
+        """Note that a call has ended. When none is pending, take over the engine's state: any of the calls may have failed."""
         self._orders -= 1
         if not self._orders:
             self._released, self._valid = engine.memory_state()
@@ -675,7 +680,7 @@ class Session:
         return _done() if self._memory.done() else self._memory
 
     def _update_hold(self) -> None:
-        """Hold all requests while the engine sleeps or has no weights."""
+        """Hold all requests while the engine sleeps or has no weights, or may be found to when pending calls have ended."""
         if self._phase is not Phase.READY:
             return
         if self._released or not self._valid:
@@ -683,7 +688,7 @@ class Session:
                 self._hold = Pause(block=True, frozen=True)
                 self._pauses.append(self._hold)
                 self._apply_pauses()
-        elif self._hold is not None:
+        elif self._hold is not None and not self._orders:
             hold, self._hold = self._hold, None
             self._drop_pause(hold)
 

@@ -77,7 +77,7 @@ def check_replay(replay: Replay, config: ModelConfig, prompt: int, completion: i
     check("routed_experts", experts, torch.int16, (tokens, config.num_hidden_layers, config.experts_per_token))
     check("index_entries", entries, torch.int32, (tokens - first, layers, k))
     check("kept_counts", counts, torch.int32, (completion,))
-    require(counts is None or bool((counts > 0).all()), "replay.kept_counts", None, "must be positive")
+    require(counts is None or bool((counts > 0).all()), "replay.kept_counts", counts, "must be positive")
     check("kept_ids", ids, torch.int32, (0 if counts is None else int(counts.sum()),))
     require((counts is None) == (ids is None), "replay.kept_ids", None, "must come with kept_counts")
     if experts is not None:  # all -1 in a dense layer; kernels require distinct experts

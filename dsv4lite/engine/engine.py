@@ -141,7 +141,7 @@ class Engine:
         self._ended = False
         self._paused = False
         self._released: set[MemoryTag] = set()
-        self._valid = True  # the weights that are resident, or kept in host memory
+        self._valid = True  # whether the weights, resident or in host memory, are valid
         self._stats = EngineStats()
         self._steps = self._generated = 0
         self._step_s = self._host_s = 0.0
@@ -322,8 +322,9 @@ class Engine:
         if self._external is not None:
             raise EngineStateError("this rank runs the steps of rank 0; use the engine of rank 0", state="following")
         self._inbox.put(command)
-        if self._ended or self._dead is not None:  # the thread no longer reads the inbox
-            self._fail_call(command)  # and no other's, whose callbacks may take a lock that this caller holds
+        if self._ended or self._dead is not None:
+            # The thread no longer reads the inbox. Only this call fails here: callbacks of others may take locks of this caller.
+            self._fail_call(command)
 
     # ------------------------------------------------------------------------------------------------- in the engine's thread
 
@@ -685,7 +686,8 @@ class Engine:
     def _ask(self, method: ResidentMethod, *arguments: Any, undo: Ask | None = None) -> list[Any]:
         """Call a method of every rank's ``Resident``; if one raises, call ``undo`` on all of them."""
         if method in _ON_WEIGHTS and "weights" in self._released:
-            raise EngineStateError("the weights are asleep: a `wake_up` before this call failed; repeat it first", state="asleep")
+            reason = "the weights are asleep, because a `wake_up` before this call failed; call `wake_up` again"
+            raise EngineStateError(reason, state="asleep")
         self._finish_all()
         try:
             return self._runner.ask(Ask(method, arguments))

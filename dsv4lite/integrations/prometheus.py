@@ -20,7 +20,7 @@ from dsv4lite.request import Phase
 COUNTERS: Mapping[str, str] = MappingProxyType(
     {
         "steps": "Steps of the engine.",
-        "prompt_tokens": "Prompt tokens of sequences started, cached ones included.",
+        "prompt_tokens": "Tokens of sequences that started or started again, cached ones included.",
         "cached_tokens": "Prompt tokens from the prefix cache.",
         "generated_tokens": "Tokens sampled.",
         "preemptions": "How often a sequence gave up its state.",

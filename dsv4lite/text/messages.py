@@ -115,7 +115,7 @@ def call_order(message: Mapping[str, Any], where: str) -> dict[str, int]:
 
 
 def sort_results(results: Iterable[T], order: Mapping[str, int], id_of: Callable[[T], str]) -> list[T]:
-    """Return tool results in the order of their calls; those of unknown calls stand at the first call, in the given order.
+    """Return tool results in the order of their calls; those of unknown calls are sorted as results of the first call.
 
     Args:
         results: The results that follow a message with calls.

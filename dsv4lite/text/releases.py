@@ -286,7 +286,7 @@ def _turns(messages: Sequence[Message], tools: Sequence[Message] | None, release
 
 
 def _with_sorted_results(turns: Sequence[Turn]) -> list[Turn]:
-    """Sort the tool results behind each assistant message by the order of its calls."""
+    """Sort the tool results that follow each assistant message by the order of its calls."""
     found: list[Turn] = []
     order: Mapping[str, int] = {}
     for role, group in groupby(turns, key=lambda turn: turn[0]):

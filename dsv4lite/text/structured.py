@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 
-from dsv4lite.checks import one_of
+from dsv4lite.checks import one_of, plain
 from dsv4lite.errors import DSV4LiteError, InvalidRequestError, RequestFailedError, UnsupportedError, near_match, shown
 from dsv4lite.text.tokenizer import Tokenizer
 
@@ -108,6 +108,8 @@ class StructuredOutputs:
             check_size("choice", self.choice, num_bytes("choice", "".join(self.choice)), MAX_CHOICE_BYTES, "bytes")
         if self.json is not None:
             object.__setattr__(self, "json", schema_text(self.json))
+        for f in fields(self):
+            object.__setattr__(self, f.name, plain(getattr(self, f.name)))
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> StructuredOutputs:
@@ -172,7 +174,7 @@ class GrammarCompiler:
                 compiled = self._known[spec] = Future()
                 self._queue.append((spec, ref(compiled)))
                 if not self._working:
-                    # Not a daemon, as the engine's thread is: at exit, a thread that leaves llguidance would crash the process.
+                    # Not a daemon, unlike the engine's thread, which starts it: at exit, one in llguidance would crash the process.
                     threading.Thread(target=self._work, name="dsv4lite-grammars", daemon=False).start()
                     self._working = True
             elif spec in self._recent:

@@ -419,7 +419,7 @@ def test_call_made_while_the_engine_fails_answers_no_other(model: Path) -> None:
         assert in_step.wait(60)
         update = threading.Thread(target=run, args=(lambda: llm.update_weights(1).__enter__(),), daemon=True)
         update.start()
-        while engine._inbox.qsize() == 0:
+        while engine._inbox.qsize() == 0 and update.is_alive():
             time.sleep(0.001)
         straddles = threading.Thread(target=run, args=(lambda: llm.generate(SHORT, some()),), name="straddles", daemon=True)
         straddles.start()

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from pickle import PicklingError
 from typing import Any
@@ -136,17 +136,29 @@ def test_values_of_types_of_the_host_reach_the_ranks_as_plain_ones(model: Path) 
     class Word(enum.StrEnum):
         STOP = "no such text"
 
+    class Tag(enum.StrEnum):
+        WEIGHTS = "weights"
+
     class Params(SamplingParams):
         pass
 
     given = Params(
-        max_tokens=Number.THREE, seed=Number.ONE, stop=[Word.STOP], stop_token_ids=[Number.ONE], logit_bias={Number.ONE: Number.ONE}
+        max_tokens=Number.THREE,
+        seed=Number.ONE,
+        stop=[Word.STOP],
+        stop_token_ids=[Number.ONE],
+        bad_words_ids=[[Number.ONE]],
+        logit_bias={Number.ONE: Number.ONE},
     )
-    plain = SamplingParams(max_tokens=3, seed=1, stop=["no such text"], stop_token_ids=[1], logit_bias={1: 1})
-    assert SamplingParams(**{f.name: getattr(given, f.name) for f in fields(SamplingParams)}) == plain
+    plain = SamplingParams(max_tokens=3, seed=1, stop=["no such text"], stop_token_ids=[1], bad_words_ids=[[1]], logit_bias={1: 1})
     with LLM(str(model), **tight(model, executor="process")) as llm:
         out = llm.generate(PROMPTS[0], given, priority=Number.ONE, cache_salt=Word.STOP, request_id=Word.STOP)
         assert out.token_ids == llm.generate(PROMPTS[0], plain).token_ids and type(out.request_id) is str
+        llm.sleep()
+        llm.wake_up([Tag.WEIGHTS, "kv_cache"])
+        assert out.token_ids == llm.generate(PROMPTS[0], plain).token_ids
+    structure: Any = SamplingParams(structured_outputs={"choice": [Word.STOP]}).structured_outputs
+    assert type(structure.choice[0]) is str
 
 
 @pytest.fixture(scope="module")

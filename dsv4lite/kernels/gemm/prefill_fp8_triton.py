@@ -24,7 +24,7 @@ from dsv4lite.kernels.e4m3 import e8m0
 from dsv4lite.kernels.gemm.prefill_triton import place
 from dsv4lite.kernels.hopper import STORED, copy_tile, described
 
-_LEAST_ROWS, _LEAST_TILES = 129, 100  # with fewer tiles than this, multiprocessors without one outweigh what this kernel saves
+_LEAST_ROWS, _LEAST_TILES = 129, 100  # with fewer tiles, idle multiprocessors cost more than this kernel saves
 _GROUPED = 8  # tiles of rows that read the same weights one after the other
 _TILE = gl.constexpr(128)  # rows, results and inputs
 _STAGES = gl.constexpr(6)
@@ -52,7 +52,7 @@ def _load(x, w, M, tiles_n, blocks, buffers, barriers, GROUPED: gl.constexpr):
 
 @gluon.jit
 def _sum_blocks(none, first, end, blocks, scales, step, buffers, barriers, HALF: gl.constexpr):
-    """Return the sum of some blocks' products, float32 [64, 128], with ``scales`` and ``step`` of the block behind them.
+    """Return the sum of some blocks' products, float32 [64, 128], with ``scales`` and ``step`` of the next block.
 
     Args:
         none: Zeros, of the products' layout.

@@ -339,7 +339,8 @@ def product_tile(
         K = blocks * 128
         x_row, x_group = x_row // 16 * 16, x_group // 16 * 16
     x_row = K if FP8_X else x_row
-    # Rows beyond the end, which are not stored, are others, mirrored: if all were the last row, programs would wait for its lines.
+    # In place of rows beyond the end, whose results are not stored, others are read, mirrored at the end: if all programs read the
+    # last row, they would wait for the same cache lines.
     here = (rm < M)[:, None]
     m = tl.minimum(rm, tl.maximum(2 * M - 1 - rm, 0))
     n = g * N + tl.minimum(rn, N - 1)
