@@ -213,19 +213,20 @@ class Detokenizer:
     new ids.
     """
 
-    __slots__ = ("_decoder", "_skipped", "_tokenizer")
+    __slots__ = ("_decoder", "_skip_all", "_skipped", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, markup: Sequence[str] = ()) -> None:
         """Start with no ids; ``markup`` are special tokens that are never skipped."""
         self._tokenizer = tokenizer
-        kept = map(tokenizer.token_id, markup)
-        self._skipped = tokenizer.special_ids.difference(kept) if skip_special_tokens else frozenset[int]()
+        self._skip_all = skip_special_tokens and not markup
+        skips_some = skip_special_tokens and markup
+        self._skipped = tokenizer.special_ids.difference(map(tokenizer.token_id, markup)) if skips_some else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Iterable[int]) -> str:
         """Return the text that ``ids`` complete."""
-        ids = [id for id in ids if id not in self._skipped]
-        return self._decoder.decode(self._tokenizer.decode_bytes(ids, skip_special_tokens=False))
+        ids = [id for id in ids if id not in self._skipped] if self._skipped else ids
+        return self._decoder.decode(self._tokenizer.decode_bytes(ids, skip_special_tokens=self._skip_all))
 
     def flush(self) -> str:
         """Return the replacement text of an unfinished character, and reset the decoder."""
