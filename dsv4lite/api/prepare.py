@@ -57,14 +57,13 @@ class Options:
             value = getattr(self, name)
             good = value is None or (isinstance(value, str) and value != "" and is_unicode(value))
             require(good, name, value, "must be a non-empty string without lone surrogates, or None")
-            object.__setattr__(self, name, plain(value))
         good = self.deadline is None or (is_number(self.deadline) and self.deadline > 0)
         require(good, "deadline", self.deadline, "must be a finite number of seconds from now, above 0, or None")
         good = is_integer(self.priority) and -(2**63) <= self.priority < 2**63
         require(good, "priority", self.priority, "must be an integer from -2**63 to 2**63 - 1")
         require(isinstance(self.wait, bool), "wait", self.wait, "must be True or False")
-        object.__setattr__(self, "priority", plain(self.priority))
-        object.__setattr__(self, "deadline", plain(self.deadline))
+        for name in ("request_id", "cache_salt", "priority", "deadline"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

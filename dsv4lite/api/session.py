@@ -546,7 +546,7 @@ class Session:
         def end(answer: Future[None]) -> None:
             with self._lock:
                 self._end_order(engine)
-                if update.staged or update.ended:  # an open update without valid weights holds no requests; it has paused them
+                if update.staged or update.ended:  # an open update that is not staged has paused the requests itself
                     self._update_hold()
 
         return _after(answer, end)
@@ -650,7 +650,7 @@ class Session:
         """Wake up those of ``tags`` that sleep; the engine serves once all tags are awake and the weights are valid."""
         with self._lock:
             engine = self._engine_in("wake_up", *NOT_UPDATING)
-            wanted = frozenset(tag for tag in self._released if tag in tags)
+            wanted = frozenset(tag for tag in self._released if tag in tags)  # not the caller's, of a type that ranks may lack
             if not wanted:
                 return self._pending()
             answer = engine.wake_up(tuple(wanted))

@@ -151,14 +151,13 @@ class Resident:
         return list({id(tensor): tensor for slot in self._model.slots().values() for tensor in slot.tensors}.values())
 
     def copy_out(self) -> None:
-        """Copy the weights to host memory, pinned for a GPU, unless they were released.
+        """Copy the weights, which must not be released, to host memory, pinned for a GPU.
 
         Raises:
             CapacityError: There is too little host memory.
         """
         for i, tensor in enumerate(self._weights()):
-            if holds_storage(tensor):
-                self._copies[i] = [self._host.take(part.shape, part.dtype).copy_(part) for part in _pieces(tensor)]
+            self._copies[i] = [self._host.take(part.shape, part.dtype).copy_(part) for part in _pieces(tensor)]
 
     def drop_copies(self, free: bool) -> None:
         """Forget the host copies of the weights; free their memory, or keep it for the next ones."""

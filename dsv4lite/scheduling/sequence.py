@@ -104,11 +104,12 @@ class Sequence:
 
     def outcome(self) -> tuple[FinishReason | None, int | None]:
         """Return the finish and stop reasons of the last token, if any."""
-        token, request, params = self.tokens[-1], self.request, self.request.params
-        # Before min_tokens, a grammar may have allowed no other token; see ``SequenceRules.forbidden``.
-        early = len(self.tokens) - self.prompt_len <= params.min_tokens and params.structured_outputs is None
-        if token in self.end_ids and not early:
-            return "stop", None if token == request.eos_token_id and not params.ignore_eos else token
+        token, request = self.tokens[-1], self.request
+        if token in self.end_ids:
+            params = request.params
+            # Before min_tokens only a grammar that allows no other token ends a sequence; see ``SequenceState.forbidden_next``.
+            if len(self.tokens) - self.prompt_len > params.min_tokens or params.structured_outputs is not None:
+                return "stop", None if token == request.eos_token_id and not params.ignore_eos else token
         return ("length" if len(self.tokens) > self.last_run else None), None
 
     def event(
