@@ -37,7 +37,7 @@ def selection_of(selected_TK: Tensor, index: int, given: Choices | None, chosen:
     Args:
         selected_TK: The layer's own selection.
         index: Index of the layer among the hidden layers that select.
-        given: Selections to replay; see ``family.Batch``.
+        given: Selections to replay; see ``Batch``.
         chosen: Receives the result, if it has a tensor for it.
     """
     if given is not None and given.selected_TLK is not None:

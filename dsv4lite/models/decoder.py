@@ -138,7 +138,7 @@ class Decoder(nn.Module, ABC):
 
         Args:
             sequences: Token ids, T in all.
-            given: Choices that the model must make; see ``models.family.Batch``.
+            given: Choices that the model must make; see ``models.batch.Batch``.
         """
         batch, caches = self.prepare(*sequences)
         batch.given = given

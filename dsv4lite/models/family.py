@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dsv4lite.errors import ConfigError, UnsupportedError, shown
 from dsv4lite.kernels.paging import Paging
+from dsv4lite.models.batch import Batch as Batch
 from dsv4lite.models.choices import Choices
 from dsv4lite.models.config import DrafterKind, ModelConfig, PassBytes
 from dsv4lite.models.deepseek_mla import config as mla_config
@@ -35,28 +36,6 @@ from dsv4lite.state.store import LayerCache
 from dsv4lite.weights.names import NameTables
 from dsv4lite.weights.quant import Numerics, Slot
 from dsv4lite.weights.tensors import Tensors
-
-
-class Batch(Protocol):
-    """One step's tokens, as ``Model.batch`` returns them; a family adds the tables that its layers share.
-
-    Attributes:
-        token_ids_T: int64; padding has any valid id.
-        paging: Their positions, sequences and pages.
-        max_tokens: Upper bound, known to the host, of the length of any sequence after the step.
-        chosen: Unless ``None``, receives the experts and entries that the model chooses in all layers.
-        given: Choices that replace the model's own; where a number is negative, the model chooses for that token and layer.
-        most_tokens: Largest number of tokens on any replica that shares the experts; ``None`` if it is not known.
-        taps_TK: Hidden states of several layers for a drafter, which the pipeline stages of these layers fill in one after another.
-    """
-
-    token_ids_T: Tensor
-    paging: Paging
-    max_tokens: int
-    chosen: Choices | None
-    given: Choices | None
-    most_tokens: int | None
-    taps_TK: Tensor | None
 
 
 class Model(Protocol):

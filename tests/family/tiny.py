@@ -24,9 +24,8 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import RowStore, UnquantizedRow
-from dsv4lite.models.choices import Choices
 from dsv4lite.models.config import ModelConfig, PassBytes
-from dsv4lite.models.family import Family
+from dsv4lite.models.family import Batch, Family
 from dsv4lite.models.partial_sums import embedding, gather_columns
 from dsv4lite.models.shard import ModelShard
 from dsv4lite.paging import PAGE_TOKENS
@@ -132,17 +131,10 @@ def row_reads(config: TinyConfig, numerics: Numerics) -> int:
 
 
 @dataclass(slots=True, kw_only=True)
-class TinyBatch:
-    token_ids_T: Tensor
-    paging: Paging
-    max_tokens: int
+class TinyBatch(Batch):
     rope_T: tuple[Tensor, Tensor]
     rows_TL: Tensor  # where the rows of each token's sequence lie
     seen_TL: Tensor
-    chosen: Choices | None = None
-    given: Choices | None = None
-    most_tokens: int | None = None
-    taps_TK: Tensor | None = None
 
 
 class Layer(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.dispatch import by_most
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.models.choices import Choices
+from dsv4lite.models import batch
 
 # KV splits per token, by the most tokens of a step: without splits, few tokens do not fill a GPU.
 SPLITS: tuple[tuple[int | None, int], ...] = ((4, 16), (12, 8), (32, 4), (100, 2), (None, 1))
@@ -51,8 +51,8 @@ class Rotary:
 
 
 @dataclass(slots=True, kw_only=True)
-class Batch:
-    """One step's tokens; see ``models.family.Batch``.
+class Batch(batch.Batch):
+    """One step's tokens.
 
     Attributes:
         rope_T: cos and sin of sliding-window layers.
@@ -63,19 +63,12 @@ class Batch:
         ahead: Positions by which the window of such rows is longer: the rows of the block.
     """
 
-    token_ids_T: Tensor
-    paging: Paging
-    max_tokens: int
     rope_T: tuple[Tensor, Tensor]
     compress_rope_T: tuple[Tensor, Tensor]
     group_rope_T: dict[int, tuple[Tensor, Tensor]]
     most_unselected: int
     seen: Paging
     ahead: int = 0
-    chosen: Choices | None = None
-    given: Choices | None = None
-    most_tokens: int | None = None
-    taps_TK: Tensor | None = None
 
     @property
     def selects(self) -> bool:
