@@ -77,6 +77,11 @@ class Decoder(nn.Module, ABC):
             self.skipped = frozenset()
 
     @property
+    def state_spec(self) -> StateSpec:
+        """The state of this rank's layers, and of its drafter."""
+        return self.spec_of(drafter=bool(self.drafting_blocks))
+
+    @property
     def capturable(self) -> bool:
         """Whether a step that has ``most_tokens`` can be captured in a CUDA graph."""
         dispatchers = [block.ffn.dispatch for block in self.blocks if isinstance(block.ffn, MoE)]

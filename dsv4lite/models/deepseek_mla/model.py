@@ -259,10 +259,6 @@ class DeepseekMla(Decoder):
         ).to(numerics.device)
 
     @property
-    def state_spec(self) -> StateSpec:
-        return self.spec_of(drafter=len(self.mtps) > 0)
-
-    @property
     def hidden_shape(self) -> tuple[int, ...]:
         """Shape of one token's residual, [D]."""
         return (self.config.hidden_size,)

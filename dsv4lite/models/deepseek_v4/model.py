@@ -333,10 +333,6 @@ class DeepseekV4(Decoder):
         )
 
     @property
-    def state_spec(self) -> StateSpec:
-        return self.spec_of(drafter=len(self.mtps) > 0 or self.dspark is not None)
-
-    @property
     def hidden_shape(self) -> tuple[int, ...]:
         """Shape of one token's residual streams, [N, D]."""
         return (self.config.streams, self.config.hidden_size)
