@@ -17,6 +17,7 @@ import torch
 
 from dsv4lite.config import EngineConfig
 from dsv4lite.errors import EngineDeadError, EngineStateError, InvalidRequestError, RequestFailedError, WeightUpdateError
+from dsv4lite.models.config import ModelConfig
 from dsv4lite.request import MEMORY_TAGS, FinishReason, Logprobs, MemoryTag, Request, SamplingParams, SequenceUpdate, TokenLogprob
 from dsv4lite.text.forms import FORMS, ChatForm
 from dsv4lite.text.tokenizer import Tokenizer
@@ -25,6 +26,7 @@ from tests.text.shipped import SHIPPED
 REFUSED, POISON = 4000, 4001
 """Prompt tokens: the engine refuses a request with the first; one with the second fails after two tokens."""
 MANY = SamplingParams(max_tokens=100_000, detokenize=False)
+SIZES = ModelConfig(vocab_size=4096, hidden_size=8, num_hidden_layers=1, max_positions=200_000, num_experts=4)
 ENDLESS = SamplingParams(max_tokens=None, detokenize=False)
 """For a request that never ends, with the model ``endless``."""
 Model = Callable[[Request, int], Iterator[int]]
@@ -46,11 +48,10 @@ def endless(request: Request, index: int) -> Iterator[int]:
 @dataclass(frozen=True, kw_only=True)
 class FakeInfo:
     tokenizer: Tokenizer
-    vocab_size: int = 4096
     max_model_len: int = 200_000
     max_logprobs: int = 64
     max_completions: int = 1024
-    num_experts: int = 4
+    model: ModelConfig = SIZES
     default_params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.5, max_tokens=7))
     end_token_ids: tuple[int, ...] = ()
     chat: ChatForm | None = FORMS["deepseek_v4"]

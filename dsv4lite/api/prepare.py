@@ -215,7 +215,7 @@ def score_job(
         UnsupportedError: ``params`` have a setting that a given completion cannot be scored with.
     """
     given = _params(info, params)
-    limit = min(info.max_logprobs, info.vocab_size)
+    limit = min(info.max_logprobs, info.model.vocab_size)
     good = is_integer(top_logprobs) and 0 <= top_logprobs <= limit
     rule = f"must be an integer from 0 to {limit}: the engine's max_logprobs, or the size of the vocabulary"
     require(good, "top_logprobs", top_logprobs, rule)
@@ -352,12 +352,12 @@ def _request(
     generate: bool = True,
 ) -> Request:
     """Check a request against the limits of the engine, and return it."""
-    if params.return_routed_experts and not info.num_experts:
+    if params.return_routed_experts and not info.model.num_experts:
         raise UnsupportedError("return_routed_experts=True: this model has no routed experts; leave it at False")
     check_request(
         ids,
         params,
-        vocab_size=info.vocab_size,
+        vocab_size=info.model.vocab_size,
         max_model_len=info.max_model_len,
         max_logprobs=info.max_logprobs,
         max_completions=info.max_completions,

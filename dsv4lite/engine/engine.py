@@ -64,11 +64,9 @@ _LAST_STEP_S = 10.0  # how long the thread of a dead engine may take to return f
 class EngineInfo:
     """Facts about a started engine; ``no_chat`` says why ``chat`` is ``None``."""
 
-    vocab_size: int
     max_model_len: int
     max_logprobs: int
     max_completions: int
-    num_experts: int
     model: ModelConfig
     tokenizer: Tokenizer
     default_params: SamplingParams
@@ -370,17 +368,14 @@ class Engine:
             self._plan = plan
             require_fit(plan)
         self._numerics = report.numerics
-        vocab_size = report.model.vocab_size
-        tokenizer = Tokenizer.from_folder(config.tokenizer or report.folder, vocab_size=vocab_size)
+        tokenizer = Tokenizer.from_folder(config.tokenizer or report.folder, vocab_size=report.model.vocab_size)
         if not isinstance(executor, ExternalWorker):
             self._load(executor, report, plan, tokenizer)
         chat, no_chat = find_form(report.chat, tokenizer, shipped=config.chat_template == "checkpoint")
         self._info = EngineInfo(
-            vocab_size=vocab_size,
             max_model_len=plan.max_model_len,
             max_logprobs=config.max_logprobs,
             max_completions=config.max_completions,
-            num_experts=report.model.num_experts,
             model=report.model,
             tokenizer=tokenizer,
             default_params=report.default_params.replace(stop_token_ids=()),
@@ -639,7 +634,7 @@ class Engine:
 
     def _admit(self, request: Request) -> None:
         """Add a request to the scheduler and the runner; on an error, to neither."""
-        dry_run(request, self.info.vocab_size)
+        dry_run(request, self.info.model.vocab_size)
         self._scheduler.add(request)
         sequences = self._scheduler.sequences_of(request.request_id)
         self._seq_ids.update({(request.request_id, s.index): s.seq_id for s in sequences})
