@@ -733,7 +733,7 @@ class Request:
         replay: Choices to make again, of a completion that is scored.
         generate: ``False`` only scores the prompt: its last token is not run and nothing is sampled.
         arrival: ``time.monotonic()`` second of submission.
-        drawn_as: The caller's id, which names the random stream if there is no seed; empty if it is ``request_id``.
+        drawn_as: The caller's id, which names the output, and the random stream if there is no seed; empty if it is ``request_id``.
     """
 
     request_id: str

@@ -57,15 +57,16 @@ class Collector:
         """Start with nothing received.
 
         Args:
-            request: The request; ``request_id`` of the output is taken from it.
+            request: The request; the output has its caller's id.
             tokenizer: Its decoder.
             index: Position in the batch that the request came with.
             parser: For chats: the text is an assistant's turn, to be split into reasoning, content and tool calls.
             streaming: The deltas will be read, so they carry log-probabilities if those were asked for.
         """
         self._request = request
+        self._request_id = request.drawn_as or request.request_id
         self._index = index
-        names = [f"call_{request.request_id}_{i}_" for i in range(request.params.n)]
+        names = [f"call_{self._request_id}_{i}_" for i in range(request.params.n)]
         self._completions = [
             _Completion(i, request.params, tokenizer, None if parser is None else parser(name), streaming)
             for i, name in enumerate(names)
@@ -117,7 +118,7 @@ class Collector:
         """End all open completions, and return the text that they had held back."""
         self._error = self._error or error
         open_ones = [c for c in self._completions if c.finish_reason is None]
-        return [c.push(SequenceUpdate(request_id=self._request.request_id, index=c.index, finish_reason=reason)) for c in open_ones]
+        return [c.push(SequenceUpdate(request_id=self._request_id, index=c.index, finish_reason=reason)) for c in open_ones]
 
     def output(self, now: float) -> RequestOutput:
         """Return everything; all completions must have ended.
@@ -130,7 +131,7 @@ class Collector:
         first_token = 0.0 if self._first_token is None else self._first_token - arrival
         started = self._started if self._started is not None else self._first_token
         output = RequestOutput(
-            request_id=request.request_id,
+            request_id=self._request_id,
             prompt_token_ids=request.prompt_token_ids,
             outputs=tuple(c.output(len(request.prompt_token_ids)) for c in self._completions),
             index=self._index,

@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Unpack
 
 from dsv4lite.api.batch import Batch, OnError
@@ -122,15 +122,14 @@ class BaseLLM:
     async def _submit(self, job: Job, wake: Callback | None = None) -> Ticket:
         """Encode and check a prompt, and hand the request to the session."""
         self._check("generate")
-        arrival, deadline = time.monotonic(), job.options.deadline
+        arrival = time.monotonic()
         request = await self._bridge.offload(job.make) if job.is_long else job.make()
         if request.generate and request.params.max_tokens is None and not self._noted_limit:
             self._noted_limit = True
             log.warning("a request without max_tokens may run to max_model_len; set SamplingParams(max_tokens=...)")
-        request = replace(request, arrival=arrival, deadline=None if deadline is None else arrival + deadline)
         opened: list[Ticket] = []
         try:
-            return self._session.submit(job, request, wake, opened)
+            return self._session.submit(job, request, arrival, wake, opened)
         except BaseException:  # such as a KeyboardInterrupt between the submission and this frame
             for ticket in opened:
                 self._session.abort_ticket(ticket)

@@ -419,8 +419,8 @@ class Session:
 
     # ---- requests ----
 
-    def submit(self, job: Job, request: Request, wake: Callback | None, opened: list[Ticket]) -> Ticket:
-        """Submit the checked request of a job to the engine, or queue it; ``wake`` is given for a stream.
+    def submit(self, job: Job, request: Request, arrival: float, wake: Callback | None, opened: list[Ticket]) -> Ticket:
+        """Submit the checked request of a job, which arrived at a monotonic second, or queue it; ``wake`` is given for a stream.
 
         ``opened`` gets the ticket once the request is open, so that the caller can end it if this call is interrupted.
 
@@ -439,19 +439,18 @@ class Session:
                 raise self._queue_full()
             names = (f"request-{number}" for number in self._serial)
             request_id = engine_id = options.request_id or next(name for name in names if name not in self._visible)
-            request = replace(request, request_id=request_id)
-            streaming = wake is not None
-            collector = Collector(request, tokenizer, index=options.index, parser=job.parser, streaming=streaming)
             while engine_id in self._in_engine or engine_id in self._queue:
                 # A caller may reuse its id once its request has ended; the engine may not have ended that request yet.
                 engine_id = f"{request_id}~{next(self._reuses)}"
-            named = replace(request, request_id=engine_id, drawn_as=request_id)
-            ticket = Ticket(request_id, named, collector, wake, request.params.n)
+            deadline = None if options.deadline is None else arrival + options.deadline
+            request = replace(request, request_id=engine_id, drawn_as=request_id, arrival=arrival, deadline=deadline)
+            collector = Collector(request, tokenizer, index=options.index, parser=job.parser, streaming=wake is not None)
+            ticket = Ticket(request_id, request, collector, wake, request.params.n)
             self._visible[request_id] = self._queue[engine_id] = ticket
             opened.append(ticket)
             self._pump()
-            if engine_id in self._queue and request.deadline is not None:
-                self._sweep_at(request.deadline)
+            if engine_id in self._queue and deadline is not None:
+                self._sweep_at(deadline)
             return ticket
 
     def abort(self, request_id: str | None = None) -> None:
