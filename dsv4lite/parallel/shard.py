@@ -23,19 +23,16 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Ranks along ``axis`` hold equal consecutive parts of dimension ``dim``."""
+    """Ranks along ``tp`` hold equal consecutive parts of dimension ``dim``."""
 
     dim: int
-    axis: str = "tp"
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Ranks along ``axis`` share the experts, in equal ranges unless balanced; those along ``width`` cut dimension ``dim``."""
+    """Ranks along ``ep`` share the experts, in equal ranges unless balanced; those along ``width`` cut dimension ``dim``."""
 
-    dim: int = 0
-    axis: str = "ep"
-    width: str = "width"
+    dim: int
 
 
 Rule = Replicate | Split | Experts
@@ -72,7 +69,7 @@ class Shards:
         whole = [slice(0, n) for n in shape]
         if isinstance(rule, Replicate):
             return tuple(whole)
-        dim, axis = rule.dim, rule.width if isinstance(rule, Experts) else rule.axis
+        dim, axis = rule.dim, "width" if isinstance(rule, Experts) else "tp"
         rank, size = self.axes.get(axis, (0, 1))
         if size == 1:
             return tuple(whole)
@@ -95,7 +92,7 @@ class Shards:
             return False
         if self.axes.get("pp", (0, 1))[1] > 1:
             return True
-        if not isinstance(rule, Experts) or self.axes.get(rule.axis, (0, 1))[1] == 1:
+        if not isinstance(rule, Experts) or self.axes.get("ep", (0, 1))[1] == 1:
             return False
         parts = name.split(".")
         return int(parts[parts.index("experts") + 1]) < self.num_experts

@@ -137,7 +137,7 @@ def test_uncut_tensor_may_have_a_partial_block() -> None:
 
 
 def test_a_tensor_of_three_dimensions_is_cut_along_the_dimension_of_its_rule() -> None:
-    assert cut_by(Experts(), (8, 6, 5), 1, 4) == (slice(2, 4), slice(0, 6), slice(0, 5))
+    assert cut_by(Experts(0), (8, 6, 5), 1, 4) == (slice(2, 4), slice(0, 6), slice(0, 5))
 
 
 @given(
