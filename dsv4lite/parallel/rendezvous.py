@@ -171,8 +171,7 @@ def _read_mesh(config: EngineConfig, mesh: Any) -> tuple[EngineConfig, int]:
 class ExternalRank:
     """The leader's connections to another rank of the host; the same methods as ``RankProcess``."""
 
-    def __init__(self, rank: int, machine: str, pid: int, work: Channel, life: Channel) -> None:
-        self.rank = rank
+    def __init__(self, machine: str, pid: int, work: Channel, life: Channel) -> None:
         self.where = f"process {pid} on {machine}"
         self.work, self.life = work, life
 
@@ -255,7 +254,7 @@ def lead(ranks: Rendezvous, machines: Mapping[int, str], timeout_s: float) -> tu
             rank, kind, pid = (int.from_bytes(hello[_TOKEN_BYTES + i : _TOKEN_BYTES + i + 4], "little") for i in (0, 4, 8))
             pending.setdefault(rank, {})[kind], pids[rank] = end, pid
     channels = {rank: [_channel(ends[kind]) for kind in (0, 1)] for rank, ends in pending.items()}
-    return (name, bind), {rank: ExternalRank(rank, machines[rank], pids[rank], *pair) for rank, pair in channels.items()}
+    return (name, bind), {rank: ExternalRank(machines[rank], pids[rank], *pair) for rank, pair in channels.items()}
 
 
 def join(ranks: Rendezvous, timeout_s: float) -> tuple[Channel, Channel]:
