@@ -233,7 +233,9 @@ class AsyncLLM(BaseLLM):
 
         Raises:
             EngineDeadError, EngineStateError: The engine failed, was closed or lost its weights. ``target`` keeps its lines.
-            ConfigError: ``target`` holds other data than outputs of these requests, or another run is writing it.
+            InvalidRequestError: ``params`` are of another kind.
+            ConfigError: ``source`` or ``target`` is not a path or not a file, ``target`` holds other data than outputs of these
+                requests, or another run is writing it.
             OSError: A file cannot be read or written. ``target`` keeps its lines.
         """
         with RowFiles(source, target, params) as files:

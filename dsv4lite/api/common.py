@@ -155,17 +155,7 @@ class BaseLLM:
         max_in_flight: int | None = None,
         progress: bool = False,
     ) -> AsyncCompletions:
-        """Run the jobs of many rows. None is pulled before the first output is asked for.
-
-        Args:
-            call: Named in errors.
-            rows: Prompts or pairs.
-            params: One for all, or one for each.
-            make_job: Makes the job of a row with its params and its index.
-            on_error: As in ``as_completed``.
-            max_in_flight: As in ``as_completed``.
-            progress: As in ``as_completed``.
-        """
+        """Run the jobs of many prompts or pairs, as in ``as_completed``; ``call`` is named in errors."""
         self._check(call)
         name = "pairs" if call == "score_batch" else "prompts"
         good = isinstance(rows, self._sources) and not isinstance(rows, (str, bytes, Mapping))

@@ -88,19 +88,7 @@ class _Row(NamedTuple):
 
 
 class RowFiles:
-    """A file of requests and one of outputs while they are open; mutable.
-
-    Args:
-        source: JSON lines.
-        target: Is made, or continued.
-        params: For what a row does not set; ``None`` means the checkpoint's ``generation_config.json``.
-
-    Raises:
-        InvalidRequestError: ``params`` are of another kind.
-        ConfigError: ``source`` or ``target`` is not a path or not a file, ``target`` holds other data than outputs of these
-            requests, or another run is writing it.
-        OSError: A file cannot be read or written.
-    """
+    """A file of requests and one of outputs while they are open; arguments and errors are those of ``generate_file``. Mutable."""
 
     def __init__(self, source: str | os.PathLike[str], target: str | os.PathLike[str], params: SamplingParams | None) -> None:
         check_params(params)

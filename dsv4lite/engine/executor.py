@@ -258,13 +258,11 @@ class MultiRankExecutor:
         self._change(seq_id, "add", seq_id, request, index)
 
     def remove(self, seq_id: int) -> None:
-        """Forget a sequence; unknown sequences are ignored."""
         self._recording.discard(seq_id)
         self._replaying.discard(seq_id)
         self._change(seq_id, "remove", seq_id)
 
     def accept(self, seq_id: int, token_id: int) -> None:
-        """Pass a sampled token to the sequence's rules on the host."""
         self._change(seq_id, "accept", seq_id, token_id)
 
     def _change(self, seq_id: int, method: ChangeMethod, *arguments: Any) -> None:

@@ -81,18 +81,15 @@ class Replicas:
     def abort(
         self, request_id: str | None = None, reason: FinishReason = "abort", *, index: int | None = None
     ) -> list[SequenceUpdate]:
-        """End a request, one of its completions, or everything."""
         if request_id is None:
             return self._forgetting([update for s in self._schedulers for update in s.abort(None, reason)])
         home = self._homes.get(request_id)
         return [] if home is None else self._forgetting(home.abort(request_id, reason, index=index))
 
     def expire(self, now: float) -> list[SequenceUpdate]:
-        """End the requests whose deadline has passed."""
         return self._forgetting([update for scheduler in self._schedulers for update in scheduler.expire(now)])
 
     def foresees(self, max_drafts: int) -> bool:
-        """Whether the next step can be planned before the results of the last."""
         return all(scheduler.foresees(max_drafts) for scheduler in self._schedulers)
 
     def schedule(self, now: float, max_drafts: int | None = None) -> JointPlan | None:
@@ -103,7 +100,6 @@ class Replicas:
     def update(
         self, plan: JointPlan, results: Mapping[int, Sampled], *, scores: Mapping[int, Logprobs] | None = None
     ) -> list[SequenceUpdate]:
-        """Take the results of the oldest outstanding plan."""
         updates = []
         for scheduler, part in zip(self._schedulers, plan.plans, strict=True):
             if part is not None:
@@ -119,26 +115,21 @@ class Replicas:
         return updates
 
     def reset_prefix_cache(self) -> None:
-        """Make cached prefixes unreachable."""
         for scheduler in self._schedulers:
             scheduler.reset_prefix_cache()
 
     def publish(self, weight_version: int) -> None:
-        """Mark later tokens with a version of the weights, and make cached prefixes unreachable."""
         for scheduler in self._schedulers:
             scheduler.publish(weight_version)
 
     def preempt_all(self) -> None:
-        """Release the state of all sequences."""
         for scheduler in self._schedulers:
             scheduler.preempt_all()
 
     def sequences_of(self, request_id: str) -> tuple[Completion, ...]:
-        """Return the sequences of a live request."""
         return self._homes[request_id].sequences_of(request_id)
 
     def has_work(self) -> bool:
-        """Return whether any sequence has not ended."""
         return any(scheduler.has_work() for scheduler in self._schedulers)
 
     @property
@@ -152,12 +143,10 @@ class Replicas:
         return SchedulerStats(**{f.name: sum(getattr(one, f.name) for one in every) for f in fields(SchedulerStats)})
 
     def check_released(self) -> None:
-        """See ``Scheduler.check_released``."""
         for scheduler in self._schedulers:
             scheduler.check_released()
 
     def check(self) -> None:
-        """Assert that every id and every sequence is accounted for."""
         for scheduler in self._schedulers:
             scheduler.check()
         for request_id, home in self._homes.items():

@@ -124,7 +124,6 @@ class BlockDrafter:
         """Do nothing: the main model's pass has stored the rows."""
 
     def draft(self, state: DraftState, choose: Choose) -> Tensor:
-        """Draft a block."""
         next_S = torch.where(state.positions_S < 0, -1, state.positions_S + 1)
 
         def pick(logits_SV: Tensor, place: int) -> Tensor:
@@ -138,7 +137,6 @@ class BlockDrafter:
         return torch.where(holds_SG, token_ids_SG, UNKNOWN)
 
     def take_part(self, shape: StepShape) -> None:
-        """Run this rank's experts for replicas that draft."""
         if shape.max_drafts and self._model.shard.gathered > 1:
             self._model.draft_take_part(shape.sequences)
 

@@ -98,11 +98,9 @@ class NGramSpeculator:
         self._indices: dict[int, NGramIndex] = {}
 
     def propose(self, sequence_id: int, token_ids: Sequence[int], max_drafts: int) -> list[int]:
-        """Draft the next tokens of a sequence."""
         if sequence_id not in self._indices:
             self._indices[sequence_id] = NGramIndex(self._settings)
         return self._indices[sequence_id].draft(token_ids, max_drafts)
 
     def forget(self, sequence_id: int) -> None:
-        """Drop a sequence's index."""
         self._indices.pop(sequence_id, None)

@@ -122,11 +122,9 @@ class HeldTensor:
         return tuple(self.tensor.shape)
 
     def cut(self, cut: Cut) -> HeldTensor:
-        """Return a part of it, one slice per dimension in stored elements; without slices all of it."""
         return HeldTensor(name=self.name, tensor=self.tensor[cut])
 
     def part(self, piece: Piece) -> HeldTensor:
-        """Return an official tensor that this one contains."""
         return HeldTensor(name=piece.name, tensor=self.tensor[piece.index])
 
 

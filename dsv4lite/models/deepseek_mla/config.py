@@ -124,7 +124,6 @@ class MlaConfig(ModelConfig):
 
     @property
     def most_unselected(self) -> int:
-        """Length up to which a sequence needs no selection: each of its tokens attends to all that it sees."""
         return self.index_topk if self.selects else self.max_positions
 
     @property
@@ -150,7 +149,6 @@ class MlaConfig(ModelConfig):
 
     @property
     def drafter(self) -> DrafterKind | None:
-        """The kind of drafter that the config describes."""
         return "mtp" if self.num_mtp_layers else None
 
     def has_experts(self, layer: int) -> bool:

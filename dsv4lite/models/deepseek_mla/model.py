@@ -297,7 +297,6 @@ class DeepseekMla(Decoder):
         return self.config.has_experts(layer)
 
     def logits(self, hidden_TD: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return float32 logits [T, V] of the next token, in ``out`` if given."""
         return self.project(hidden_TD, out)
 
     def mtp_forward(self, hidden_TD: Tensor, batch: Batch, cache: LayerCache) -> Tensor:

@@ -175,12 +175,10 @@ class V4Config(ModelConfig):
 
     @property
     def drafter(self) -> DrafterKind | None:
-        """The kind of drafter that the config describes."""
         return None if not self.num_draft_layers else "mtp" if self.dspark is None else "dspark"
 
     @property
     def draft_block(self) -> int:
-        """Most draft tokens of one pass of a block drafter."""
         return 0 if self.dspark is None else self.dspark.block
 
     @property

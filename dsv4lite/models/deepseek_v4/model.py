@@ -394,7 +394,6 @@ class DeepseekV4(Decoder):
         return Streams(value_TND, self.config, self.numerics)
 
     def logits(self, streams_TND: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return float32 logits [T, V] of the next token, in ``out`` if given."""
         return self._head(streams_TND, self.hc_head, self.norm, out)
 
     def mtp_forward(self, streams_TND: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
