@@ -101,6 +101,8 @@ class OpWatch:
 
     Attributes:
         reports: Of the ops that ran, in order.
+        bad_parameters: Names of parameters with numbers that are not finite; FP4 has none, and experts in FP8 tiles are not
+            looked at.
     """
 
     def __init__(self, model: Model, cache: StateCache, *, rows: int, tokens: int) -> None:
@@ -113,13 +115,8 @@ class OpWatch:
         self._place: list[str] = []
         parameters = [*model.named_parameters(), *model.named_buffers()]
         self._names = {_storage(tensor): name for name, tensor in parameters}
-        self._bad = {name for name, tensor in parameters if _is_bad(name, tensor)}
+        self.bad_parameters = sorted({name for name, tensor in parameters if _is_bad(name, tensor)})
         self._slots = {_storage(slot) for slot in cache.slots().values()}
-
-    @property
-    def bad_parameters(self) -> tuple[str, ...]:
-        """Names of parameters with numbers that are not finite; FP4 has none, and experts in FP8 tiles are not looked at."""
-        return tuple(sorted(self._bad))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -202,7 +199,7 @@ class OpWatch:
                 place=self._place[-1] if self._place else "head",
                 op=op.__name__,
                 weights=names,
-                bad_weights=tuple(name for name in names if name in self._bad),
+                bad_weights=tuple(name for name in names if name in self.bad_parameters),
                 bad_inputs=bad_inputs,
                 differences=found,
                 error=None if error is None else described(error),
