@@ -152,7 +152,8 @@ class StepGraphs:
         lengths = sorted({min(most, max_model_len) for most in (*model.short_lengths, max_model_len)})
         every = [(False, 1, lengths)] if drafter is None or adaptive else []
         every += [(drafter is not None, width, lengths[-1:]) for width in widths if width > 1 or drafter is not None]
-        sizes = graph_sizes(max_num_seqs if max_tokens is None else min(max_num_seqs, max_tokens))
+        most = max_num_seqs if max_tokens is None else min(max_num_seqs, max_tokens)
+        sizes = [*(size for size in _SIZES if size < most), *range(256, most, 128), most]
         self.shapes = [
             GraphShape(sequences=size, width=width, max_model_len=length, drafts=drafts)
             for drafts, width, longest in every
@@ -412,11 +413,6 @@ class StepGraphs:
         drafts_SG = self.drafter.draft(state, choose)
         self._drafts[:, :size].index_copy_(0, self._places, drafts_SG.t())
         self._places.add_(self.drafter.per_pass)
-
-
-def graph_sizes(most: int) -> list[int]:
-    """Return the captured numbers of sequences, ascending; a step runs with the next larger one."""
-    return [*(size for size in _SIZES if size < most), *range(256, most, 128), most]
 
 
 def graph_widths(max_drafts: int, *, adaptive: bool) -> tuple[int, ...]:
