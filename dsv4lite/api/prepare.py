@@ -206,7 +206,7 @@ def score_job(
     completion: Prompt,
     params: SamplingParams | None,
     top_logprobs: int,
-    replay: Replay | None = None,
+    replay: Replay | None,
     index: int = 0,
 ) -> Job:
     """Compute the log-probabilities of a given completion.

@@ -59,9 +59,9 @@ class Resident:
         cache: StateCache,
         source: ModelSource,
         *,
-        graphs: StepGraphs | None = None,
-        balancer: Balancer | None = None,
-        workspace: int = 0,
+        graphs: StepGraphs | None,
+        balancer: Balancer | None,
+        workspace: int,
     ) -> None:
         self._model, self._cache, self._source = model, cache, source
         self._graphs, self._balancer, self._workspace = graphs, balancer, workspace

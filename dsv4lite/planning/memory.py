@@ -345,7 +345,7 @@ def make_plan(
     source: ModelSource,
     numerics: Numerics,
     *,
-    drafting: Drafting | None = None,
+    drafting: Drafting,
     rank: int = 0,
     total: int | None = None,
     target: str | None = None,
@@ -353,7 +353,7 @@ def make_plan(
     """Plan one rank of an engine, on a device of its own.
 
     Args:
-        drafting: The drafters of the engine; default is none.
+        drafting: The drafters of the engine.
         total: Bytes of the device; default: this machine's.
         target: Name of the device; default: this machine's.
 
@@ -370,7 +370,6 @@ def make_plan(
         available, total = available_memory(numerics.device)
     else:
         available = total = host_memory() if total is None else total
-    drafting = drafting or Drafting()
     mesh = Mesh.outline(config.layout, rank)
     shard, extra = ModelShard.of(model, family.tensors, mesh), config.redundant_experts
     drafts = drafting.own is not None and shard.last

@@ -57,7 +57,7 @@ class Replicas:
         placement: How the replica of a request is chosen.
     """
 
-    def __init__(self, schedulers: Sequence[Scheduler], placement: ReplicaPlacement = "prefix") -> None:
+    def __init__(self, schedulers: Sequence[Scheduler], placement: ReplicaPlacement) -> None:
         self._schedulers = tuple(schedulers)
         self._placement, self._turn = placement, 0
         self._homes: dict[str, Scheduler] = {}
