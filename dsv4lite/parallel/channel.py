@@ -60,11 +60,9 @@ class Channel:
             if timeout_s is not None and not self.connection.poll(timeout_s):
                 raise TimeoutError(f"no answer within {timeout_s:g} s")
             message = self.connection.recv_bytes()
-        except (EOFError, ConnectionError) as error:
-            raise Closed(str(error)) from error
-        except OSError as error:
-            if isinstance(error, TimeoutError):
-                raise
+        except TimeoutError:
+            raise
+        except (EOFError, OSError) as error:
             raise Closed(str(error)) from error
         return pickle.loads(message)  # not above: it may raise any error, of objects of the host
 
