@@ -258,8 +258,7 @@ class Runner:
         if self._graphs is not None:
             for shape in self._graphs.shapes:
                 self._graphs.dry_run(shape)
-            if self._graphs.prompts is not None:
-                self._graphs.prompts.dry_run()
+            self._graphs.prompts.dry_run()
 
     def _warm_up_lengths(self, max_tokens: int) -> list[int]:
         """Return numbers of tokens whose steps together launch all kernels."""

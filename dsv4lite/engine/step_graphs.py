@@ -119,7 +119,7 @@ class StepGraphs:
         prompt_pool_bytes: Size of the first segment of the graphs' memory pool, enough for any captured step with prompts.
 
     Attributes:
-        prompts: Captured steps with prompts.
+        prompts: Captured steps with prompts; without shapes if there are none.
         shapes: Ascending; a step runs in the first one that it fits in.
         accepted: Accepted lengths of the last step that drafted. Unresolved spans start from these, on the device.
     """
@@ -162,17 +162,15 @@ class StepGraphs:
             if max_tokens is None or size * width <= max_tokens
         ]
         self._allocate(max_num_seqs)
-        self.prompts: PromptGraphs | None = None
-        if prompt_tokens:
-            self.prompts = PromptGraphs(
-                model,
-                cache,
-                max_num_seqs=max_num_seqs,
-                max_model_len=max_model_len,
-                max_tokens=prompt_tokens,
-                most_drafts=0 if drafter is None else drafter.most,
-                pool_bytes=prompt_pool_bytes,
-            )
+        self.prompts = PromptGraphs(
+            model,
+            cache,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_tokens=prompt_tokens,
+            most_drafts=0 if drafter is None else drafter.most,
+            pool_bytes=prompt_pool_bytes,
+        )
 
     def _allocate(self, max_num_seqs: int) -> None:
         """Allocate the tensors that graphs pass to later graphs; all shapes share their addresses."""
@@ -209,17 +207,15 @@ class StepGraphs:
 
     def prompts_for(self, step: StepShape) -> PromptShape | None:
         """Return the first captured shape with prompts that a step fits in; ``None`` if the step runs eagerly."""
-        return None if self.prompts is None or step.records else self.prompts.shape_for(step)
+        return None if step.records else self.prompts.shape_for(step)
 
     def run_prompts(self, sequences: Sequence[SequencePlan], shape: PromptShape) -> tuple[Batch | None, Tensor]:
         """See ``PromptGraphs.run``."""
-        assert self.prompts is not None
         return self.prompts.run(sequences, shape, self._record)
 
     def reserve_prompts(self) -> None:
         """See ``PromptGraphs.reserve``."""
-        if self.prompts is not None:
-            self.prompts.reserve(self._record)
+        self.prompts.reserve(self._record)
 
     def streams_before(self, shape: GraphShape) -> Tensor:
         """Return the tensor [B, N, D] from which a step reads the previous stage's streams, padding included."""
@@ -231,8 +227,7 @@ class StepGraphs:
         self._last = None
         self._captured.clear()
         self._passes.clear()
-        if self.prompts is not None:
-            self.prompts.forget()
+        self.prompts.forget()
         if self._pool is not None:
             self._pool = torch.cuda.graph_pool_handle()
 
@@ -240,7 +235,7 @@ class StepGraphs:
         """Return the scratch tensors of steps: logits and streams, which hold nothing between steps."""
         found = [self._streams, self._logits if self._model.shard.last else None]
         found.append(None if self.sampling is None else self.sampling.space.edited)
-        found.append(None if self.prompts is None else self.prompts.hidden)
+        found.append(self.prompts.hidden)
         return [tensor for tensor in found if tensor is not None]
 
     def release_memory(self) -> None:
