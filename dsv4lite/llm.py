@@ -475,7 +475,7 @@ class AsyncLLM(BaseLLM):
         require(mode in ("keep", "wait", "abort", "recompute"), "mode", mode, "must be 'keep', 'wait', 'abort' or 'recompute'")
         for name, value in (("partial", partial), ("staged", staged)):
             require(isinstance(value, bool), name, value, "must be True or False")
-        return AsyncWeightUpdate(self._session, self._bridge, version, Update(mode=mode, partial=partial, staged=staged))
+        return AsyncWeightUpdate(self._session, self._bridge, Update(version=version, mode=mode, partial=partial, staged=staged))
 
     async def weight_checksums(self) -> dict[str, str]:
         """Return a checksum of every tensor by its official name: equal for equal numbers, whatever the layout of ranks.

@@ -152,6 +152,7 @@ class Update:
     """An open weight update.
 
     Attributes:
+        version: Of the new weights.
         serial: Its number in the session.
         staged: Nothing is written before the commit.
         pause: Stops requests while weights are written.
@@ -159,6 +160,7 @@ class Update:
         ended: It was committed or rolled back, or the engine has been told to commit.
     """
 
+    version: int
     mode: UpdateMode
     partial: bool
     staged: bool
@@ -408,14 +410,14 @@ class Session:
         message = f"the stream of request {ticket.request_id!r} was dropped in its block, and ends; leave the block instead"
         warnings.warn(message, ResourceWarning, stacklevel=2)
 
-    def drop_update(self, update: Update, version: int) -> None:
+    def drop_update(self, update: Update) -> None:
         """Roll an open update back that was garbage-collected; for a finalizer, like ``drop``."""
         if self._update is not update or update.ended or self._phase is not Phase.READY or self.forked:
             return
         assert self._bridge is not None
         self._bridge.post(partial(self.roll_back, update))
-        message = f"the update of the weights to version={version!r} was dropped in its block, and is rolled back; leave the block"
-        warnings.warn(f"{message} instead", ResourceWarning, stacklevel=2)
+        message = f"the update of the weights to version={update.version} was dropped in its block, and is rolled back; leave the"
+        warnings.warn(f"{message} block instead", ResourceWarning, stacklevel=2)
 
     # ---- requests ----
 
@@ -576,7 +578,7 @@ class Session:
         for future in () if self._update is None else tuple(self._update.loads):
             _fail(future, error)
 
-    def commit_update(self, update: Update, version: int) -> Future[None]:
+    def commit_update(self, update: Update) -> Future[None]:
         """Commit what was loaded; the update ends when the engine has done so, or refused."""
 
         def end(answer: Future[None]) -> None:
@@ -584,14 +586,14 @@ class Session:
             with self._lock:
                 self._end_order(engine)
                 if error is None:
-                    self.weight_version = version
+                    self.weight_version = update.version
                 self._end_update(update, committed=error is None)
             self._end_rest()
 
         with self._lock:
             engine = self._engine_in("update_weights", *STARTED)
             recompute = update.mode == "recompute"
-            answer = engine.commit_update(update.serial, version, partial=update.partial, recompute=recompute)
+            answer = engine.commit_update(update.serial, update.version, partial=update.partial, recompute=recompute)
             self._orders += 1
             update.ended = True
         return _after(answer, end)

@@ -20,8 +20,8 @@ class AsyncWeightUpdate:
     exception, or after a ``load`` that failed, was cancelled or has not ended, rolls back.
     """
 
-    def __init__(self, session: Session, bridge: Bridge, version: int, update: Update) -> None:
-        self._session, self._bridge, self._version, self._update = session, bridge, version, update
+    def __init__(self, session: Session, bridge: Bridge, update: Update) -> None:
+        self._session, self._bridge, self._update = session, bridge, update
         self._failure: BaseException | None = None
 
     async def __aenter__(self) -> Self:
@@ -75,7 +75,7 @@ class AsyncWeightUpdate:
             if error is None and complete:
                 if update.pause is None:
                     await self._stop_requests()
-                await self._bridge.wait(session.commit_update(update, self._version))
+                await self._bridge.wait(session.commit_update(update))
         finally:
             session.roll_back(update)
         if error is None and not complete:
@@ -83,7 +83,7 @@ class AsyncWeightUpdate:
             raise WeightUpdateError(f"the update was rolled back, because a load {reason}") from self._failure
 
     def __del__(self) -> None:
-        self._session.drop_update(self._update, self._version)
+        self._session.drop_update(self._update)
 
     async def _stop_requests(self) -> None:
         """Pause the engine until the update has ended."""
