@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from dsv4lite.models.family import Batch, Family, Model
 from dsv4lite.paging import window_pages
 from dsv4lite.scheduling.step_plan import StepPlan, StepShape
 from dsv4lite.speculation.drafters import draft, make_drafter
+from dsv4lite.state.paging import first_rows
 from dsv4lite.state.spec import StateSizes
 from dsv4lite.state.store import StateCache
 from dsv4lite.weights.formats import QuantMethod
@@ -161,12 +161,12 @@ def _draft(step: RebuiltStep, streams_TND: Tensor, logits_TV: Tensor) -> None:
     """Let the model's own drafter store its rows of a step and draft, as if every draft token in the step had been rejected."""
     model, plan = step.model, step.plan
     own = MTP(MTP.most) if model.config.drafter == "mtp" else DSpark(model.config.draft_block)
-    first_rows = [0, *accumulate(len(s.token_ids) for s in plan.sequences)][:-1]
-    begins = [row + len(s.token_ids) - 1 - s.drafts for s, row in zip(plan.sequences, first_rows, strict=True) if s.sample]
+    rows = first_rows(plan.sequences)
+    begins = [row + len(s.token_ids) - 1 - s.drafts for s, row in zip(plan.sequences, rows, strict=True) if s.sample]
     best_S = logits_TV[begins].argmax(-1)
     ends = (torch.zeros_like(best_S), best_S) if begins else None
     drafter, shape = make_drafter(own, model, step.cache), StepShape.of((plan,))
-    draft(drafter, plan, shape, step.batch, streams_TND, first_rows, ends, lambda logits_SV, _: logits_SV.argmax(-1))
+    draft(drafter, plan, shape, step.batch, streams_TND, rows, ends, lambda logits_SV, _: logits_SV.argmax(-1))
 
 
 def _captured(plan: StepPlan, graph: GraphShape, model: Model, cache: StateCache) -> Batch:
