@@ -170,8 +170,7 @@ class Engine:
             CheckpointError, ConfigError, CapacityError: The model cannot be loaded; everything is freed.
             UnsupportedError: The chip, the driver or Triton cannot run the model.
         """
-        if self._thread is not None:
-            raise EngineStateError("the engine was started before; make a new one", state="started", allowed=("new",))
+        assert self._thread is None, "an engine starts once"
         self._deliver, self._deliver_failure = deliver, deliver_failure
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="dsv4lite-engine", daemon=True)
