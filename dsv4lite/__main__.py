@@ -229,8 +229,8 @@ def _batch(args: argparse.Namespace) -> int:
             shown_s = report.seconds
             print(report, end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
-    with RowFiles(args.source, args.target, None):
-        pass  # errors of the files are raised before the model is loaded
+    with RowFiles(args.source, args.target, None) as files:
+        files.read()  # errors of the files are raised before the model is loaded
     given = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     changes = {name: value for name, value in given.items() if value is not None}
     settings = _settings(args)

@@ -239,6 +239,7 @@ class AsyncLLM(BaseLLM):
             OSError: A file cannot be read or written. ``target`` keeps its lines.
         """
         with RowFiles(source, target, params) as files:
+            await self._bridge.offload(files.read)
             bar = False if callable(progress) else progress
             async with self._completions("generate_file", files, None, files.job, "return", max_in_flight, bar) as outputs:
                 async for output in outputs:

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
@@ -82,13 +82,12 @@ class _Row(NamedTuple):
     def chat(self) -> bool:
         return "messages" in self.body
 
-    @property
-    def id_checksum(self) -> int:
-        return zlib.crc32((self.custom_id or "").encode())
-
 
 class RowFiles:
-    """A file of requests and one of outputs while they are open; arguments and errors are those of ``generate_file``. Mutable."""
+    """A file of requests and one of outputs while they are open, and locked; mutable. ``read`` comes before all else.
+
+    Arguments and errors are those of ``generate_file``.
+    """
 
     def __init__(self, source: str | os.PathLike[str], target: str | os.PathLike[str], params: SamplingParams | None) -> None:
         check_params(params)
@@ -100,22 +99,15 @@ class RowFiles:
         self._source, self._target, self._params = Path(source), Path(target), params
         if self._target.exists() and self._source.samefile(self._target):
             raise ConfigError(f"source and target are the same file, {self._source}")
-        self._rows, last = 0, -1
-        with self._source.open("rb") as lines:
-            for number, line in enumerate(lines):
-                if line.strip():
-                    self._rows, last = self._rows + 1, number
-        self._failed = 0  # ``_read_target`` counts those of earlier runs
+        self._source.open("rb").close()  # without a source no target is made
         self._out: BinaryIO = self._target.open("ab", buffering=0)
         try:
             _lock(self._out)
-            self._earlier = self._read_target()
-            if other := [number for number in self._earlier if not 0 <= number <= last]:
-                here = f"{self._source} has no row {other[0]}"
-                raise ConfigError(f"{self._target} holds outputs of other requests: {here}")
         except BaseException:
             self._out.close()
             raise
+        self._rows = self._failed = 0  # ``read`` counts them, and those that failed in earlier runs
+        self._earlier: Set[int] = frozenset()
         self._pulled: dict[int, _Row] = {}  # by the index that the batch gives
         self._tokenizer: Tokenizer | None = None  # once a row has been submitted
         self._done = self._prompt_tokens = self._completion_tokens = 0
@@ -136,6 +128,26 @@ class RowFiles:
     def __len__(self) -> int:
         return max(self._rows - len(self._earlier), 0)
 
+    def read(self) -> None:
+        """Find the rows that have an output. This takes seconds for files of many rows, and may be left: it ends with the block.
+
+        Raises:
+            ConfigError: The target holds other data than outputs of these requests.
+            OSError: A file cannot be read or written.
+        """
+        earlier = self._read_target()
+        self._earlier = frozenset(earlier)
+        with self._source.open("rb") as lines:
+            for number, line in enumerate(lines):
+                self._rows += bool(line.strip())
+                if line.strip() and number in earlier and earlier.pop(number) != _checksum(custom_id := _custom_id(line)):
+                    here = f"row {number} of {self._source} is {shown(custom_id)}"
+                    raise ConfigError(f"{self._target} holds outputs of other requests: {here}")
+        if earlier:
+            here = f"{self._source} has no row {min(earlier)}"
+            raise ConfigError(f"{self._target} holds outputs of other requests: {here}")
+        self._begun = time.monotonic()
+
     def _read_target(self) -> dict[int, int]:
         """Return the numbers of the rows that have an output, with the checksums of their ids; remove an incomplete last line."""
         found: dict[int, int] = {}
@@ -153,29 +165,23 @@ class RowFiles:
                         raise ValueError("the last line has no end, and is no output that was cut off")
                     output = json.loads(line)
                     number, custom_id = int(output["id"].removeprefix("row-")), output["custom_id"]
-                    found[number] = _Row(number, custom_id, {}, None).id_checksum
+                    found[number] = _checksum(custom_id)
                     self._failed += output.get("error") is not None
                 except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                     raise ConfigError(
                         f"{self._target} holds something else than outputs of generate_file: {shown(line)}"
                     ) from error
-        os.truncate(self._target, whole)
+        self._out.truncate(whole)  # fails if the block was left, so that the file may be another run's by now
         return found
 
     def _read_rows(self) -> Generator[_Row, None, None]:
         count = 0
         with self._source.open("rb") as lines:
             for number, line in enumerate(lines):
-                if not line.strip():
-                    continue
-                row = _read(number, line)
-                if number not in self._earlier:
-                    self._pulled[count] = row
+                if line.strip() and number not in self._earlier:
+                    self._pulled[count] = row = _read(number, line)
                     count += 1
                     yield row
-                elif self._earlier[number] != row.id_checksum:
-                    here = f"row {number} of {self._source} is {shown(row.custom_id)}"
-                    raise ConfigError(f"{self._target} holds outputs of other requests: {here}")
 
     def job(self, info: EngineInfo, row: _Row, params: object, index: int) -> Job:
         """Make the job of a row.
@@ -253,19 +259,39 @@ def _lock(file: BinaryIO) -> None:
             raise
 
 
+def _object(line: bytes) -> tuple[dict[str, Any], str | None]:
+    """Return what a line has, and its ``custom_id``.
+
+    Raises:
+        InvalidRequestError: It is no object and no prompt, or its ``custom_id`` is malformed.
+    """
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"the line is not JSON: {error}", parameter="line", value=line) from error
+    row = {"prompt": given} if isinstance(given, str) else given
+    require(isinstance(row, dict), "line", given, "must be an object, or a prompt as a string")
+    custom_id = row.pop("custom_id", None)
+    good = custom_id is None or (isinstance(custom_id, str) and is_unicode(custom_id))
+    require(good, "custom_id", custom_id, "must be a string without lone surrogates")
+    return row, custom_id
+
+
+def _checksum(custom_id: str | None) -> int:
+    return zlib.crc32((custom_id or "").encode())
+
+
+def _custom_id(line: bytes) -> str | None:
+    try:
+        return _object(line)[1]
+    except InvalidRequestError:
+        return None
+
+
 def _read(number: int, line: bytes) -> _Row:
     custom_id = None
     try:
-        try:
-            given = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"the line is not JSON: {error}", parameter="line", value=line) from error
-        row = {"prompt": given} if isinstance(given, str) else given
-        require(isinstance(row, dict), "line", given, "must be an object, or a prompt as a string")
-        custom_id = row.pop("custom_id", None)
-        if custom_id is not None and not (isinstance(custom_id, str) and is_unicode(custom_id)):
-            custom_id, wrong = None, custom_id
-            require(False, "custom_id", wrong, "must be a string without lone surrogates")
+        row, custom_id = _object(line)
         return _Row(number, custom_id, _openai_body(row) if "body" in row else _plain_body(row), None)
     except InvalidRequestError as error:
         return _Row(number, custom_id, {}, error)

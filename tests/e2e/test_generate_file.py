@@ -240,6 +240,35 @@ def test_a_full_disk_ends_the_call_and_loses_nothing(llm: LLM, tmp_path: Path) -
 
 
 @both_loops
+async def test_event_loops_run_while_files_are_read(model: Path, tmp_path: Path) -> None:
+    source, target = written(tmp_path / "in", ["abc"] * 3000), tmp_path / "out"
+    target.write_text("".join(f'{{"id": "row-{i}", "custom_id": null}}\n' for i in range(3000)))
+    ended, turns = anyio.Event(), 0
+
+    async def count() -> None:
+        nonlocal turns
+        while not ended.is_set():
+            turns += 1
+            await anyio.sleep(0)
+
+    async with AsyncLLM(str(model), **MODEST) as llm, anyio.create_task_group() as tasks:
+        tasks.start_soon(count)
+        await anyio.sleep(0)
+        before = turns
+        report = await llm.generate_file(source, target, DEFAULTS)
+        assert (report.earlier, report.done) == (3000, 0) and turns > before
+        ended.set()
+
+
+def test_outputs_of_other_requests_are_found_before_a_row_runs(llm: LLM, tmp_path: Path) -> None:
+    source, target = written(tmp_path / "in", GOOD), tmp_path / "out"
+    target.write_bytes(b'{"id": "row-5", "custom_id": "z"}\n')
+    with pytest.raises(ConfigError, match=r"row 5 of .*in is 'd'"):
+        llm.generate_file(source, target, DEFAULTS, max_in_flight=1)
+    assert len(outputs(target)) == 1
+
+
+@both_loops
 async def test_event_loops_have_it_too(model: Path, tmp_path: Path) -> None:
     source, target = written(tmp_path / "in", GOOD), tmp_path / "out"
     async with AsyncLLM(str(model), **MODEST) as llm:
