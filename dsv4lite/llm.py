@@ -485,7 +485,7 @@ class AsyncLLM(BaseLLM):
             EngineStateError: The weights are asleep, or being replaced without staging; ``WeightsNotLoadedError``: there are none.
         """
         self._check("weight_checksums", *STARTED)
-        return await self._bridge.wait(self._session.with_weights("weight_checksums", lambda engine: engine.weight_checksums()))
+        return await self._ask(self._session.with_weights("weight_checksums", lambda engine: engine.weight_checksums()))
 
     async def apply(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Run ``function(model, rank, *arguments)`` on every rank between two steps; return the results in the order of ranks.
@@ -501,7 +501,7 @@ class AsyncLLM(BaseLLM):
         """
         require(callable(function), "function", function, "must be callable")
         self._check("apply", *STARTED)
-        return await self._bridge.wait(self._session.with_weights("apply", lambda engine: engine.ask("apply", function, arguments)))
+        return await self._ask(self._session.with_weights("apply", lambda engine: engine.ask("apply", function, arguments)))
 
     async def warmup(self) -> None:
         """Capture all shapes of decode steps now, for example after ``wake_up``; else each is captured when it is first needed.
@@ -512,7 +512,7 @@ class AsyncLLM(BaseLLM):
             EngineStateError: The engine is asleep, or has no valid weights.
         """
         self._check("warmup", *SERVING)
-        await self._bridge.wait(self._session.engine("warmup", *SERVING).ask("capture"))
+        await self._ask(self._session.engine("warmup", *SERVING).ask("capture"))
 
     async def execution_contract(self) -> ExecutionContract:
         """Return all that the bits of results depend on besides the tokens, for comparison with a trainer's contract.
@@ -521,7 +521,7 @@ class AsyncLLM(BaseLLM):
             EngineStateError: As ``weight_checksums``.
         """
         self._check("execution_contract", *STARTED)
-        return await self._bridge.wait(self._session.with_weights("execution_contract", lambda engine: engine.execution_contract()))
+        return await self._ask(self._session.with_weights("execution_contract", lambda engine: engine.execution_contract()))
 
     async def sleep(self, level: Literal[1, 2] = 1, *, mode: PauseMode = "abort") -> None:
         """Give the memory of weights and KV cache back to the device, until ``wake_up``. Requests are refused meanwhile.

@@ -114,6 +114,8 @@ class FakeEngine:
         future: Future[T] = Future()
 
         def answer() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 result = function()
             except Exception as error:

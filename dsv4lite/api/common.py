@@ -7,8 +7,9 @@ import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence, Sized
+from concurrent.futures import Future
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from dsv4lite.api.batch import Batch, OnError
 from dsv4lite.api.bridge import Bridge, Callback
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from dsv4lite.planning.memory import MemoryPlan
 
 log = logging.getLogger("dsv4lite.api")
+T = TypeVar("T")
 Model = str | os.PathLike[str] | EngineConfig
 BatchParams = SamplingParams | Sequence[SamplingParams] | None
 
@@ -144,6 +146,13 @@ class BaseLLM:
             self._session.abort_ticket(ticket)
             raise
         return ticket.result()
+
+    async def _ask(self, answer: Future[T]) -> T:
+        """Wait for a call that the engine runs between two steps. One whose caller has left before it began is dropped."""
+        try:
+            return await self._bridge.wait(answer)
+        finally:
+            answer.cancel()  # without effect once it has begun
 
     def _completions(
         self,

@@ -1114,6 +1114,25 @@ async def test_paused_block_is_respected_by_pauses_that_want_requests_to_end(lab
         assert llm.state is Phase.PAUSED
 
 
+@both_loops
+async def test_calls_that_are_cancelled_before_they_begin_never_run(lab: Lab) -> None:
+    """Callers that tried again after a timeout held up all requests."""
+    begun, go, ran = threading.Event(), threading.Event(), list[int]()
+
+    def hold(model: object, rank: int) -> None:
+        begun.set()
+        go.wait(30)
+
+    async with AsyncLLM("m") as llm, anyio.create_task_group() as tasks:
+        tasks.start_soon(llm.apply, hold)
+        await anyio.to_thread.run_sync(begun.wait)
+        with anyio.move_on_after(0.01) as scope:
+            await llm.apply(lambda model, rank: ran.append(rank))
+        assert scope.cancelled_caught
+        go.set()
+        assert await llm.apply(lambda model, rank: len(ran)) == [0]
+
+
 async def test_pause_that_is_cancelled_is_undone_and_leaves_those_of_others(lab: Lab) -> None:
     lab.model = endless
     async with AsyncLLM("m") as llm, llm.stream("x", MANY):
