@@ -176,7 +176,8 @@ class Sampler:
         """
         assert seq_id not in self._sequences
         try:
-            state, grammar = state_of(request, index, self._default_seed), request.params.structured_outputs
+            last = next(reversed(self._sequences.values()), None)  # the completions of a request are added one after the other
+            state, grammar = state_of(request, index, self._default_seed, last), request.params.structured_outputs
             if grammar is not None:
                 assert self._grammars is not None and not isinstance(grammar, Mapping)
                 state.compiled = self._grammars.begin(grammar)

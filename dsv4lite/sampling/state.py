@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -91,7 +91,8 @@ class SequenceState:
         stop_ids: Tokens that it may not sample before position ``stops_from``.
         prompt: Tokens of the prompt.
         penalised: Whether it has penalties, which depend on its tokens.
-        bad_words: Bad words of at least two tokens.
+        bad_words: Bad words of at least two tokens, by their last token but one; shared by the completions of a request.
+        look_back: Most tokens of a bad word before its last one.
         tail: Last tokens of prompt and output, as many as bad words are compared with.
         compiled: Its grammar, perhaps still being compiled.
         matcher: State of its grammar, from its first token on.
@@ -109,7 +110,8 @@ class SequenceState:
     stops_from: int
     prompt: tuple[int, ...]
     penalised: bool
-    bad_words: tuple[tuple[int, ...], ...]
+    bad_words: Mapping[int, Sequence[tuple[int, ...]]]
+    look_back: int
     tail: tuple[int, ...]
     thinking: Thinking | None
     compiled: Future[LLMatcher] | None = None
@@ -129,7 +131,7 @@ class SequenceState:
     @property
     def restricted(self) -> bool:
         """Whether there are tokens that it may never sample."""
-        return self.params.allowed_token_ids is not None or any(len(word) == 1 for word in self.params.bad_words_ids)
+        return self.params.allowed_token_ids is not None or 1 in map(len, self.params.bad_words_ids)
 
     @property
     def records_kept(self) -> bool:
@@ -162,8 +164,7 @@ class SequenceState:
 
     def accept(self, token_id: int) -> None:
         if self.bad_words:
-            length = max(map(len, self.bad_words)) - 1
-            self.tail = (*self.tail, token_id)[-length:]
+            self.tail = (*self.tail, token_id)[-self.look_back :]
         if self.thinking is not None and self.thinking.accept(token_id):
             return  # the grammar applies to the answer, not to the thinking
         if self.matcher is not None and self.failure is None and not self.matcher.is_terminated():
@@ -189,7 +190,8 @@ class SequenceState:
         # While a grammar waits for the end of the thinking, the answer has not begun.
         waiting = self.matcher is not None and self.thinking is not None and self.thinking.inside
         early = self.stop_ids if waiting or position < self.stops_from else ()
-        banned = [word[-1] for word in self.bad_words if self.tail[max(0, len(self.tail) - len(word) + 1) :] == word[:-1]]
+        words = self.bad_words.get(self.tail[-1], ()) if self.tail else ()
+        banned = [word[-1] for word in words if self.tail[max(0, len(self.tail) - len(word) + 1) :] == word[:-1]]
         if self.thinking is not None and self.thinking.exhausted:
             banned.append(self.thinking.opening)
         if self.matcher is not None and not waiting:
@@ -205,15 +207,28 @@ class SequenceState:
         return with_tokens(forbidden, banned)
 
 
-def state_of(request: Request, index: int, default_seed: int) -> SequenceState:
-    """Return the state of one of a request's sequences before its first token, without tensors on the device or a grammar."""
+def _bad_words(params: SamplingParams, sibling: SequenceState | None) -> tuple[Mapping[int, Sequence[tuple[int, ...]]], int]:
+    """Return ``bad_words`` and ``look_back`` of a state; those of ``sibling`` if it has the same parameters."""
+    if sibling is not None and sibling.params is params:
+        return sibling.bad_words, sibling.look_back
+    words: dict[int, list[tuple[int, ...]]] = {}
+    for word in params.bad_words_ids:
+        if len(word) > 1:
+            words.setdefault(word[-2], []).append(word)
+    return words, max(map(len, params.bad_words_ids), default=1) - 1
+
+
+def state_of(request: Request, index: int, default_seed: int, sibling: SequenceState | None = None) -> SequenceState:
+    """Return the state of one of a request's sequences before its first token, without tensors on the device or a grammar.
+
+    ``sibling`` may be a state of the same request, with which to share what is large.
+    """
     if not request.generate:  # the tokens that are scored count as output
         request = replace(request, prompt_token_ids=request.prompt_token_ids[: request.score_from])
     params, prompt = request.params, request.prompt_token_ids
     eos = () if request.eos_token_id is None else (request.eos_token_id,)
     stop_ids = {*params.stop_token_ids, *request.end_token_ids, *eos}
-    bad_words = tuple(word for word in params.bad_words_ids if len(word) > 1)
-    look_back = max((len(word) - 1 for word in bad_words), default=0)
+    bad_words, look_back = _bad_words(params, sibling)
     return SequenceState(
         params=params,
         stream=random_stream(params.seed, index, default_seed=default_seed, request_id=request.drawn_as or request.request_id),
@@ -222,6 +237,7 @@ def state_of(request: Request, index: int, default_seed: int) -> SequenceState:
         prompt=prompt,
         penalised=params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0,
         bad_words=bad_words,
+        look_back=look_back,
         tail=prompt[max(0, len(prompt) - look_back) :],
         thinking=Thinking.of(request),
         replay=None if request.replay is None or request.replay.kept_ids is None else (request.replay, len(prompt)),
