@@ -11,6 +11,7 @@ caller's thread and never suspends, so that ``blocking.finish`` can run the whol
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import heapq
 import itertools
@@ -128,7 +129,23 @@ class LoopBridge(Bridge):
         return future.result()
 
     async def offload(self, work: Callable[[], T]) -> T:
-        return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._workers)
+        # A cancelled caller leaves its thread, which keeps its place until its work ends: asyncio's would give it back at once.
+        place, unclaimed = object(), [True]
+        await self._workers.acquire_on_behalf_of(place)
+
+        def run() -> T:
+            unclaimed.pop()
+            try:
+                return work()
+            finally:
+                self.post(lambda: self._workers.release_on_behalf_of(place))
+
+        try:
+            return await anyio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+        finally:
+            with contextlib.suppress(IndexError):
+                unclaimed.pop()  # fails if the thread has begun; if it begins later, its own fails, and it does not work
+                self._workers.release_on_behalf_of(place)
 
     def signal(self) -> Signal:
         return LoopSignal(self)

@@ -50,6 +50,23 @@ async def test_loop_bridge_waits_for_futures_of_other_threads() -> None:
         await bridge.wait(failed)
 
 
+@both_loops
+async def test_work_of_cancelled_callers_keeps_its_place() -> None:
+    """On asyncio, callers that gave up and tried again started any number of threads."""
+    bridge, go, begun = current_loop(), threading.Event(), list[int]()
+
+    def work() -> None:
+        begun.append(1)
+        go.wait(30)
+
+    for _ in range(6):
+        with anyio.move_on_after(0.02):
+            await bridge.offload(work)
+    assert len(begun) <= 2
+    go.set()
+    assert [await bridge.offload(lambda n=number: n) for number in range(4)] == list(range(4))  # type: ignore[misc]
+
+
 @LOOPS
 def test_loop_bridge_swallows_posts_to_a_loop_that_is_gone(backend: str) -> None:
     async def main() -> LoopBridge:
