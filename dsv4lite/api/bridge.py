@@ -11,7 +11,6 @@ caller's thread and never suspends, so that ``blocking.finish`` can run the whol
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import heapq
 import itertools
@@ -24,7 +23,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio
 import anyio.to_thread
@@ -130,22 +129,25 @@ class LoopBridge(Bridge):
 
     async def offload(self, work: Callable[[], T]) -> T:
         # A cancelled caller leaves its thread, which keeps its place until its work ends: asyncio's would give it back at once.
-        place, unclaimed = object(), [True]
+        place, begun = object(), Future[None]()
         await self._workers.acquire_on_behalf_of(place)
 
-        def run() -> T:
-            unclaimed.pop()
+        def release() -> None:
+            self._workers.release_on_behalf_of(place)
+
+        def run() -> T | None:
+            if not begun.set_running_or_notify_cancel():
+                return None  # the caller left before this thread began
             try:
                 return work()
             finally:
-                self.post(lambda: self._workers.release_on_behalf_of(place))
+                self.post(release)
 
         try:
-            return await anyio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+            return cast(T, await anyio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)))
         finally:
-            with contextlib.suppress(IndexError):
-                unclaimed.pop()  # fails if the thread has begun; if it begins later, its own fails, and it does not work
-                self._workers.release_on_behalf_of(place)
+            if begun.cancel():
+                release()
 
     def signal(self) -> Signal:
         return LoopSignal(self)
