@@ -178,29 +178,28 @@ class Worker:
         """Run plans until the leader closes its engine; raise ``Closed`` if the leader is gone."""
         assert self._runner is not None
         reporting = self._runner.sampler is not None
-        # On a GPU another thread waits for results while this one launches the next step.
+        # On a GPU another thread waits for results while this one launches the next step. It sends results on a CPU, too: the
+        # leader of a pipeline reads them only after it has sent the next step, which this thread must receive.
         apart = threading.Thread(target=self._report, name="dsv4lite-results", daemon=True)
-        if reporting and self._device.type == "cuda":
+        if reporting:
             apart.start()
-        with torch.inference_mode():
-            while (step := self._work.receive()) is not None:
-                if isinstance(step, SentAsk):
-                    answer = answer_to(self._runner, step)
-                    try:
-                        message = encode(answer)
-                    except Exception as error:  # ``pickle`` does not take the result of a function of the host
-                        message = encode(Answer(error=portable(error)))
-                    self._work.send_bytes(message)
-                    continue
-                launched = self._run(step)
-                if launched is None or not reporting:
-                    continue
-                if self._device.type == "cuda":
-                    self._launched.put(launched)
-                else:
-                    self._work.send(launched.wait())
-        if apart.is_alive():
+        try:
+            with torch.inference_mode():
+                while (step := self._work.receive()) is not None:
+                    if isinstance(step, SentAsk):
+                        answer = answer_to(self._runner, step)
+                        try:
+                            message = encode(answer)
+                        except Exception as error:  # ``pickle`` does not take the result of a function of the host
+                            message = encode(Answer(error=portable(error)))
+                        self._work.send_bytes(message)
+                        continue
+                    launched = self._run(step)
+                    if launched is not None and reporting:
+                        self._launched.put(launched)
+        finally:
             self._launched.put(None)
+        if reporting:
             apart.join()
 
     def _run(self, step: Step) -> InFlightStep | None:

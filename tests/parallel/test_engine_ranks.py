@@ -161,6 +161,27 @@ def test_values_of_types_of_the_host_reach_the_ranks_as_plain_ones(model: Path) 
     assert type(structure.choice[0]) is str
 
 
+def test_pipeline_whose_requests_and_results_fill_both_directions_goes_on(model: Path, zygote: Zygote) -> None:
+    """Leader and last stage each waited, for ever, until the other had read what it sent."""
+    sizes = {"max_model_len": 16384, "max_num_batched_tokens": 1024, "max_logprobs": 96, "pipeline_parallel_size": 2}
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=96)  # 0.8 MB in the result of each step
+    long = replace(GREEDY, stop=("x" * (1 << 20),))  # 1 MB in the plan of the next step
+    found: list[RequestOutput] = []
+    with forked(zygote), LLM(str(model), **{**MODEST, **sizes}) as llm:
+        requests = (({"prompt_token_ids": [9] * 10_000}, scored), ({"prompt_token_ids": PROMPTS[0]}, long))
+        threads = [threading.Thread(target=lambda args=args: found.append(llm.generate(*args))) for args in requests]
+        threads[0].start()
+        while llm.stats().steps < 1:
+            time.sleep(0.01)
+        threads[1].start()
+        threads[0].join(ENOUGH_S)
+        stuck = threads[0].is_alive()
+        for pid in processes(llm).values() if stuck else ():
+            os.kill(pid, signal.SIGKILL)  # otherwise the engine could not be closed
+        threads[1].join(ENOUGH_S)
+    assert not stuck and len(found) == 2
+
+
 @pytest.fixture(scope="module")
 def mla(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[RequestOutput]]:
     """A model of the MLA family, and what one rank makes of requests of all kinds."""
