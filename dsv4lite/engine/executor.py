@@ -338,7 +338,7 @@ class MultiRankExecutor:
                         answers.append(process.work.receive())
                     except Closed as error:
                         raise self.explain(error) from None
-                    except (Exception, SystemExit) as error:  # unpickling what a function of the host returned; others still answer
+                    except BaseException as error:  # unpickling what a function of the host returned; others still answer
                         answers.append(Answer(error=error))
         errors = [answer.error for answer in answers if answer.error is not None]
         if errors:

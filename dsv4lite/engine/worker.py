@@ -108,7 +108,7 @@ def answer_to(runner: Runner, ask: Ask | SentAsk) -> Answer:
             except Exception as error:
                 raise unsendable(ask.method, error) from error
         return Answer(result=runner.ask(ask)[0])
-    except (Exception, SystemExit) as error:  # a function of the host may raise anything
+    except BaseException as error:  # a function of the host may raise anything, ``CancelledError`` too
         return Answer(error=portable(error))
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from asyncio import CancelledError
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -89,8 +90,8 @@ def asked(model: torch.nn.Module, rank: int, wish: object) -> Any:
     """A function of the host for ``apply``."""
     if isinstance(wish, type):
         return Unreadable(wish)
-    if rank == 1 and wish in ("raise", "exit"):
-        raise ValueError("this rank does not want to") if wish == "raise" else SystemExit(3)
+    if rank == 1 and isinstance(wish, BaseException):
+        raise wish
     return (lambda: rank) if wish == "local" else (rank, sum(weight.numel() for weight in model.parameters()))
 
 
@@ -109,9 +110,10 @@ def test_function_of_the_host_runs_on_every_rank_and_ends_none(model: Path, monk
         (zero, part), (one, other) = llm.apply(asked, "")
         assert (zero, one) == (0, 1) and part == other and whole / 2 < part < whole
         with pytest.raises(ValueError, match="this rank does not want to"):
-            llm.apply(asked, "raise")
-        with pytest.raises(SystemExit):
-            llm.apply(asked, "exit")
+            llm.apply(asked, ValueError("this rank does not want to"))
+        for ends in (SystemExit, CancelledError, KeyboardInterrupt):
+            with pytest.raises(ends):
+                llm.apply(asked, ends())
         with pytest.raises((AttributeError, PicklingError), match=r"asked\.<locals>\.<lambda>"):
             llm.apply(asked, "local")
         with pytest.raises(InvalidRequestError, match="other ranks get functions and arguments by pickle"):
