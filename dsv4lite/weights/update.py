@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dsv4lite.checks import plain
 from dsv4lite.errors import CheckpointError, ConfigError, WeightUpdateError, described, shown
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.quantize import quantize_matrix
@@ -199,7 +200,7 @@ def buckets(tensors: Iterable[tuple[str, Given]]) -> Iterator[Bucket]:
     size = 0
     for name, tensor in tensors:
         check_item(name, tensor, Given)
-        bucket.append((name, tensor))
+        bucket.append((plain(name), tensor))
         size += tensor.nbytes
         if size >= _BUCKET_BYTES:
             yield bucket

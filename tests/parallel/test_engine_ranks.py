@@ -27,7 +27,9 @@ from dsv4lite.errors import CapacityError, ConfigError, EngineDeadError, Invalid
 from dsv4lite.llm import LLM
 from dsv4lite.planning.memory import plan_memory
 from dsv4lite.request import RequestOutput, SamplingParams
+from dsv4lite.weights.update import NamedTensors
 from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, same_outputs, write_model
+from tests.e2e.updates import read
 from tests.mla import write_random_model
 from tests.parallel.dispatchers import Marked, refuses
 from tests.parallel.holdings import held, listening
@@ -141,6 +143,9 @@ def test_values_of_types_of_the_host_reach_the_ranks_as_plain_ones(model: Path) 
     class Tag(enum.StrEnum):
         WEIGHTS = "weights"
 
+    class Name(enum.StrEnum):
+        HEAD = "head.weight"
+
     class Params(SamplingParams):
         pass
 
@@ -158,6 +163,8 @@ def test_values_of_types_of_the_host_reach_the_ranks_as_plain_ones(model: Path) 
         assert out.token_ids == llm.generate(PROMPTS[0], plain).token_ids and type(out.request_id) is str
         llm.sleep()
         llm.wake_up([Tag.WEIGHTS, "kv_cache"])
+        with llm.update_weights(1, partial=True) as update:
+            update.load(NamedTensors({Name.HEAD: read(model)[Name.HEAD]}))
         assert out.token_ids == llm.generate(PROMPTS[0], plain).token_ids
     structure: Any = SamplingParams(structured_outputs={"choice": [Word.STOP]}).structured_outputs
     assert type(structure.choice[0]) is str
