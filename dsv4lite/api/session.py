@@ -215,15 +215,15 @@ class Session:
     @property
     def phase(self) -> Phase:
         """The state of the engine."""
-        return Phase.UPDATING if self._update is not None and self._phase is Phase.READY and not self.forked else self._state
+        return Phase.UPDATING if self._update is not None and self._state in STARTED else self._state
 
     @property
     def _state(self) -> Phase:
         """The state without regard to an open update, even one that is overwriting the weights."""
         if self.forked:
             return Phase.CLOSED
-        if self._phase is not Phase.READY:
-            return self._phase
+        if self._phase is not Phase.READY or self._failure is not None:  # a caller may have got the error before home does
+            return Phase.FAILED if self._phase is Phase.READY else self._phase
         if self._released:
             return Phase.ASLEEP
         if not self._valid and (self._update is None or self._hold is not None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import os
 import signal
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from asyncio import CancelledError
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +24,9 @@ from dsv4lite.engine import rank as rank_module
 from dsv4lite.engine.executor import MultiRankExecutor
 from dsv4lite.engine.rank import Probe, common_plan
 from dsv4lite.errors import CapacityError, ConfigError, EngineDeadError, InvalidRequestError, UnsupportedError
-from dsv4lite.llm import LLM
+from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.planning.memory import plan_memory
-from dsv4lite.request import RequestOutput, SamplingParams
+from dsv4lite.request import Phase, RequestOutput, SamplingParams
 from dsv4lite.weights.update import NamedTensors
 from tests.e2e.engines import MODEST, SMALL, engine_of, overlapping, same_outputs, write_model
 from tests.e2e.updates import read
@@ -40,7 +40,7 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 ENOUGH_S = 60.0  # for what comes at once unless the machine is busy
 
 
-def processes(llm: LLM) -> dict[int, int]:
+def processes(llm: LLM | AsyncLLM) -> dict[int, int]:
     """Process ids of an engine's ranks."""
     ranks = engine_of(llm)._executor
     assert isinstance(ranks, MultiRankExecutor)
@@ -113,7 +113,7 @@ def test_function_of_the_host_runs_on_every_rank_and_ends_none(model: Path, monk
         assert (zero, one) == (0, 1) and part == other and whole / 2 < part < whole
         with pytest.raises(ValueError, match="this rank does not want to"):
             llm.apply(asked, ValueError("this rank does not want to"))
-        for ends in (SystemExit, CancelledError, KeyboardInterrupt):
+        for ends in (SystemExit, asyncio.CancelledError, KeyboardInterrupt):
             with pytest.raises(ends):
                 llm.apply(asked, ends())
         with pytest.raises((AttributeError, PicklingError), match=r"asked\.<locals>\.<lambda>"):
@@ -347,6 +347,22 @@ def test_lost_rank_ends_every_request_with_its_name(model: Path, number: int, re
             assert time.monotonic() < until
             time.sleep(0.01)
     assert held() <= before
+
+
+def test_lost_rank_shows_in_the_state_while_the_loop_is_busy(model: Path, zygote: Zygote) -> None:
+    """A call that failed with the engine's error could be followed by ``ready`` or ``asleep``, and by calls that succeeded."""
+
+    async def lose() -> None:
+        async with AsyncLLM(str(model), **MODEST, executor="process") as llm:
+            os.kill(processes(llm)[0], signal.SIGKILL)
+            until = time.monotonic() + ENOUGH_S
+            while llm.state is not Phase.FAILED and time.monotonic() < until:
+                time.sleep(0.01)  # so the loop runs nothing else
+            with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
+                llm.stats()
+
+    with forked(zygote):
+        asyncio.run(lose())
 
 
 def test_rank_that_cannot_start_raises_what_is_wrong_with_it(model: Path, tmp_path: Path) -> None:
