@@ -222,8 +222,10 @@ class Session:
         """The state without regard to an open update, even one that is overwriting the weights."""
         if self.forked:
             return Phase.CLOSED
-        if self._phase is not Phase.READY or self._failure is not None:  # a caller may have got the error before home does
-            return Phase.FAILED if self._phase is Phase.READY else self._phase
+        if self._phase is not Phase.READY:
+            return self._phase
+        if self._failure is not None:  # a caller may have the engine's error before home has it
+            return Phase.FAILED
         if self._released:
             return Phase.ASLEEP
         if not self._valid and (self._update is None or self._hold is not None):
