@@ -106,6 +106,14 @@ def on_gpu(device: torch.device) -> bool:
     return device.type == GPU_TYPE
 
 
+def compiled(_semantic: Any = None) -> bool:
+    """Inside a kernel: return whether it is compiled. The interpreter knows neither assembly nor products of bfloat16."""
+    return _semantic is not None
+
+
+compiled.__triton_builtin__ = True  # type: ignore[attr-defined]  # Triton's compiler calls it and passes ``_semantic``
+
+
 def use_triton(*arguments: object) -> bool:
     """Return whether an op with these arguments runs its kernel.
 

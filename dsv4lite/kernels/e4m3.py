@@ -5,16 +5,26 @@ Integer arithmetic computes the codes on chips without e4m3 conversions, and in 
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import capability_of, on_gpu
+from dsv4lite.kernels.dispatch import capability_of, compiled, on_gpu
 
 
 def native_e4m3(x: Tensor) -> bool:
     """Return whether the chip of ``x`` has e4m3 conversions."""
     return on_gpu(x.device) and capability_of(x.device) >= 89
+
+
+def knows_e4m3(_semantic: Any = None) -> bool:
+    """Inside a kernel: return whether its chip has e4m3 conversions; false in the interpreter."""
+    return _semantic is not None and int(_semantic.builder.options.arch.removeprefix("sm")) >= 89
+
+
+knows_e4m3.__triton_builtin__ = True  # type: ignore[attr-defined]  # Triton's compiler calls it and passes ``_semantic``
 
 
 @triton.jit
@@ -76,9 +86,9 @@ def e4m3_values(codes):
 
 
 @triton.jit
-def to_bf16(x, NATIVE: tl.constexpr):
+def to_bf16(x):
     """Round float32 to the nearest bfloat16, ties to even; the interpreter's own conversion truncates."""
-    if NATIVE:
+    if compiled():
         rounded = x.to(tl.bfloat16)
     else:
         bits = x.to(tl.int32, bitcast=True)

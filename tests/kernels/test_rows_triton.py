@@ -9,7 +9,7 @@ from dsv4lite.kernels.quantize import e2m1_codes as e2m1_codes_ref
 from dsv4lite.kernels.quantize import e2m1_values, hadamard, quantize_fp4, quantize_fp8
 from dsv4lite.kernels.rope import rope
 from dsv4lite.kernels.rows import Fp4Key, Fp8Key, Fp8Kv, RowFormat, RowStore, UnquantizedRow
-from tests.kernels.tensors import DEVICE, ON_GPU
+from tests.kernels.tensors import DEVICE
 
 triton = pytest.importorskip("triton")
 
@@ -58,7 +58,7 @@ def test_e2m1_rounds_every_number_like_the_reference() -> None:
 
 
 @triton.jit
-def _scale_kernel(x, fp8, fp4, inverses, roots, rounded, GPU: tl.constexpr):
+def _scale_kernel(x, fp8, fp4, inverses, roots, rounded):
     at = tl.arange(0, 64)[:, None] * 32 + tl.arange(0, 32)[None, :]
     row = tl.arange(0, 64)
     y = tl.load(x + at)
@@ -69,7 +69,7 @@ def _scale_kernel(x, fp8, fp4, inverses, roots, rounded, GPU: tl.constexpr):
     byte, inverse = power_scale(tl.max(tl.abs(y), axis=1), 6.0)
     tl.store(inverses + row, inverse)
     tl.store(roots + row, inverse_root(tl.max(tl.abs(y), axis=1) + 1e-20))
-    tl.store(rounded + at, bf16(y, GPU))
+    tl.store(rounded + at, bf16(y))
     tl.store(roots + 65 + row, mean_of(tl.max(tl.abs(y), axis=1), 96))
     tl.store(roots + 64 + tl.arange(0, 1), inverse_rms(y, 1e-6, 2048) + tl.zeros((1,), tl.float32))
 
@@ -82,7 +82,7 @@ def test_scales_and_roots_are_exact() -> None:
     x = x.to(DEVICE)
     fp8, fp4 = (torch.empty(64, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     inverses, roots, rounded = torch.empty(64, device=DEVICE), torch.empty(129, device=DEVICE), torch.empty_like(x)
-    _scale_kernel[(1,)](x, fp8, fp4, inverses, roots, rounded, GPU=ON_GPU, enable_fp_fusion=False)
+    _scale_kernel[(1,)](x, fp8, fp4, inverses, roots, rounded, enable_fp_fusion=False)
     assert torch.equal(fp8, quantize_fp8(x, 32)[1][:, 0])
     assert torch.equal(fp4, quantize_fp4(x, 32)[1][:, 0])
     assert torch.equal(inverses[1:], 2.0 ** (127 - fp4[1:].float()))
@@ -94,13 +94,13 @@ def test_scales_and_roots_are_exact() -> None:
 
 
 @triton.jit
-def _turn_kernel(x, cos, sin, out, ROWS: tl.constexpr, LOG: tl.constexpr, GPU: tl.constexpr):
+def _turn_kernel(x, cos, sin, out, ROWS: tl.constexpr, LOG: tl.constexpr):
     WIDTH: tl.constexpr = 1 << LOG
     at = tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     pair = tl.arange(0, ROWS)[:, None] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
-    y = rotate(tl.load(x + at), tl.load(cos + pair), tl.load(sin + pair), pair >= 0, ROWS, WIDTH, False, GPU)
+    y = rotate(tl.load(x + at), tl.load(cos + pair), tl.load(sin + pair), pair >= 0, ROWS, WIDTH, False)
     tl.store(out + at, y)
-    tl.store(out + ROWS * WIDTH + at, hadamard_rows(y, ROWS, LOG, GPU))
+    tl.store(out + ROWS * WIDTH + at, hadamard_rows(y, ROWS, LOG))
 
 
 @pytest.mark.parametrize("log", [5, 6, 7])
@@ -109,7 +109,7 @@ def test_rotation_and_hadamard_equal_the_references(log: int) -> None:
     x = torch.randn(8, width, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
     angle = 100 * torch.rand(8, width // 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     out = torch.empty(2, 8, width, device=DEVICE)
-    _turn_kernel[(1,)](x.float(), angle.cos(), angle.sin(), out, ROWS=8, LOG=log, GPU=ON_GPU, enable_fp_fusion=False)
+    _turn_kernel[(1,)](x.float(), angle.cos(), angle.sin(), out, ROWS=8, LOG=log, enable_fp_fusion=False)
     turned = rope(x, angle.cos(), angle.sin())
     assert torch.equal(out[0], turned.float())
     assert torch.equal(out[1], hadamard(turned).float())

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dsv4lite.kernels.compress import OVERLAP_RATIO, CompressInputs
-from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
+from dsv4lite.kernels.dispatch import ceil_div, power_of_2
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows import UnquantizedRow
 from dsv4lite.kernels.rows.triton import (
@@ -155,20 +155,19 @@ def _store_entry(
     LOG: tl.constexpr,
     KIND: tl.constexpr,
     ROPE: tl.constexpr,
-    GPU: tl.constexpr,
 ):
     """Norm, rotate, transform, pack and store the entry of the group that the token at ``position`` completes."""
     norm_weight, memory, cos, sin, page_stride, eps = entries
     at, mask = here
     # rope(rms_norm(pooled.to(torch.bfloat16), norm_weight, eps), cos_T[closing_E], sin_T[closing_E])
     FLOAT32: tl.constexpr = memory.dtype.element_ty == tl.float32
-    x = tl.where(mask, rounded(tl.math.div_rn(sums[2], sums[1]), FLOAT32, GPU), 0.0)
-    y = rounded(x * inverse_rms(x, eps, WIDTH) * tl.load(norm_weight + at, mask=mask, other=0.0), FLOAT32, GPU)
+    x = tl.where(mask, rounded(tl.math.div_rn(sums[2], sums[1]), FLOAT32), 0.0)
+    y = rounded(x * inverse_rms(x, eps, WIDTH) * tl.load(norm_weight + at, mask=mask, other=0.0), FLOAT32)
     turns = token.to(tl.int64) * (ROPE // 2)
     c, s, turned = row_angles(cos + turns, sin + turns, WIDTH, ROWS, ROPE)
-    y = rotate(y, c, s, turned, ROWS, 64, FLOAT32, GPU)
+    y = rotate(y, c, s, turned, ROWS, 64, FLOAT32)
     if LOG:
-        y = hadamard_rows(tl.reshape(y, (1, WIDTH)), 1, LOG, GPU)
+        y = hadamard_rows(tl.reshape(y, (1, WIDTH)), 1, LOG)
     # page_E * store.rows_per_page + index_E % store.rows_per_page
     entry = position // RATIO
     page = memory + tl.load(grow_row + entry // PLACES).to(tl.int64) * page_stride
@@ -180,7 +179,7 @@ def _sequence_kernel(
     projected, ape, norm_weight, state, memory, cos, sin, slots, copies, first, rows, lens, drafts, grow,
     num_copies, row_stride, page_stride, pages, eps,
     A: tl.constexpr, RATIO: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, LOG: tl.constexpr,
-    KIND: tl.constexpr, ROPE: tl.constexpr, GPU: tl.constexpr, OVERLAPS_PREVIOUS: tl.constexpr,
+    KIND: tl.constexpr, ROPE: tl.constexpr, OVERLAPS_PREVIOUS: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence adds its tokens one by one, and stores completed entries and the compressor state."""
     if not OVERLAPS_PREVIOUS:
@@ -217,7 +216,7 @@ def _sequence_kernel(
             if closed:
                 _store_entry(
                     sums, entries, grow + sequence.to(tl.int64) * pages, row + i, position + i, here, RATIO, WIDTH, ROWS, PLACES,
-                    LOG, KIND, ROPE, GPU,
+                    LOG, KIND, ROPE,
                 )  # fmt: skip
             # after = stack([where(is_open, done, last_lower), where(is_open, last_lower, fresh)]); without overlap, lower is fresh
             sums = _choose(closed, lower, sums)
@@ -258,7 +257,6 @@ def _entry_kernel(
     LOG: tl.constexpr,
     KIND: tl.constexpr,
     ROPE: tl.constexpr,
-    GPU: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One program per RATIO rows; mostly one of these tokens completes an entry, but with several sequences any number can."""
@@ -280,7 +278,7 @@ def _entry_kernel(
             before = state + (slot * num_copies + tl.load(copies + sequence)) * (A * 3 * WIDTH)
             sums = _in_progress(inputs, before, here, last, token, begin, A, RATIO, WIDTH, STAGES)
             grow_row = grow + sequence * pages
-            _store_entry(sums, entries, grow_row, token, last, here, RATIO, WIDTH, ROWS, PLACES, LOG, KIND, ROPE, GPU)
+            _store_entry(sums, entries, grow_row, token, last, here, RATIO, WIDTH, ROWS, PLACES, LOG, KIND, ROPE)
 
 
 @triton.jit
@@ -366,7 +364,6 @@ def compress_step_triton(given: CompressInputs) -> None:
         "LOG": width.bit_length() - 1 if hadamard else 0,
         "KIND": kind,
         "ROPE": rope,
-        "GPU": on_gpu(projected.device),
         "num_warps": 4 if width > 256 else 2 if width > 128 else 1,  # four channels per thread
     }
     grow, slots, copies = paging.grow_SP, paging.slots_S, paging.state_copy_S

@@ -76,7 +76,7 @@ def _prepare_kernel(
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
     FIXED: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr,
     COLUMNS: tl.constexpr, COLUMNS_TILE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
-    SHARED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
+    SHARED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     let_successor_in()
@@ -85,7 +85,7 @@ def _prepare_kernel(
         token = program + tl.arange(0, 1)
         ids, weight, place = route_rows(
             token.to(tl.int64), logits, bias, table, token_ids, positions, logits_stride, route_scale,
-            EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, PADDED, GPU,
+            EXPERTS, BLOCK, TOP_K, TOP_TILE, BIASED, FIXED, PADDED,
         )  # fmt: skip
         used = tl.arange(0, TOP_TILE)[None, :] < TOP_K
         at = token[:, None] * TOP_K + place
@@ -115,7 +115,7 @@ def _prepare_kernel(
         part = (program - tokens) % PARTS
         if SHARED > 0:
             group = part * (SHARED // PARTS) + tl.arange(0, SHARED // PARTS)
-            swiglu_groups(h, s_codes, s_scales, row, group, width, (width + 127) // 128, limit, NATIVE, ALIGNED)
+            swiglu_groups(h, s_codes, s_scales, row, group, width, (width + 127) // 128, limit, ALIGNED)
         if program == tokens:
             tl.store(ticket, 0)
         if part == 0:
@@ -137,7 +137,7 @@ def _experts_kernel(
     s_codes, s_scales, shared_codes, shared_scales, shared, M, N, K, k_blocks, k_part,
     u_numbers, w2_codes, w2_scales, y, done, ticket, gate_up_programs, shared_programs,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
-    NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr,
     DOWN_TILES: tl.constexpr, DOWN_STAGES: tl.constexpr, DOWN_UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -146,17 +146,17 @@ def _experts_kernel(
     if program < gate_up_programs:
         gate_up_tile(
             x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals,
-            pairs, limit, HIDDEN, WIDTH, TOP_K, ROWS, True, TILES, FP4, NATIVE, STAGES, UNROLL, program, done,
+            pairs, limit, HIDDEN, WIDTH, TOP_K, ROWS, True, TILES, FP4, STAGES, UNROLL, program, done,
         )  # fmt: skip
     elif program < gate_up_programs + shared_programs:
         product_tile(
             program - gate_up_programs, 0, s_codes, s_scales, shared_codes, shared_scales, shared, shared, arrivals,
-            M, N, K, k_blocks, k_part, BM, BN, SCALE_ROWS, EVEN_K, True, True, 1, CODES, GROUPED, GPU=NATIVE,
+            M, N, K, k_blocks, k_part, BM, BN, SCALE_ROWS, EVEN_K, True, True, 1, CODES, GROUPED,
         )  # fmt: skip
     else:
         down_tile(
             u_numbers, u_words, w2_codes, w2_scales, block_pairs, block_expert, num_blocks, y, pairs, HIDDEN, WIDTH, ROWS,
-            DOWN_TILES, FP4, NATIVE, DOWN_STAGES, DOWN_UNROLL, program - gate_up_programs - shared_programs, done,
+            DOWN_TILES, FP4, DOWN_STAGES, DOWN_UNROLL, program - gate_up_programs - shared_programs, done,
         )  # fmt: skip
 
 
@@ -283,7 +283,6 @@ def _prepare(given: MoeInputs, h_TI: Tensor, work: Work, done: Tensor, ticket: T
         SHARED=shared,
         PARTS=parts,
         ALIGNED=inputs % FP8_GROUP == 0,
-        NATIVE=work.native,
         num_warps=num_warps,
         enable_fp_fusion=False,
         launch_pdl=dependent_launch(device),

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import by_most, ceil_div
-from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, knows_e4m3, native_e4m3, to_bf16
 from dsv4lite.kernels.experts import HALF_ROWS, TILE_ROWS, ExpertInputs, ExpertSum, Tiles, prefill_fp4_triton, prefill_fp8_triton
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
 from dsv4lite.kernels.experts.unquantized_triton import unquantized_outputs_triton
@@ -55,12 +55,12 @@ def block_for(pairs: int, experts: int) -> BlockConfig:
 
 
 @triton.jit
-def _inputs(x, valid, NATIVE: tl.constexpr):
+def _inputs(x, valid):
     """Return 128 columns of the inputs, [128, rows]; ``x`` points to e4m3, or to its bytes on chips without e4m3."""
-    if NATIVE:
+    if knows_e4m3():
         numbers = tl.load(x, mask=valid[None, :], other=0.0)
     else:
-        numbers = widen_fp8(tl.load(x, mask=valid[None, :], other=0), False)
+        numbers = widen_fp8(tl.load(x, mask=valid[None, :], other=0))
     return numbers
 
 
@@ -77,7 +77,6 @@ def _tile_product(
     WORD_STEP: tl.constexpr,
     TILES: tl.constexpr,
     FP4: tl.constexpr,
-    NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
@@ -90,7 +89,7 @@ def _tile_product(
         codes, scales: Of the stack of matrices.
         tile: The first tile's number in the stack.
     """
-    EXPONENT: tl.constexpr = (14 if FP4 else 0) + (0 if NATIVE else 8 if FP4 else 16)  # of 2 that widened operands lack
+    EXPONENT: tl.constexpr = (14 if FP4 else 0) + (0 if knows_e4m3() else 8 if FP4 else 16)  # of 2 that widened operands lack
     if FP4:
         tiles = tile + tl.arange(0, TILES) * CHUNKS
         codes += tiles[:, None] * 4096 + tl.arange(0, 2048)[None, :]
@@ -105,18 +104,18 @@ def _tile_product(
     acc = tl.zeros((TILES * 64, ROWS), tl.float32)
     for c in tl.range(0, CHUNKS, num_stages=STAGES, loop_unroll_factor=UNROLL):
         unit = tl.load(words + c * WORD_STEP).to(tl.float32, bitcast=True)
-        numbers = _inputs(x + c * 128, valid, NATIVE)
+        numbers = _inputs(x + c * 128, valid)
         if FP4:
             codes_c = codes + c * 4096
             s = tl.reshape(tl.load(scales + c * 64), (TILES * 64,)) & 0x7C7C7C7C
             w = side_by_side(
-                widen_fp4(tl.load(codes_c), s & 255, (s >> 8) & 255, TILES, NATIVE),
-                widen_fp4(tl.load(codes_c + 2048), (s >> 16) & 255, s >> 24, TILES, NATIVE),
+                widen_fp4(tl.load(codes_c), s & 255, (s >> 8) & 255, TILES),
+                widen_fp4(tl.load(codes_c + 2048), (s >> 16) & 255, s >> 24, TILES),
             )
             acc += tl.dot(w, numbers) * unit[None, :]
         else:
             s = tl.load(scales + c * 2).to(tl.float32, bitcast=True)
-            part = tl.dot(widen_fp8(tl.load(codes + c * 8192), NATIVE), numbers)
+            part = tl.dot(widen_fp8(tl.load(codes + c * 8192)), numbers)
             acc += part * (s[:, None] * unit[None, :])
     if FP4:
         acc *= ((base + EXPONENT) << 23).to(tl.float32, bitcast=True)[:, None]
@@ -128,7 +127,7 @@ def _tile_product(
 @triton.jit
 def _quantize_last(
     u, u_codes, u_words, arrivals, block, group, pair, valid,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, WRITERS: tl.constexpr, NATIVE: tl.constexpr, done=None,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, WRITERS: tl.constexpr, done=None,
 ):  # fmt: skip
     """Quantize 128 columns of ``u`` if this is the last of the ``WRITERS`` programs that write them; then count it in ``done``."""
     # Reference: u = dequantize_fp8(*quantize_fp8(u, GROUP), GROUP)
@@ -138,7 +137,7 @@ def _quantize_last(
         at = pair[:, None] * WIDTH + group * 128 + tl.arange(0, 128)[None, :]
         y = tl.load(u + at, mask=valid[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
         bits = fp8_scale_bits(y)
-        tl.store(u_codes + at, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=valid[:, None])
+        tl.store(u_codes + at, e4m3_bytes(fp8_scaled(y, bits), knows_e4m3()), mask=valid[:, None])
         tl.store(u_words + (block * (WIDTH // 128) + group) * ROWS + tl.arange(0, ROWS), bits)
         if done is not None:
             tl.debug_barrier()  # all threads have written before one of them counts the group
@@ -148,9 +147,8 @@ def _quantize_last(
 @triton.jit(do_not_specialize=["pairs"])
 def gate_up_tile(
     x, x_words, codes, scales, block_pairs, block_expert, num_blocks, weight, u, u_codes, u_words, arrivals, pairs, limit,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, BY_TOKEN: tl.constexpr,
-    TILES: tl.constexpr, FP4: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
-    program=None, done=None,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, BY_TOKEN: tl.constexpr, TILES: tl.constexpr,
+    FP4: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, program=None, done=None,
 ):  # fmt: skip
     """Compute ``TILES * 32`` columns of ``u`` for one block; ``done`` counts the groups of 128 that are quantized."""
     if program is None:  # it is launched on its own
@@ -183,29 +181,27 @@ def gate_up_tile(
                 1 if BY_TOKEN else ROWS,
                 TILES,
                 FP4,
-                NATIVE,
                 STAGES,
                 UNROLL,
             ),
-            NATIVE,
         )
         mix = tl.load(weight + pair, mask=valid, other=0.0)
         # Row bit 3 of a tile separates gate and up. It varies within a thread's registers, so the split moves no data.
         gate, up = tl.split(tl.permute(tl.reshape(both, (TILES * 4, 2, 8, ROWS)), (0, 2, 3, 1)))
         # Reference: u = (swiglu(gate, up, limit) * weight_TK[at][:, None]).bfloat16()
-        activated = to_bf16(swiglu_of(gate.to(tl.float32), up.to(tl.float32), limit) * mix[None, None, :], NATIVE)
+        activated = to_bf16(swiglu_of(gate.to(tl.float32), up.to(tl.float32), limit) * mix[None, None, :])
         activated = tl.reshape(activated, (TILES * 32, ROWS))
         column = program * (TILES * 32) + tl.arange(0, TILES * 32)
         tl.store(u + pair[None, :] * WIDTH + column[:, None], activated, mask=valid[None, :])
         WRITERS: tl.constexpr = 4 // TILES
-        _quantize_last(u, u_codes, u_words, arrivals, block, program // WRITERS, pair, valid, WIDTH, ROWS, WRITERS, NATIVE, done)
+        _quantize_last(u, u_codes, u_words, arrivals, block, program // WRITERS, pair, valid, WIDTH, ROWS, WRITERS, done)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def down_tile(
     u_codes, u_words, codes, scales, block_pairs, block_expert, num_blocks, y, pairs,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
-    NATIVE: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, program=None, done=None,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr, program=None, done=None,
 ):  # fmt: skip
     """Compute ``TILES * 64`` columns of the result for one block; with ``done``, wait first until it counts all input groups."""
     if program is None:  # it is launched on its own
@@ -239,14 +235,13 @@ def down_tile(
             ROWS,
             TILES,
             FP4,
-            NATIVE,
             STAGES,
             UNROLL,
         )
         let_successor_in()
         PARTIAL: tl.constexpr = y.dtype.element_ty == tl.float32
         if not PARTIAL:
-            out = to_bf16(out, NATIVE)
+            out = to_bf16(out)
         column = program * (TILES * 64) + tl.arange(0, TILES * 64)
         tl.store(y + pair[None, :] * HIDDEN + column[:, None], out, mask=valid[None, :])
 
@@ -276,7 +271,6 @@ def _combine_kernel(
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
-    NATIVE: tl.constexpr,
 ):
     wait_for_predecessor()
     token = tl.program_id(0).to(tl.int64)
@@ -287,7 +281,7 @@ def _combine_kernel(
         # Reference: (total + shared_TD.float()).to(shared_TD.dtype)
         total += tl.load(shared + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
         if out.dtype.element_ty == tl.bfloat16:
-            total = to_bf16(total, NATIVE)
+            total = to_bf16(total)
     let_successor_in()
     tl.store(out + token * HIDDEN + column, total, mask=inside)
 
@@ -360,7 +354,6 @@ class Work:
             "STAGES": self.block.num_stages,
             "UNROLL": self.block.unroll_of(weights.fp4, self.native),
             "FP4": weights.fp4,
-            "NATIVE": self.native,
             "num_warps": self.block.num_warps,
             "num_stages": self.block.num_stages,
             "enable_fp_fusion": True,
@@ -416,7 +409,6 @@ def combine_triton(parts: ExpertSum) -> Tensor:
             TOP_K=top_k,
             SHARED=shared is not None,
             BLOCK=_SUM_BLOCK,
-            NATIVE=native_e4m3(out),
             num_warps=4,
             enable_fp_fusion=True,
             launch_pdl=dependent_launch(out.device),

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import by_most, ceil_div, on_gpu
+from dsv4lite.kernels.dispatch import by_most, ceil_div, compiled
 from dsv4lite.kernels.experts import ExpertInputs
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
 from dsv4lite.kernels.rows.triton import rounded
@@ -32,9 +32,9 @@ UNQUANTIZED_BLOCKS: BlockTable = (
 
 
 @triton.jit
-def times(w, x, total, GPU: tl.constexpr):
+def times(w, x, total):
     """Return ``w @ x.T + total``, float32."""
-    if not GPU:  # the interpreter multiplies bfloat16 as integers
+    if not compiled():  # the interpreter multiplies bfloat16 as integers
         w, x = w.to(tl.float32), x.to(tl.float32)
     return tl.dot(w, tl.trans(x), total, input_precision="tf32x3")
 
@@ -43,7 +43,7 @@ def times(w, x, total, GPU: tl.constexpr):
 def _unquantized_kernel(
     x, w, block_pairs, block_expert, num_blocks, weight, y, pairs, limit,
     K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INPUTS: tl.constexpr,
-    SWIGLU: tl.constexpr, STAGES: tl.constexpr, GPU: tl.constexpr,
+    SWIGLU: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of ``x`` by their experts' matrices [N, K]; if SWIGLU by gate and up, and activate."""
     PROGRAMS: tl.constexpr = (N + OUTS - 1) // OUTS
@@ -65,15 +65,15 @@ def _unquantized_kernel(
         # Reference: matmul_rows(x_MK, w[expert], row_tile).to(dtype); float32 if ``partial``
         inside = (k + channel < K)[None, :]
         a = tl.load(inputs + k, mask=inside & valid[:, None], other=0.0)
-        total = times(tl.load(rows + k, mask=inside, other=0.0), a, total, GPU)
+        total = times(tl.load(rows + k, mask=inside, other=0.0), a, total)
         if SWIGLU:
-            up = times(tl.load(rows + N * K + k, mask=inside, other=0.0), a, up, GPU)
+            up = times(tl.load(rows + N * K + k, mask=inside, other=0.0), a, up)
     if SWIGLU:
         # Reference: u_TI = (swiglu(h_TI[:, :width], h_TI[:, width:], limit) * weight_T1).to(dtype)
         WIDE: tl.constexpr = x.dtype.element_ty == tl.float32
-        u = swiglu_of(rounded(total, WIDE, GPU), rounded(up, WIDE, GPU), limit)
+        u = swiglu_of(rounded(total, WIDE), rounded(up, WIDE), limit)
         total = u * tl.load(weight + pair, mask=valid, other=0.0)[None, :]
-    total = rounded(total, y.dtype.element_ty == tl.float32, GPU).to(y.dtype.element_ty)
+    total = rounded(total, y.dtype.element_ty == tl.float32).to(y.dtype.element_ty)
     tl.store(y + pair[None, :] * N + column[:, None], total, mask=valid[None, :] & (column < N)[:, None])
 
 
@@ -94,7 +94,7 @@ def unquantized_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None
     u = torch.empty(pairs, width, dtype=x.dtype, device=device)
     work, most = (groups.block_pairs, groups.block_expert, groups.num_blocks), groups.max_blocks
     launch = {
-        "ROWS": block.rows, "OUTS": OUTS, "INPUTS": _INPUT_BYTES // x.dtype.itemsize, "GPU": on_gpu(device),
+        "ROWS": block.rows, "OUTS": OUTS, "INPUTS": _INPUT_BYTES // x.dtype.itemsize,
         "STAGES": block.num_stages, "num_warps": block.num_warps, "num_stages": block.num_stages, "enable_fp_fusion": True,
     }  # fmt: skip
     _unquantized_kernel[(most * ceil_div(width, OUTS),)](

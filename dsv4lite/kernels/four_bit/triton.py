@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import by_most, ceil_div, on_gpu
+from dsv4lite.kernels.dispatch import by_most, ceil_div
 from dsv4lite.kernels.e4m3 import e4m3_values
 from dsv4lite.kernels.experts import ExpertInputs
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
@@ -34,7 +34,7 @@ FOUR_BIT_BLOCKS: BlockTable = (
 @triton.jit
 def _weights(
     codes, scales, offsets, row, k, K: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr, NVFP4: tl.constexpr,
-    WIDE: tl.constexpr, GPU: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Return the weights of some rows for ``INPUTS`` inputs from ``k`` on: float32, rounded to bfloat16 unless WIDE."""
     byte = k // 2 + tl.arange(0, INPUTS // 2)
@@ -57,14 +57,14 @@ def _weights(
         value = (q - zero).to(tl.float32)
     if GROUPS > 1:
         scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (row.shape[0], GROUPS, GROUP)), (row.shape[0], INPUTS))
-    return rounded(value * scale, WIDE, GPU)
+    return rounded(value * scale, WIDE)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _four_bit_kernel(
     x, codes, scales, offsets, block_pairs, block_expert, num_blocks, weight, y, pairs, x_row, limit,
     K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INPUTS: tl.constexpr,
-    GROUP: tl.constexpr, NVFP4: tl.constexpr, GROUPED: tl.constexpr, SWIGLU: tl.constexpr, STAGES: tl.constexpr, GPU: tl.constexpr,
+    GROUP: tl.constexpr, NVFP4: tl.constexpr, GROUPED: tl.constexpr, SWIGLU: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of ``x`` by a matrix [N, K]; if GROUPED by their experts' matrices; if SWIGLU by gate and up, and activate."""
     PROGRAMS: tl.constexpr = (N + OUTS - 1) // OUTS
@@ -88,16 +88,16 @@ def _four_bit_kernel(
     for k in tl.range(0, K, INPUTS, num_stages=STAGES):
         # Reference: matmul_rows(x_MK.float(), w.dequantize(), row_tile).to(dtype)
         a = tl.load(inputs + k, mask=(k + channel < K)[None, :] & valid[:, None], other=0.0)
-        w = _weights(codes, scales, offsets, row, k, K, INPUTS, GROUP, NVFP4, WIDE, GPU).to(x.dtype.element_ty)
-        total = times(w, a, total, GPU)
+        w = _weights(codes, scales, offsets, row, k, K, INPUTS, GROUP, NVFP4, WIDE).to(x.dtype.element_ty)
+        total = times(w, a, total)
         if SWIGLU:
-            w = _weights(codes, scales, offsets, row + N, k, K, INPUTS, GROUP, NVFP4, WIDE, GPU).to(x.dtype.element_ty)
-            up = times(w, a, up, GPU)
+            w = _weights(codes, scales, offsets, row + N, k, K, INPUTS, GROUP, NVFP4, WIDE).to(x.dtype.element_ty)
+            up = times(w, a, up)
     if SWIGLU:
         # Reference: u_NI = (swiglu(h_NI[:, :width], h_NI[:, width:], limit) * weight_N1).to(dtype)
-        u = swiglu_of(rounded(total, WIDE, GPU), rounded(up, WIDE, GPU), limit)
+        u = swiglu_of(rounded(total, WIDE), rounded(up, WIDE), limit)
         total = u * tl.load(weight + pair, mask=valid, other=0.0)[None, :]
-    total = rounded(total, y.dtype.element_ty == tl.float32, GPU).to(y.dtype.element_ty)
+    total = rounded(total, y.dtype.element_ty == tl.float32).to(y.dtype.element_ty)
     tl.store(y + pair[None, :] * N + column[:, None], total, mask=valid[None, :] & (column < N)[:, None])
 
 
@@ -145,7 +145,7 @@ def _launch(
     """Launch a product of ``blocks`` blocks of rows; only the first product of experts has ``weight_TK``."""
     assert all(part.is_contiguous() for part in (w.codes, w.scales, w.offsets, y)) and x.shape[1] == w.shape[-1], (x.shape, w.shape)
     assert x.dtype in (torch.bfloat16, torch.float32), x.dtype
-    outs, gpu = y.shape[1], on_gpu(x.device)
+    outs = y.shape[1]
     work = (y, y, y) if groups is None else (groups.block_pairs, groups.block_expert, groups.num_blocks)
     _four_bit_kernel[(blocks * ceil_div(outs, OUTS),)](
         x,
@@ -169,7 +169,6 @@ def _launch(
         GROUPED=groups is not None,
         SWIGLU=weight_TK is not None,
         STAGES=block.num_stages,
-        GPU=gpu,
         num_warps=block.num_warps,
         num_stages=block.num_stages,
         enable_fp_fusion=True,

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.counters import counters_of
-from dsv4lite.kernels.dispatch import capability_of, on_gpu
-from dsv4lite.kernels.e4m3 import e4m3_bytes, e8m0, fp8_scale_bits, fp8_scaled, to_bf16
+from dsv4lite.kernels.dispatch import capability_of
+from dsv4lite.kernels.e4m3 import e4m3_bytes, e8m0, fp8_scale_bits, fp8_scaled, knows_e4m3, to_bf16
 from dsv4lite.kernels.gemm import scale_rows
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
@@ -81,7 +81,7 @@ def _strip(
 @triton.jit
 def _row_kernel(
     x_codes, x_scales, w_codes, w_scales, fp8_out, x, w, out, unquantized,
-    K: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, PAIR: tl.constexpr, GPU: tl.constexpr,
+    K: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     program = tl.program_id(0).to(tl.int64)
@@ -97,7 +97,7 @@ def _row_kernel(
         let_successor_in()
         at = fp8_out + first + tl.arange(0, OUTS)
         if fp8_out.dtype.element_ty == tl.bfloat16:
-            tl.store(at, to_bf16(y, GPU))
+            tl.store(at, to_bf16(y))
         else:
             tl.store(at, y)
 
@@ -105,7 +105,7 @@ def _row_kernel(
 @triton.jit
 def _row_groups_kernel(
     x, w, ws, numbers, codes, scales, arrivals, x_group, N: tl.constexpr, K: tl.constexpr, OUTS: tl.constexpr,
-    COLUMNS: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     first = tl.program_id(0).to(tl.int64) * OUTS
@@ -119,9 +119,9 @@ def _row_groups_kernel(
     if arrived == 128 // OUTS - 1:
         column = block * 128 + tl.arange(0, 128)
         # Reference: quantize_fp8(y.to(x.dtype), FP8_GROUP)
-        rounded = to_bf16(tl.load(numbers + column, cache_modifier=".cg"), GPU).to(tl.float32)[None, :]
+        rounded = to_bf16(tl.load(numbers + column, cache_modifier=".cg")).to(tl.float32)[None, :]
         bits = fp8_scale_bits(rounded)
-        tl.store(codes + column[None, :], e4m3_bytes(fp8_scaled(rounded, bits), NATIVE))
+        tl.store(codes + column[None, :], e4m3_bytes(fp8_scaled(rounded, bits), knows_e4m3()))
         tl.store(scales + block + tl.arange(0, 1), (bits >> 23).to(tl.uint8))
         tl.store(arrivals + block, 0)  # as the next product finds it
 
@@ -174,7 +174,6 @@ def _launch(strip: Strip, fp8: tuple[Tensor, ...], unquantized: tuple[Tensor, Te
         OUTS=strip.outs,
         COLUMNS=_columns_of(strip, w_codes.shape[1]),
         PAIR=unquantized is not None,
-        GPU=on_gpu(out.device),
         num_warps=strip.num_warps,
         enable_fp_fusion=True,
         launch_pdl=dependent_launch(out.device),
@@ -207,8 +206,6 @@ def groups_row(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> tuple[Tensor
         K=inputs,
         OUTS=_GROUPED.outs,
         COLUMNS=_columns_of(_GROUPED, inputs),
-        NATIVE=on_gpu(x.device),
-        GPU=on_gpu(x.device),
         num_warps=_GROUPED.num_warps,
         enable_fp_fusion=True,
         launch_pdl=dependent_launch(x.device),

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dsv4lite.kernels.dispatch import capability_of, ceil_div, describable, multiprocessors_of, on_gpu, power_of_2
+from dsv4lite.kernels.dispatch import capability_of, ceil_div, compiled, describable, multiprocessors_of, on_gpu, power_of_2
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows.packed import narrowed
 
@@ -63,7 +63,6 @@ def place(pid, M, tiles_n, BM: tl.constexpr, GROUPED: tl.constexpr):
 def _many_rows_kernel(
     x, w, out, M, N, K, groups,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BY_INPUT: tl.constexpr, GROUPED: tl.constexpr, STAGES: tl.constexpr,
-    GPU: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     tiles_n = tl.cdiv(N, BN)
@@ -77,14 +76,14 @@ def _many_rows_kernel(
             # matmul_rows(x[:, group].float(), w[group].float())
             a = x.load([group, m, k]).reshape(BM, BK)
             b = w.load([group, k, n]).reshape(BK, BN) if BY_INPUT else w.load([group, n, k]).reshape(BN, BK).T
-            if not GPU:  # the interpreter does not know products of bfloat16
+            if not compiled():  # the interpreter does not know products of bfloat16
                 a, b = a.to(tl.float32), b.to(tl.float32)
             total = tl.dot(a, b, total)
         # In halves: shared memory has no room for a whole tile of results beside the stages.
         left, right = tl.split(tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1)))
         FLOAT32: tl.constexpr = out.dtype == tl.float32
-        out.store([group, m, n], narrowed(left, FLOAT32, GPU).to(out.dtype).reshape(1, BM, BN // 2))
-        out.store([group, m, n + BN // 2], narrowed(right, FLOAT32, GPU).to(out.dtype).reshape(1, BM, BN // 2))
+        out.store([group, m, n], narrowed(left, FLOAT32, compiled()).to(out.dtype).reshape(1, BM, BN // 2))
+        out.store([group, m, n + BN // 2], narrowed(right, FLOAT32, compiled()).to(out.dtype).reshape(1, BM, BN // 2))
     let_successor_in()
 
 
@@ -124,7 +123,6 @@ def many_rows(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> None:
         BY_INPUT=by_input,
         GROUPED=_GROUPED,
         STAGES=tile.num_stages,
-        GPU=on_gpu(device),
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
         launch_pdl=dependent_launch(device),

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.counters import COUNTERS, counters_of
-from dsv4lite.kernels.dispatch import capability_of, ceil_div, on_gpu
+from dsv4lite.kernels.dispatch import capability_of, ceil_div, compiled
 from dsv4lite.kernels.e4m3 import e4m3_values, e8m0
 from dsv4lite.kernels.gemm import MANY_ROWS, scale_rows
 from dsv4lite.kernels.gemm.decode_1_triton import fp8_row, groups_row, pair_row, takes_fp8, takes_groups, takes_pair
@@ -208,11 +208,11 @@ fma.rn.bf16x2 $1, t, f, z;
 
 
 @triton.jit
-def e4m3_to_bf16(code, GPU: tl.constexpr):
+def e4m3_to_bf16(code):
     # Exponent and mantissa four bits up are a bfloat16 of 2^-120 times the value; the assembly takes four codes at a time, and has
     # their signs where they belong by extending them to the bits above.
     # A NaN code becomes 480: checkpoints hold none.
-    if GPU:
+    if compiled():
         return tl.inline_asm_elementwise(_WIDEN_FOUR, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
     return e4m3_values(code).to(tl.bfloat16)
 
@@ -228,38 +228,37 @@ mov.b32 {$0, $1}, t;
 
 
 @triton.jit
-def _e4m3_pairs_to_bf16(pairs, GPU: tl.constexpr):
+def _e4m3_pairs_to_bf16(pairs):
     # Two codes in an int16 are what the matrix unit wants in one register: nothing is taken apart or put together.
-    if GPU:
+    if compiled():
         first, second = tl.inline_asm_elementwise(
             _WIDEN_PAIR, "=h,=h,h", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
         )
     else:
-        first, second = e4m3_to_bf16(pairs & 0xFF, GPU), e4m3_to_bf16((pairs >> 8) & 0xFF, GPU)
+        first, second = e4m3_to_bf16(pairs & 0xFF), e4m3_to_bf16((pairs >> 8) & 0xFF)
     return tl.reshape(tl.join(first, second), (pairs.shape[0], 2 * pairs.shape[1]))
 
 
 @triton.jit
-def _store(out, total, rm, rn, M, N, row_stride, SWAP: tl.constexpr, GPU: tl.constexpr):
+def _store(out, total, rm, rn, M, N, row_stride, SWAP: tl.constexpr):
     if SWAP:
         p = out + rm[None, :] * row_stride + rn[:, None]
         mask = (rm < M)[None, :] & (rn < N)[:, None]
     else:
         p = out + rm[:, None] * row_stride + rn[None, :]
         mask = (rm < M)[:, None] & (rn < N)[None, :]
-    tl.store(p, narrowed(total, out.dtype.element_ty == tl.float32, GPU).to(out.dtype.element_ty), mask=mask)
+    tl.store(p, narrowed(total, out.dtype.element_ty == tl.float32, compiled()).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _finish(
     acc, parts, out, arrivals, split, first_row, rm, rn, M, N, row_stride, SWAP: tl.constexpr, SPLITS: tl.constexpr,
-    GPU: tl.constexpr,
 ):  # fmt: skip
     """Store a tile; if it is one part of several, the program that stores the last of them adds all."""
     if SPLITS == 1:
-        _store(out, acc, rm, rn, M, N, row_stride, SWAP, GPU)
+        _store(out, acc, rm, rn, M, N, row_stride, SWAP)
     else:
-        _store(parts + split * M.to(tl.int64) * row_stride, acc, rm, rn, M, N, row_stride, SWAP, GPU)
+        _store(parts + split * M.to(tl.int64) * row_stride, acc, rm, rn, M, N, row_stride, SWAP)
         tl.debug_barrier()  # all threads have written when one of them says so
         arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
@@ -272,7 +271,7 @@ def _finish(
                 for each in tl.static_range(SPLITS):
                     part = parts + each * M.to(tl.int64) * row_stride
                     total += tl.load(part + at, mask=inside, other=0.0, cache_modifier=".cg")
-                total = narrowed(total, out.dtype.element_ty == tl.float32, GPU)
+                total = narrowed(total, out.dtype.element_ty == tl.float32, compiled())
                 tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
             tl.store(arrivals, 0)  # as the next product finds it
 
@@ -280,7 +279,7 @@ def _finish(
 # The interpreter knows neither assembly nor products of bfloat16.
 @triton.jit
 def _add_product(
-    acc, a, b, sx, sw, FP8_X: tl.constexpr, SCALE_ROWS: tl.constexpr, SWAP: tl.constexpr, CODES: tl.constexpr, GPU: tl.constexpr
+    acc, a, b, sx, sw, FP8_X: tl.constexpr, SCALE_ROWS: tl.constexpr, SWAP: tl.constexpr, CODES: tl.constexpr
 ):  # fmt: skip
     """Return ``acc`` and the product of 128 inputs of some rows, ``a``, and of some weights, ``b``, with their scales."""
     if FP8_X:
@@ -293,8 +292,8 @@ def _add_product(
             acc += product * (sw[:, None] * sx[None, :] if SWAP else sx[:, None] * sw[None, :])
     else:
         if SCALE_ROWS:
-            b = _e4m3_pairs_to_bf16(b, GPU) if b.shape[1] == 64 else e4m3_to_bf16(b, GPU)
-        if not GPU:
+            b = _e4m3_pairs_to_bf16(b) if b.shape[1] == 64 else e4m3_to_bf16(b)
+        if not compiled():
             a, b = a.to(tl.float32), b.to(tl.float32)
         if SCALE_ROWS:
             acc += tl.dot(b, tl.trans(a)) * sw[:, None] if SWAP else tl.dot(a, tl.trans(b)) * sw[None, :]
@@ -321,7 +320,7 @@ def product_tile(
     pid, split, x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
     SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr, FP8_X: tl.constexpr = True, x_row=0, x_group=0, groups=1,
-    GPU: tl.constexpr = True, TURN: tl.constexpr = 1,
+    TURN: tl.constexpr = 1,
 ):  # fmt: skip
     """Compute tile ``pid`` of the result, or its part number ``split``.
 
@@ -377,7 +376,7 @@ def product_tile(
         if SCALE_ROWS:
             sw = e8m0(next_sw)
             next_sw = tl.load(wsp + ahead)
-        acc = _add_product(acc, a, b, sx, sw, FP8_X, SCALE_ROWS, SWAP, CODES, GPU)
+        acc = _add_product(acc, a, b, sx, sw, FP8_X, SCALE_ROWS, SWAP, CODES)
         if TURN == 2:
             if FP8_X:
                 sx = e8m0(second_sx)
@@ -385,7 +384,7 @@ def product_tile(
             if SCALE_ROWS:
                 sw = e8m0(second_sw)
                 second_sw = tl.load(wsp + ahead + 1)
-            acc = _add_product(acc, a2, b2, sx, sw, FP8_X, SCALE_ROWS, SWAP, CODES, GPU)
+            acc = _add_product(acc, a2, b2, sx, sw, FP8_X, SCALE_ROWS, SWAP, CODES)
         if FOLD:  # noqa: SIM102  decided when compiled; the other when run
             if kb + TURN == part_end:
                 part_end += part
@@ -396,7 +395,7 @@ def product_tile(
     let_successor_in()
     parts += g * N
     out += g * N
-    _finish(acc, parts, out, arrivals + pid, split, pm * BM, rm, rn, M, N, N * groups, SWAP, SPLITS, GPU)
+    _finish(acc, parts, out, arrivals + pid, split, pm * BM, rm, rn, M, N, N * groups, SWAP, SPLITS)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -404,7 +403,7 @@ def _product_kernel(
     x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
     SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr, FP8_X: tl.constexpr,
-    GPU: tl.constexpr, TURN: tl.constexpr, OVERLAPS_NEXT: tl.constexpr, OVERLAPS_PREVIOUS: tl.constexpr,
+    TURN: tl.constexpr, OVERLAPS_NEXT: tl.constexpr, OVERLAPS_PREVIOUS: tl.constexpr,
 ):  # fmt: skip
     if not OVERLAPS_PREVIOUS:
         wait_for_predecessor()
@@ -414,7 +413,7 @@ def _product_kernel(
         arrivals += _OTHER_COUNTERS
     product_tile(
         tl.program_id(0), tl.program_id(1), x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
-        BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, CODES, GROUPED, FP8_X, x_row, x_group, groups, GPU, TURN,
+        BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, CODES, GROUPED, FP8_X, x_row, x_group, groups, TURN,
     )  # fmt: skip
     if OVERLAPS_PREVIOUS:
         wait_for_predecessor()
@@ -429,7 +428,6 @@ def _widen_kernel(
     K,
     blocks,
     SCALE_ROWS: tl.constexpr,
-    GPU: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -439,7 +437,7 @@ def _widen_kernel(
     # dequantize_fp8_rows(w_codes, w_scales).bfloat16(): powers of two round nothing
     codes = tl.load(w + row * K + column, mask=inside, other=0)
     scale = e8m0(tl.load(ws + row // SCALE_ROWS * blocks + column // 128, mask=inside, other=0))
-    tl.store(out + row * K + column, (e4m3_to_bf16(codes, GPU).to(tl.float32) * scale).to(tl.bfloat16), mask=inside)
+    tl.store(out + row * K + column, (e4m3_to_bf16(codes).to(tl.float32) * scale).to(tl.bfloat16), mask=inside)
 
 
 def fp8_linear_triton(
@@ -520,7 +518,6 @@ def widen_triton(w_codes: Tensor, w_scales: Tensor) -> Tensor:
             columns,
             w_scales.shape[1],
             SCALE_ROWS=scale_rows(w_codes, w_scales),
-            GPU=on_gpu(out.device),
             ROWS=_WIDEN_ROWS,
             COLUMNS=_WIDEN_COLUMNS,
             num_warps=4,
@@ -641,7 +638,6 @@ def _launch(
         CODES=CODES,
         GROUPED=GROUPED_ROWS // tile.rows,
         FP8_X=FP8_X,
-        GPU=on_gpu(x.device),
         TURN=tile.turn,
         OVERLAPS_NEXT=overlaps == "next",
         OVERLAPS_PREVIOUS=overlaps == "previous",

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
-from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
+from dsv4lite.kernels.e4m3 import to_bf16
 from dsv4lite.kernels.hc import COLLAPSED_CHANNELS, KERNEL_STREAMS, HcEntered, HcInputs
 from dsv4lite.kernels.hc.prefill_triton import (
     PARTS_OF_SUM,
@@ -49,7 +49,7 @@ _MINUS_ZERO = tl.constexpr(-(1 << 31))  # bits of -0.0
 
 
 @triton.jit
-def _expanded(streams, pending, token, column, inside, WIDTH: tl.constexpr, EXPAND: tl.constexpr, GPU: tl.constexpr):
+def _expanded(streams, pending, token, column, inside, WIDTH: tl.constexpr, EXPAND: tl.constexpr):
     """Return some channels of a token's streams, bfloat16, including the pending output of a sub-layer if EXPAND."""
     x0, x1, x2, x3 = load4(streams + token * (4 * WIDTH) + column, WIDTH, inside)
     if EXPAND:
@@ -63,10 +63,10 @@ def _expanded(streams, pending, token, column, inside, WIDTH: tl.constexpr, EXPA
         c20, c21, c22, c23 = load4(comb + token * 16 + 8, 1, True)
         c30, c31, c32, c33 = load4(comb + token * 16 + 12, 1, True)
         x0, x1, x2, x3 = (
-            to_bf16(weigh(f0, f1, f2, f3, c00, c10, c20, c30, p0 * w), GPU),
-            to_bf16(weigh(f0, f1, f2, f3, c01, c11, c21, c31, p1 * w), GPU),
-            to_bf16(weigh(f0, f1, f2, f3, c02, c12, c22, c32, p2 * w), GPU),
-            to_bf16(weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w), GPU),
+            to_bf16(weigh(f0, f1, f2, f3, c00, c10, c20, c30, p0 * w)),
+            to_bf16(weigh(f0, f1, f2, f3, c01, c11, c21, c31, p1 * w)),
+            to_bf16(weigh(f0, f1, f2, f3, c02, c12, c22, c32, p2 * w)),
+            to_bf16(weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w)),
         )
     return x0, x1, x2, x3
 
@@ -113,7 +113,7 @@ def _clear(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
 @triton.jit
 def _project(
     program, streams, pending, fn, out, exchange, WIDTH: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr,
-    RECORD: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, EXPAND: tl.constexpr, GPU: tl.constexpr,
+    RECORD: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, EXPAND: tl.constexpr,
 ):  # fmt: skip
     """Compute the streams of one of a token's ``UNITS`` units of channels, write them if EXPAND, and send their sums."""
     token = (program // UNITS).to(tl.int64)
@@ -122,7 +122,7 @@ def _project(
     row = tl.arange(0, RECORD)
     wanted = (row < ROWS)[:, None] & inside[None, :]
     w0, w1, w2, w3 = load4(fn + row[:, None] * (4 * WIDTH) + column[None, :], WIDTH, wanted)
-    x0, x1, x2, x3 = _expanded(streams, pending, token, column, inside, WIDTH, EXPAND, GPU)
+    x0, x1, x2, x3 = _expanded(streams, pending, token, column, inside, WIDTH, EXPAND)
     # Reference: z = streams_TND.flatten(1).float(); matmul_rows(z, fn), z.square().sum(-1)
     f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     zeros = tl.zeros((RECORD, UNIT), tl.float32)
@@ -141,7 +141,7 @@ def _project(
 @triton.jit
 def _mix(
     token, tokens, base, scale, exchange, post, comb, eps, norm_eps, WIDTH: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr,
-    RECORD: tl.constexpr, ROWS: tl.constexpr, ITERS: tl.constexpr, NATIVE: tl.constexpr,
+    RECORD: tl.constexpr, ROWS: tl.constexpr, ITERS: tl.constexpr,
 ):  # fmt: skip
     """Wait for a token's sums, and write its ``post`` and ``comb``."""
     row = tl.arange(0, RECORD)
@@ -154,7 +154,7 @@ def _mix(
     let_successor_in()
     _clear(p, wanted, UNITS, RECORD)
     m = normalise(total, norm_eps, WIDTH, ROWS)
-    write_mix(m, bias, post_scale, comb_scale, post, comb, tokens, eps, token, ROWS, 1, ITERS, NATIVE)
+    write_mix(m, bias, post_scale, comb_scale, post, comb, tokens, eps, token, ROWS, 1, ITERS)
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def _sum_over_chunks(part, squares_at, chunk, CHUNKS: tl.constexpr, RECORD: tl.c
 def _collapse(
     program, tokens, streams, pending, base, scale, normweight, exchange, x, codes, scales, eps, norm_eps,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr,
-    RECORD: tl.constexpr, ROWS: tl.constexpr, EXPAND: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
+    RECORD: tl.constexpr, ROWS: tl.constexpr, EXPAND: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Compute the streams of one chunk of a token's channels, wait for the token's sums, write the next sub-layer's input."""
     token, chunk = (program // CHUNKS).to(tl.int64), program % CHUNKS
@@ -184,12 +184,12 @@ def _collapse(
     row = tl.arange(0, RECORD)
     bias = tl.load(base + row, mask=row < 4, other=0.0)
     pre_scale = tl.load(scale)
-    x0, x1, x2, x3 = _expanded(streams, pending, token, column, inside, WIDTH, EXPAND, GPU)
+    x0, x1, x2, x3 = _expanded(streams, pending, token, column, inside, WIDTH, EXPAND)
     part = (token * PARTS + tl.arange(0, PARTS)) * (UNITS * RECORD)
     p = exchange + part[None, None, :] + (row + ROWS + 2)[None, :, None]
     wanted = tl.broadcast_to((row < 6)[None, :, None], p.shape)
     m = normalise(_poll(p, wanted, UNITS, RECORD), norm_eps, WIDTH, 4)
-    v = weighted_sum(x0, x1, x2, x3, m, bias, pre_scale, eps, NATIVE).to(tl.float32)
+    v = weighted_sum(x0, x1, x2, x3, m, bias, pre_scale, eps).to(tl.float32)
     squares = tl.sum(v * v)
     if CHUNKS > 1:
         squares_at = exchange + tokens.to(tl.int64) * (PARTS * UNITS * RECORD) + token * (CHUNKS * CHUNKS)
@@ -197,19 +197,18 @@ def _collapse(
     let_successor_in()
     if chunk == 0:
         _clear(p, wanted, UNITS, RECORD)  # all programs of the token have read it
-    rounded = normed(v, squares, weight, norm_eps, WIDTH, NATIVE)
+    rounded = normed(v, squares, weight, norm_eps, WIDTH)
     tl.store(x + token * WIDTH + column, rounded, mask=inside)
     if FP8:
-        store_fp8(rounded.to(tl.float32), codes + token * WIDTH, scales, token, column, group, WIDTH, NATIVE)
+        store_fp8(rounded.to(tl.float32), codes + token * WIDTH, scales, token, column, group, WIDTH)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _enter_kernel(
     streams, y, post, comb, fn, base, scale, normweight, exchange,
     out, x, codes, scales, new_post, new_comb, tokens, eps, norm_eps,
-    WIDTH: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr, CHUNKS: tl.constexpr,
-    GROUPS: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, ITERS: tl.constexpr, EXPAND: tl.constexpr,
-    FP8: tl.constexpr, NATIVE: tl.constexpr, GPU: tl.constexpr,
+    WIDTH: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr,
+    RECORD: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, ITERS: tl.constexpr, EXPAND: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     program = tl.program_id(0)
@@ -218,17 +217,17 @@ def _enter_kernel(
     mixing = 0 if HEAD else tokens
     if program < projecting:
         _project(
-            program, streams, pending, fn, out, exchange, WIDTH, UNIT, PARTS * UNITS, RECORD, ROWS, HEAD, EXPAND, GPU,
+            program, streams, pending, fn, out, exchange, WIDTH, UNIT, PARTS * UNITS, RECORD, ROWS, HEAD, EXPAND,
         )  # fmt: skip
     elif program < projecting + mixing:
         _mix(
             (program - projecting).to(tl.int64), tokens, base, scale, exchange, new_post, new_comb, eps, norm_eps,
-            WIDTH, PARTS, UNITS, RECORD, ROWS, ITERS, NATIVE,
+            WIDTH, PARTS, UNITS, RECORD, ROWS, ITERS,
         )  # fmt: skip
     else:
         _collapse(
             program - projecting - mixing, tokens, streams, pending, base, scale, normweight, exchange, x, codes, scales,
-            eps, norm_eps, WIDTH, PARTS, UNITS, CHUNKS, GROUPS, RECORD, ROWS, EXPAND, FP8, NATIVE, GPU,
+            eps, norm_eps, WIDTH, PARTS, UNITS, CHUNKS, GROUPS, RECORD, ROWS, EXPAND, FP8,
         )  # fmt: skip
 
 
@@ -249,9 +248,8 @@ def enter_triton(given: HcInputs) -> HcEntered:
     _enter_kernel[(tokens * (PARTS_OF_SUM * sizes["UNITS"] + sizes["CHUNKS"]) + len(results.post),)](
         streams_TND, y, post, comb, fn, base, scale, norm_weight, exchange,
         out, *results, tokens, settings.eps, settings.norm_eps,
-        ROWS=len(fn), HEAD=head, ITERS=settings.iters, EXPAND=pending is not None, FP8=quantize,
-        NATIVE=native_e4m3(streams_TND), GPU=on_gpu(device), **sizes, num_warps=_WARPS, enable_fp_fusion=False,
-        launch_pdl=dependent_launch(device),
+        ROWS=len(fn), HEAD=head, ITERS=settings.iters, EXPAND=pending is not None, FP8=quantize, **sizes,
+        num_warps=_WARPS, enable_fp_fusion=False, launch_pdl=dependent_launch(device),
     )  # fmt: skip
     return results.entered(out, given)
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import on_gpu, power_of_2
+from dsv4lite.kernels.dispatch import power_of_2
 from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.hc import HcEntered, HcInputs, HcMix
 from dsv4lite.kernels.hc.prefill_triton import Results, sigmoid
@@ -26,7 +26,7 @@ _BLOCK = 1024  # channels per iteration
 @triton.jit
 def _expand_kernel(
     streams, y, post, comb, out, squares,
-    STREAMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EXPAND: tl.constexpr, GPU: tl.constexpr,
+    STREAMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EXPAND: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = out.dtype.element_ty == tl.float32
     token = tl.program_id(0).to(tl.int64)
@@ -44,7 +44,7 @@ def _expand_kernel(
                     weight = tl.load(comb + (token * STREAMS + j) * STREAMS + k)
                     x = tl.load(streams + (token * STREAMS + j) * WIDTH + column, mask=inside, other=0.0)
                     value += x.to(tl.float32) * weight
-                value = rounded(value, WIDE, GPU)
+                value = rounded(value, WIDE)
                 tl.store(out + here, value.to(out.dtype.element_ty), mask=inside)
             else:
                 value = tl.load(streams + here, mask=inside, other=0.0).to(tl.float32)
@@ -81,7 +81,7 @@ def _mix(sums, base, scale, post, comb, factor, eps, STREAMS: tl.constexpr, TILE
 def _collapse_kernel(
     streams, sums, base, scale, norm_weight, x, post, comb, eps, norm_eps,
     STREAMS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, ITERS: tl.constexpr,
-    HEAD: tl.constexpr, GPU: tl.constexpr,
+    HEAD: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = x.dtype.element_ty == tl.float32
     token = tl.program_id(0).to(tl.int64)
@@ -98,11 +98,11 @@ def _collapse_kernel(
         pre = sigmoid(tl.load(sums + j) * factor * tl.load(scale) + tl.load(base + j)) + eps
         stream = tl.load(streams + (token * STREAMS + j) * WIDTH + column, mask=inside, other=0.0)
         total += stream.to(tl.float32) * pre
-    total = rounded(total, WIDE, GPU)
+    total = rounded(total, WIDE)
     if not HEAD:
         # Reference: rms_norm
         weight = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
-        total = rounded(total * inverse_root(tl.sum(total * total) / WIDTH + norm_eps) * weight, WIDE, GPU)
+        total = rounded(total * inverse_root(tl.sum(total * total) / WIDTH + norm_eps) * weight, WIDE)
     tl.store(x + token * WIDTH + column, total.to(x.dtype.element_ty), mask=inside)
 
 
@@ -121,7 +121,7 @@ def expand_project_triton(
         _expand_kernel[(tokens,)](
             streams_TND, y, post, comb, out, squares,
             STREAMS=streams, WIDTH=width, BLOCK=min(_BLOCK, power_of_2(width)), EXPAND=pending is not None,
-            GPU=on_gpu(streams_TND.device), num_warps=4, enable_fp_fusion=False,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     if fn is not None:
         sums[0, :, :rows] = matmul_rows(out.flatten(1).float(), fn, row_tile)
@@ -142,7 +142,7 @@ def collapse_triton(streams_TND: Tensor, sums: Tensor, given: HcInputs) -> HcEnt
             streams_TND, sums, given.weights.base, given.weights.scale, x if head else given.norm_weight, x,
             results.post, results.comb, given.settings.eps, given.settings.norm_eps,
             STREAMS=streams, TILE=power_of_2(streams), WIDTH=width, PADDED=power_of_2(width), ROWS=rows,
-            ITERS=given.settings.iters, HEAD=head, GPU=on_gpu(streams_TND.device), num_warps=4, enable_fp_fusion=False,
+            ITERS=given.settings.iters, HEAD=head, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     rounded = quantize_fp8(x, FP8_GROUP) if given.quantize else None
     return results.entered(streams_TND, given)._replace(rounded=rounded)

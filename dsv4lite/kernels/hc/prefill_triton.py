@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import by_most, ceil_div, on_gpu, power_of_2
-from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
+from dsv4lite.kernels.dispatch import by_most, ceil_div, compiled, power_of_2
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, knows_e4m3, to_bf16
 from dsv4lite.kernels.hc import KERNEL_STREAMS, HcEntered, HcInputs, HcMix, has_kernel
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
@@ -73,19 +73,19 @@ def units_of(width: int) -> int:
 
 
 @triton.jit
-def _rounded(x, NATIVE: tl.constexpr):
+def _rounded(x):
     """Round to bfloat16. The assembly is not pure, so the compiler cannot recompute the result in another layout."""
-    if NATIVE:
+    if compiled():
         rounded = tl.inline_asm_elementwise(_ROUND, "=r,f,f", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
     else:
-        rounded = to_bf16(x, NATIVE)
+        rounded = to_bf16(x)
     return rounded
 
 
 @triton.jit
-def _wide(x, NATIVE: tl.constexpr):
+def _wide(x):
     """Return bfloat16 numbers in float32."""
-    if NATIVE:
+    if compiled():
         bits = tl.inline_asm_elementwise(_WIDEN, "=&r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2)
         wide = bits.to(tl.float32, bitcast=True)
     else:
@@ -127,14 +127,14 @@ def store4(p, stride, a, b, c, d, mask):
 
 
 @triton.jit
-def _project(fn, inside, x, total, GPU: tl.constexpr):
+def _project(fn, inside, x, total):
     """Add ``x @ fn.T`` to ``total`` [TOKENS, ROWS]; ``fn`` points to float32 [ROWS, UNIT], ``x`` is bfloat16 [TOKENS, UNIT]."""
     f = tl.load(fn, mask=inside, other=0.0)
-    high = _rounded(f, GPU)
-    rest = f - _wide(high, GPU)
-    middle = _rounded(rest, GPU)
-    low = _rounded(rest - _wide(middle, GPU), GPU)
-    if not GPU:  # the interpreter multiplies bfloat16 as integers
+    high = _rounded(f)
+    rest = f - _wide(high)
+    middle = _rounded(rest)
+    low = _rounded(rest - _wide(middle))
+    if not compiled():  # the interpreter multiplies bfloat16 as integers
         x, high, middle, low = x.to(tl.float32), high.to(tl.float32), middle.to(tl.float32), low.to(tl.float32)
     return tl.dot(x, tl.trans(high), tl.dot(x, tl.trans(middle), tl.dot(x, tl.trans(low), total)))
 
@@ -159,7 +159,6 @@ def expand_project_kernel(
     EXPAND: tl.constexpr,
     PROJECT: tl.constexpr,
     STAGES: tl.constexpr,
-    GPU: tl.constexpr,
 ):
     wait_for_predecessor()
     part = tl.program_id(0) % PROGRAMS
@@ -186,13 +185,13 @@ def expand_project_kernel(
         x0, x1, x2, x3 = load4(streams + at, WIDTH, inside)
         if EXPAND:
             # Reference: baddbmm(mix.post[..., None] * y_TD.float()[:, None], mix.comb.transpose(1, 2), streams_TND.float())
-            w = _wide(tl.load(y + token[:, None] * WIDTH + column[None, :], mask=inside, other=0.0), GPU)
-            f0, f1, f2, f3 = _wide(x0, GPU), _wide(x1, GPU), _wide(x2, GPU), _wide(x3, GPU)
+            w = _wide(tl.load(y + token[:, None] * WIDTH + column[None, :], mask=inside, other=0.0))
+            f0, f1, f2, f3 = _wide(x0), _wide(x1), _wide(x2), _wide(x3)
             x0, x1, x2, x3 = (
-                _rounded(weigh(f0, f1, f2, f3, c00, c10, c20, c30, p0 * w), GPU),
-                _rounded(weigh(f0, f1, f2, f3, c01, c11, c21, c31, p1 * w), GPU),
-                _rounded(weigh(f0, f1, f2, f3, c02, c12, c22, c32, p2 * w), GPU),
-                _rounded(weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w), GPU),
+                _rounded(weigh(f0, f1, f2, f3, c00, c10, c20, c30, p0 * w)),
+                _rounded(weigh(f0, f1, f2, f3, c01, c11, c21, c31, p1 * w)),
+                _rounded(weigh(f0, f1, f2, f3, c02, c12, c22, c32, p2 * w)),
+                _rounded(weigh(f0, f1, f2, f3, c03, c13, c23, c33, p3 * w)),
             )
             store4(out + at, WIDTH, x0, x1, x2, x3, inside)
         if PROJECT:
@@ -200,12 +199,12 @@ def expand_project_kernel(
             wanted = (row < ROWS)[:, None] & (column < WIDTH)[None, :]
             weights = fn + row[:, None] * (4 * WIDTH) + column[None, :]
             product = tl.zeros((TOKENS, ROWS_TILE), tl.float32)
-            product = _project(weights, wanted, x0, product, GPU)
-            product = _project(weights + WIDTH, wanted, x1, product, GPU)
-            product = _project(weights + 2 * WIDTH, wanted, x2, product, GPU)
-            product = _project(weights + 3 * WIDTH, wanted, x3, product, GPU)
+            product = _project(weights, wanted, x0, product)
+            product = _project(weights + WIDTH, wanted, x1, product)
+            product = _project(weights + 2 * WIDTH, wanted, x2, product)
+            product = _project(weights + 3 * WIDTH, wanted, x3, product)
             total += product
-            f0, f1, f2, f3 = _wide(x0, GPU), _wide(x1, GPU), _wide(x2, GPU), _wide(x3, GPU)
+            f0, f1, f2, f3 = _wide(x0), _wide(x1), _wide(x2), _wide(x3)
             squares += tl.sum(weigh(f0, f1, f2, f3, f0, f1, f2, f3, tl.zeros((TOKENS, UNIT), tl.float32)), 1)
     let_successor_in()
     if PROJECT:
@@ -279,9 +278,9 @@ def _softmax(a, b, c, d, eps):
 
 
 @triton.jit
-def _inverse(x, NATIVE: tl.constexpr):
+def _inverse(x):
     """Return ``1 / x`` within one unit in the last place, for numbers far from the limits of float32."""
-    if NATIVE:
+    if knows_e4m3():  # older chips divide
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     return 1.0 / x
 
@@ -289,7 +288,7 @@ def _inverse(x, NATIVE: tl.constexpr):
 @triton.jit
 def write_mix(
     m, bias, post_scale, comb_scale, post, comb, tokens, eps, block,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, ITERS: tl.constexpr, NATIVE: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, ITERS: tl.constexpr,
 ):  # fmt: skip
     """Write ``post`` and ``comb`` of some tokens from their projection; each number of a token's matrix is a variable."""
     token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -313,12 +312,12 @@ def write_mix(
     r0 = tl.full(c0.shape, 1.0, tl.float32)
     r1, r2, r3 = r0, r0, r0
     for _ in range(ITERS - 1):
-        w0, w1, w2, w3 = _inverse(c0, NATIVE), _inverse(c1, NATIVE), _inverse(c2, NATIVE), _inverse(c3, NATIVE)
+        w0, w1, w2, w3 = _inverse(c0), _inverse(c1), _inverse(c2), _inverse(c3)
         r0 = weigh(a00, a01, a02, a03, w0, w1, w2, w3, eps * r0)
         r1 = weigh(a10, a11, a12, a13, w0, w1, w2, w3, eps * r1)
         r2 = weigh(a20, a21, a22, a23, w0, w1, w2, w3, eps * r2)
         r3 = weigh(a30, a31, a32, a33, w0, w1, w2, w3, eps * r3)
-        w0, w1, w2, w3 = _inverse(r0, NATIVE), _inverse(r1, NATIVE), _inverse(r2, NATIVE), _inverse(r3, NATIVE)
+        w0, w1, w2, w3 = _inverse(r0), _inverse(r1), _inverse(r2), _inverse(r3)
         c0 = weigh(a00, a10, a20, a30, w0, w1, w2, w3, eps * c0)
         c1 = weigh(a01, a11, a21, a31, w0, w1, w2, w3, eps * c1)
         c2 = weigh(a02, a12, a22, a32, w0, w1, w2, w3, eps * c2)
@@ -337,39 +336,39 @@ def write_mix(
 @triton.jit
 def _mix(
     sums, base, scale, post, comb, tokens, eps, norm_eps, block, WIDTH: tl.constexpr, ROWS: tl.constexpr, ROWS_TILE: tl.constexpr,
-    PARTS: tl.constexpr, UNITS: tl.constexpr, TOKENS: tl.constexpr, ITERS: tl.constexpr, NATIVE: tl.constexpr,
+    PARTS: tl.constexpr, UNITS: tl.constexpr, TOKENS: tl.constexpr, ITERS: tl.constexpr,
 ):  # fmt: skip
     token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     m = _normed(sums, token, token < tokens, tokens, norm_eps, WIDTH, ROWS, ROWS_TILE, PARTS, UNITS)
     row = tl.arange(0, ROWS_TILE)
     bias = tl.load(base + row, mask=row < ROWS, other=0.0)
     post_scale, comb_scale = tl.load(scale + 1), tl.load(scale + 2)
-    write_mix(m, bias, post_scale, comb_scale, post, comb, tokens, eps, block, ROWS, TOKENS, ITERS, NATIVE)
+    write_mix(m, bias, post_scale, comb_scale, post, comb, tokens, eps, block, ROWS, TOKENS, ITERS)
 
 
 @triton.jit
-def weighted_sum(x0, x1, x2, x3, m, bias, scale, eps, NATIVE: tl.constexpr):
+def weighted_sum(x0, x1, x2, x3, m, bias, scale, eps):
     """Return the sum of a token's streams, rounded to bfloat16; ``m`` [1, ROWS_TILE] is its projection."""
     # Reference: pre = sigmoid(projected[:, :n] * scale[0] + base[:n]) + eps
     pre = sigmoid(m * scale + bias[None, :]) + eps
     # Reference: x = weighted_sum(streams_TND, pre)
-    summed = _wide(x0, NATIVE) * _column(pre, 0) + _wide(x1, NATIVE) * _column(pre, 1)
-    summed = summed + _wide(x2, NATIVE) * _column(pre, 2) + _wide(x3, NATIVE) * _column(pre, 3)
-    return _rounded(summed, NATIVE)
+    summed = _wide(x0) * _column(pre, 0) + _wide(x1) * _column(pre, 1)
+    summed = summed + _wide(x2) * _column(pre, 2) + _wide(x3) * _column(pre, 3)
+    return _rounded(summed)
 
 
 @triton.jit
-def normed(v, squares, weight, norm_eps, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
+def normed(v, squares, weight, norm_eps, WIDTH: tl.constexpr):
     """Return a token, or some of its channels, normed by its root mean square."""
     # Reference: rms_norm(x, normweight, norm_eps)
-    return _rounded(v * tl.rsqrt(squares / WIDTH + norm_eps) * weight, NATIVE)
+    return _rounded(v * tl.rsqrt(squares / WIDTH + norm_eps) * weight)
 
 
 @triton.jit
-def store_fp8(v, codes, scales, token, column, group, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
+def store_fp8(v, codes, scales, token, column, group, WIDTH: tl.constexpr):
     # Reference: quantize_fp8(x, 128)
     bits = fp8_scale_bits(v)
-    tl.store(codes + column, e4m3_bytes(fp8_scaled(v, bits), NATIVE), mask=column < WIDTH)
+    tl.store(codes + column, e4m3_bytes(fp8_scaled(v, bits), knows_e4m3()), mask=column < WIDTH)
     groups = (WIDTH + 127) // 128
     tl.store(scales + token * groups + group, (bits >> 23).to(tl.uint8), mask=group < groups)
 
@@ -400,7 +399,6 @@ def collapse_kernel(
     ITERS: tl.constexpr,
     HEAD: tl.constexpr,
     FP8: tl.constexpr,
-    NATIVE: tl.constexpr,
 ):
     wait_for_predecessor()
     program = tl.program_id(0)
@@ -408,7 +406,7 @@ def collapse_kernel(
         if not HEAD:
             _mix(
                 sums, base, scale, post, comb, tokens, eps, norm_eps, program,
-                WIDTH, ROWS, ROWS_TILE, PARTS, UNITS, MIX_TOKENS, ITERS, NATIVE,
+                WIDTH, ROWS, ROWS_TILE, PARTS, UNITS, MIX_TOKENS, ITERS,
             )  # fmt: skip
     else:
         token = (mixers + tokens - 1 - program).to(tl.int64)  # last tokens first: they were written last and are in the L2 cache
@@ -421,15 +419,15 @@ def collapse_kernel(
         m = _normed(sums, one, here, tokens, norm_eps, WIDTH, ROWS, ROWS_TILE, PARTS, UNITS)
         row = tl.arange(0, ROWS_TILE)
         bias = tl.load(base + row, mask=row < 4, other=0.0)
-        rounded = weighted_sum(x0, x1, x2, x3, m, bias, tl.load(scale), eps, NATIVE)
+        rounded = weighted_sum(x0, x1, x2, x3, m, bias, tl.load(scale), eps)
         if not HEAD:
             weight = tl.load(normweight + column, mask=inside, other=0.0).to(tl.float32)
-            v = _wide(rounded, NATIVE)
-            rounded = normed(v, tl.sum(v * v), weight, norm_eps, WIDTH, NATIVE)
+            v = _wide(rounded)
+            rounded = normed(v, tl.sum(v * v), weight, norm_eps, WIDTH)
         let_successor_in()
         tl.store(x + token * WIDTH + column, rounded, mask=inside)
         if FP8:
-            store_fp8(_wide(rounded, NATIVE), codes + token * WIDTH, scales, token, column, group, WIDTH, NATIVE)
+            store_fp8(_wide(rounded), codes + token * WIDTH, scales, token, column, group, WIDTH)
 
 
 class Results(NamedTuple):
@@ -505,7 +503,6 @@ def expand_project_triton(
             EXPAND=pending is not None,
             PROJECT=fn is not None,
             STAGES=tile.num_stages,
-            GPU=on_gpu(streams_TND.device),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             enable_fp_fusion=False,
@@ -547,7 +544,6 @@ def collapse_triton(streams_TND: Tensor, sums: Tensor, given: HcInputs) -> HcEnt
             ITERS=given.settings.iters,
             HEAD=head,
             FP8=given.quantize,
-            NATIVE=native_e4m3(streams_TND),
             num_warps=min(8, max(4, groups_tile // 4)),  # programs that compute ``post`` and ``comb`` also need four
             enable_fp_fusion=False,
             launch_pdl=dependent_launch(streams_TND.device),

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import ceil_div, on_gpu
+from dsv4lite.kernels.dispatch import ceil_div
 from dsv4lite.kernels.e4m3 import e4m3_bytes, e4m3_values, to_bf16
 from dsv4lite.kernels.index_keys import EPS, IndexKeyInputs
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
@@ -43,7 +43,7 @@ def _turned(x, y, channel, cos, sin, t, ROPE: tl.constexpr, INTERLEAVED: tl.cons
 def _key_kernel(
     key, weight, bias, cos, sin, out, memory, positions, sequences, grow, row_stride, columns, eps,
     CHANNELS: tl.constexpr, LOG: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, PLACES: tl.constexpr,
-    PAGE: tl.constexpr, FP8: tl.constexpr, GPU: tl.constexpr,
+    PAGE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     let_successor_in()
@@ -72,14 +72,14 @@ def _key_kernel(
         elif memory.dtype.element_ty == tl.float32:
             tl.store(page + place * CHANNELS + channel[None, :], x)
         else:
-            tl.store(page + place * CHANNELS + channel[None, :], to_bf16(x, GPU))
+            tl.store(page + place * CHANNELS + channel[None, :], to_bf16(x))
 
 
 @triton.jit
 def _query_kernel(
     query, cos, sin, out, row_stride,
     H: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, LOG: tl.constexpr, ROPE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, FP8: tl.constexpr, GPU: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     let_successor_in()
@@ -97,7 +97,7 @@ def _query_kernel(
         scale = (byte << 23).to(tl.float32, bitcast=True)[:, None]
         x = e4m3_values(e4m3_bytes(x * inverse[:, None], False)) * scale
     if out.dtype.element_ty == tl.bfloat16:
-        x = to_bf16(x, GPU)
+        x = to_bf16(x)
     tl.store(out + (t * H + head) * CHANNELS + channel[None, :], x, mask=head < H)
 
 
@@ -106,7 +106,7 @@ def _layer(cos: Tensor, sin: Tensor, keys: RowStore, channels: int, interleaved:
     assert cos.is_contiguous() and sin.is_contiguous() and channels & (channels - 1) == 0 and 2 * cos.shape[1] <= channels
     return {
         "CHANNELS": channels, "LOG": channels.bit_length() - 1, "ROPE": 2 * cos.shape[1], "INTERLEAVED": interleaved,
-        "FP8": isinstance(keys.format, Fp8Key), "GPU": on_gpu(cos.device), "num_warps": 4, "enable_fp_fusion": False,
+        "FP8": isinstance(keys.format, Fp8Key), "num_warps": 4, "enable_fp_fusion": False,
         "launch_pdl": dependent_launch(cos.device),
     }  # fmt: skip
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import capability_of, ceil_div, on_gpu, power_of_2
+from dsv4lite.kernels.dispatch import capability_of, ceil_div, compiled, power_of_2
 from dsv4lite.kernels.e4m3 import e8m0
 from dsv4lite.kernels.gemm.triton import e4m3_to_bf16
 from dsv4lite.kernels.indexer import IndexInputs
@@ -69,7 +69,7 @@ def _page(pages, piece, count, PAGE_ROWS: tl.constexpr, KEYS: tl.constexpr):
 def _keys(
     keys, page, piece, count,
     PAGE_BYTES: tl.constexpr, PAGE_ROWS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr,
-    KEYS: tl.constexpr, FP8: tl.constexpr, GPU: tl.constexpr,
+    KEYS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Return a piece of keys [KEYS, C] (float32 in the interpreter), FP8 keys without their scales, and these scales [KEYS].
 
@@ -86,7 +86,7 @@ def _keys(
         data = base + place * CHANNELS
         codes = tl.load(data[:, None] + tl.arange(0, CHANNELS)[None, :], mask=live[:, None], other=0)
         scale = tl.load((base + PAGE_ROWS * CHANNELS).to(tl.pointer_type(tl.float32)) + place, mask=live, other=0.0)
-        k = e4m3_to_bf16(codes, GPU)
+        k = e4m3_to_bf16(codes)
     elif GROUPS == 0:
         # Reference: UnquantizedRow.unpack
         row = keys + (page * PAGE_ROWS + place) * CHANNELS
@@ -103,7 +103,7 @@ def _keys(
         words = tl.load((base + PAGE_ROWS * DATA).to(tl.pointer_type(WORD)) + place, mask=live, other=0)
         byte = (words[:, None] >> (group * 8)[None, :]).to(tl.int32) & 255
         # Exponent and mantissa of a nibble, moved to where bfloat16 has them, are 2^-126 times its value.
-        if GPU:
+        if compiled():
             bits = tl.where(byte == 0, 0x0040, tl.where(byte == 255, 0x7FC0, byte << 7))
             factor = bits.to(tl.int16)[:, :, None]
             low, high = tl.inline_asm_elementwise(
@@ -114,14 +114,14 @@ def _keys(
             low = e2m1_values(codes.to(tl.int32) & 15) * factor
             high = e2m1_values(codes.to(tl.int32) >> 4) * factor
         # Triton 3.6 cannot compile a product with a reshaped operand for compute capability 10.0, unless it is a copy.
-        k = opaque(tl.reshape(tl.join(low, high), (KEYS, GROUPS * 32)), GPU)
-    return k if GPU else k.to(tl.float32), scale
+        k = opaque(tl.reshape(tl.join(low, high), (KEYS, GROUPS * 32)), compiled())
+    return k if compiled() else k.to(tl.float32), scale
 
 
 @triton.jit
 def _query(
     iq, weights, row, weight_stride, weight_scale,
-    H: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, FLOAT32: tl.constexpr, GPU: tl.constexpr,
+    H: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Return a token's queries [PADDED, HEADS] and the weights of its heads, float32."""
     head = tl.arange(0, HEADS)
@@ -130,38 +130,38 @@ def _query(
     if CHANNELS < PADDED:
         inside = inside & (channel < CHANNELS)[None, :]
     q = tl.load(iq + (row * H + head[:, None]) * CHANNELS + channel[None, :], mask=inside, other=0.0)
-    if not GPU:
+    if not compiled():
         q = q.to(tl.float32)
     # Reference: weights_NH.to(iq_NHC.dtype) * weight_scale
     weight = tl.load(weights + row * weight_stride + head, mask=head < H, other=0.0).to(tl.float32)
     if FLOAT32:
         weight = weight * weight_scale
     else:
-        weight = bf16(bf16(weight, GPU) * weight_scale, GPU)
+        weight = bf16(bf16(weight) * weight_scale)
     return tl.trans(q), weight
 
 
 @triton.jit
-def _positive(x, GPU: tl.constexpr):
+def _positive(x):
     """Return numbers rounded to bfloat16, 0 for negative ones, as float32."""
-    if GPU:
+    if compiled():
         asm: tl.constexpr = "cvt.rn.relu.bf16x2.f32 $0, $2, $1;"
         x = tl.inline_asm_elementwise(asm, "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2).to(tl.float32)
     else:
-        x = tl.maximum(bf16(x, GPU), 0.0)
+        x = tl.maximum(bf16(x), 0.0)
     return x
 
 
 @triton.jit
-def _store_scores(scores, k, scale, q, weight, visible, piece, KEYS: tl.constexpr, FP8: tl.constexpr, GPU: tl.constexpr):
+def _store_scores(scores, k, scale, q, weight, visible, piece, KEYS: tl.constexpr, FP8: tl.constexpr):
     """Store a token's scores of a piece of keys, those of the entries that it sees."""
     # Reference: _weigh(dots, weights, dtype)
     dots = tl.dot(k, q, input_precision="tf32x3")
     if scores.dtype.element_ty == tl.float32:
         score = tl.sum(tl.maximum(dots, 0.0) * weight[None, :], 1)
     else:
-        positive = _positive(dots, GPU)
-        score = bf16(tl.sum(bf16(positive * weight[None, :], GPU), 1), GPU)
+        positive = _positive(dots)
+        score = bf16(tl.sum(bf16(positive * weight[None, :]), 1))
     score = score * scale if FP8 else score  # a key's scale multiplies its score
     at = piece * KEYS + tl.arange(0, KEYS)
     tl.store(scores + at, score.to(scores.dtype.element_ty), mask=at < visible)
@@ -195,7 +195,6 @@ def _scores_kernel(
     PAGE_ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     TOKENS: tl.constexpr,
-    GPU: tl.constexpr,
     STAGES: tl.constexpr,
     FP8: tl.constexpr,
 ):
@@ -215,24 +214,24 @@ def _scores_kernel(
         pages = grow + sequence * grow_columns
         row = n + tl.zeros((), tl.int64)
         if TOKENS == 1:
-            q, weight = _query(iq, weights, row, weight_stride, weight_scale, H, HEADS, CHANNELS, PADDED, FLOAT32, GPU)
+            q, weight = _query(iq, weights, row, weight_stride, weight_scale, H, HEADS, CHANNELS, PADDED, FLOAT32)
             ahead = _page(pages, tl.program_id(1), most, PAGE_ROWS, KEYS)
             for piece in tl.range(tl.program_id(1), pieces, step, num_stages=STAGES):
                 page = ahead
                 ahead = _page(pages, piece + step, most, PAGE_ROWS, KEYS)
-                k, scale = _keys(keys, page, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, CHANNELS, PADDED, KEYS, FP8, GPU)
-                _store_scores(scores + row * columns, k, scale, q, weight, most, piece, KEYS, FP8, GPU)
+                k, scale = _keys(keys, page, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, CHANNELS, PADDED, KEYS, FP8)
+                _store_scores(scores + row * columns, k, scale, q, weight, most, piece, KEYS, FP8)
         else:
             for piece in range(tl.program_id(1), pieces, step):
                 page = _page(pages, piece, most, PAGE_ROWS, KEYS)
-                k, scale = _keys(keys, page, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, CHANNELS, PADDED, KEYS, FP8, GPU)
+                k, scale = _keys(keys, page, piece, most, PAGE_BYTES, PAGE_ROWS, GROUPS, CHANNELS, PADDED, KEYS, FP8)
                 # Index of the first token that needs scores and sees an entry of the piece.
                 needs = n + RATIO * (tl.maximum(TOP_K, piece * KEYS) + 1) - 1 - position
                 for token in tl.range(tl.maximum(n, needs), end, num_stages=STAGES):
                     row = token + tl.zeros((), tl.int64)
-                    q, weight = _query(iq, weights, row, weight_stride, weight_scale, H, HEADS, CHANNELS, PADDED, FLOAT32, GPU)
+                    q, weight = _query(iq, weights, row, weight_stride, weight_scale, H, HEADS, CHANNELS, PADDED, FLOAT32)
                     visible = (position + token - n + 1) // RATIO
-                    _store_scores(scores + row * columns, k, scale, q, weight, visible, piece, KEYS, FP8, GPU)
+                    _store_scores(scores + row * columns, k, scale, q, weight, visible, piece, KEYS, FP8)
         n = end
 
 
@@ -268,7 +267,7 @@ def _gather(selected, at, number, threshold, above, equal, wanted):
 
 @triton.jit(do_not_specialize=["begin", "columns"])
 def _select_kernel(
-    scores, positions, selected, begin, columns, TOP_K: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr, GPU: tl.constexpr
+    scores, positions, selected, begin, columns, TOP_K: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     wait_for_predecessor()
     let_successor_in()
@@ -283,7 +282,7 @@ def _select_kernel(
     threshold = tl.zeros((), tl.uint32)
     for i in range(BITS):
         higher = threshold | (tl.full((), 1, tl.uint32) << (BITS - 1 - i))
-        if GPU:
+        if compiled():
             asm: tl.constexpr = _LESS_16 if BITS == 16 else _LESS_32
             less = tl.inline_asm_elementwise(asm, "=r,r,r", [number, higher], dtype=tl.uint32, is_pure=True, pack=1)
         else:
@@ -397,7 +396,6 @@ def index_scores_paged_triton(given: IndexInputs, begin: int, end: int) -> Tenso
         PAGE_ROWS=keys.rows_per_page,
         KEYS=piece,
         TOKENS=tokens,
-        GPU=on_gpu(iq_NHC.device),
         STAGES=stages,
         FP8=isinstance(fmt, Fp8Key),
         num_warps=4,
@@ -420,7 +418,7 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
     if columns <= (MOST if count > FEW else MOST_OF_FEW):
         block = max(1024, power_of_2(columns))  # few sizes, so that few kernels are compiled
         options |= {"num_warps": max(min(4, block // 512), block // 2048), "launch_pdl": dependent_launch(out.device)}
-        _select_kernel[(count,)](*inputs, out, begin, scores_NE.stride(0), **options, BLOCK=block, GPU=on_gpu(out.device))
+        _select_kernel[(count,)](*inputs, out, begin, scores_NE.stride(0), **options, BLOCK=block)
         return out
     segments, passes = ceil_div(columns, SEGMENT), scores_NE.element_size()
     options |= {"SEGMENT": SEGMENT, "SEGMENTS": power_of_2(segments), "num_warps": 8}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.attention.merge_triton import LOW, softmax_step
 from dsv4lite.kernels.attention.triton import Tile
-from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, on_gpu, power_of_2
+from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, compiled, power_of_2
 from dsv4lite.kernels.e4m3 import e4m3_values
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs
 from dsv4lite.kernels.latent_attention.decode_hopper_triton import PIECE_ROWS, attend_absorbed_hopper, takes_absorbed
@@ -49,11 +49,11 @@ def _tile_for(itemsize: int, capability: int) -> Tile:
 
 
 @triton.jit
-def _widened(codes, scales, GPU: tl.constexpr):
+def _widened(codes, scales):
     """Return e4m3 codes [R, C] times the powers of two of their groups, the bits of float32 [R, C / 128]; bfloat16 on a GPU."""
     # Reference: Fp8Latent.unpack.  Exponent and mantissa, shifted to bit 4 of a bfloat16, are 2^-120 times the value.
     grouped = tl.reshape(codes, (codes.shape[0], codes.shape[1] // 128, 128))
-    if GPU:  # not pure, or the compiler would widen them again for the second product
+    if compiled():  # not pure, or the compiler would widen them again for the second product
         factor = (scales >> 16).to(tl.int16)[:, :, None]
         wide = tl.inline_asm_elementwise(WIDEN_E4M3, "=r,=r,r,r,r", [grouped, factor], dtype=tl.bfloat16, is_pure=False, pack=4)
     else:
@@ -110,7 +110,7 @@ def _absorbed_kernel(
     query, q, cos, sin, memory, selected, positions, sequences, grow, out, stats, q_row, columns, scale, begin,
     H: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, TAIL: tl.constexpr,
     ROW: tl.constexpr, PLACES: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, FP8: tl.constexpr, WIDENED: tl.constexpr, TURNS: tl.constexpr, GPU: tl.constexpr,
+    STAGES: tl.constexpr, FP8: tl.constexpr, WIDENED: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     FLOAT32: tl.constexpr = query.dtype.element_ty == tl.float32
     PRECISION: tl.constexpr = "tf32x3" if FLOAT32 else "tf32"
@@ -143,8 +143,8 @@ def _absorbed_kernel(
     if TURNS:
         # Reference: rope
         angle = of_step * (ROPE // 2)
-        q1 = rotate_tail(q1.to(tl.float32), cos + angle, sin + angle, HEADS, ROPE, TAIL, ROPE, FLOAT32, GPU).to(q1.dtype)
-    if not GPU:
+        q1 = rotate_tail(q1.to(tl.float32), cos + angle, sin + angle, HEADS, ROPE, TAIL, ROPE, FLOAT32).to(q1.dtype)
+    if not compiled():
         q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
     acc = tl.zeros((HEADS, PADDED), tl.float32)
     peak = tl.full((HEADS,), float("-inf"), tl.float32)
@@ -152,15 +152,15 @@ def _absorbed_kernel(
     for piece in tl.range(split, pieces, SPLITS, num_stages=STAGES):
         data, live = _locate(piece, count, listed, memory, selected, grow, TOP_K, ROW, PLACES, ROWS, WIDENED)
         latents, scales, k1 = _fetch(data, live, LATENT, PADDED, ROPE, TAIL, FP8)
-        k0 = _widened(latents, scales, GPU) if FP8 else latents
-        if FLOAT32 or not GPU:
+        k0 = _widened(latents, scales) if FP8 else latents
+        if FLOAT32 or not compiled():
             k0, k1 = k0.to(tl.float32), k1.to(tl.float32)
         rows = count - piece * ROWS
         logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
         logits = tl.dot(q1, tl.trans(k1), logits, input_precision=PRECISION)
         logits = tl.where((tl.arange(0, ROWS) < rows)[None, :], logits * scale, float("-inf"))
         p, shrink, peak, total = softmax_step(logits, peak, total, 1)
-        acc = tl.dot(narrowed(p, FLOAT32, GPU), k0, acc * shrink[:, None], input_precision=PRECISION)
+        acc = tl.dot(narrowed(p, FLOAT32, compiled()), k0, acc * shrink[:, None], input_precision=PRECISION)
 
     if SPLITS > 1:
         place = split * (tl.num_programs(0) // BLOCKS).to(tl.int64) * H
@@ -169,7 +169,7 @@ def _absorbed_kernel(
         tl.store(stat, peak, mask=head < H)
         tl.store(stat + 1, total, mask=head < H)
     else:
-        o = narrowed(acc / tl.where(total > 0.0, total, 1.0)[:, None], FLOAT32, GPU)  # padding has no rows: zeros
+        o = narrowed(acc / tl.where(total > 0.0, total, 1.0)[:, None], FLOAT32, compiled())  # padding has no rows: zeros
         tl.store(out + at * LATENT + column, o.to(out.dtype.element_ty), mask=valued)
 
 
@@ -177,7 +177,7 @@ def _absorbed_kernel(
 def _merge_kernel(
     parts, stats, positions, out, begin,
     H: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, GPU: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     FLOAT32: tl.constexpr = out.dtype.element_ty == tl.float32
     at = tl.program_id(0).to(tl.int64)  # token and head
@@ -200,14 +200,14 @@ def _merge_kernel(
         weight = tl.exp2(tl.load(stats + place * 2, mask=number < used, other=float("-inf")) - peak)
         part = tl.load(parts + place[:, None] * LATENT + column, mask=(number < used)[:, None] & (column < LATENT), other=0.0)
         acc += tl.sum(part * weight[:, None], 0)
-    o = narrowed(acc / tl.where(total > 0.0, total, 1.0), FLOAT32, GPU)[None, :]
+    o = narrowed(acc / tl.where(total > 0.0, total, 1.0), FLOAT32, compiled())[None, :]
     tl.store(out + at * LATENT + column, o.to(out.dtype.element_ty), mask=column < LATENT)
 
 
 @triton.jit(do_not_specialize=["columns", "row_stride"])
 def _widen_kernel(
     memory, grow, firsts, lens, out, columns, row_stride, LATENT: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr,
-    TAIL: tl.constexpr, ROW: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr,
+    TAIL: tl.constexpr, ROW: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = PLACES // ROWS
     page = tl.program_id(0) // PARTS
@@ -216,7 +216,7 @@ def _widen_kernel(
     live = column * PLACES + place < tl.load(firsts + sequence) + tl.load(lens + sequence)
     source = tl.load(grow + sequence * row_stride + column).to(tl.int64)
     latents, scales, tails = _fetch(memory + (source * PLACES + place) * ROW, live, LATENT, PADDED, ROPE, TAIL, True)
-    wide = _widened(latents, scales, GPU).to(tl.bfloat16)
+    wide = _widened(latents, scales).to(tl.bfloat16)
     out += (page.to(tl.int64) * PLACES + place)[:, None] * (LATENT + ROPE)
     latent, pair = tl.arange(0, PADDED)[None, :], tl.arange(0, TAIL)[None, :]
     tl.store(out + latent, wide, mask=live[:, None] & (latent < LATENT))
@@ -236,7 +236,7 @@ def widened_rows(given: LatentAttentionInputs) -> Tensor:
     _widen_kernel[(sequences * columns * places // _WIDENED,)](
         memory, paging.grow_SP, paging.first_S, paging.lens_S, wide_SNR, columns, paging.grow_SP.stride(0),
         LATENT=latent, PADDED=max(16, power_of_2(latent)), ROPE=given.rope, TAIL=max(16, power_of_2(given.rope)), ROW=row,
-        PLACES=places, ROWS=_WIDENED, GPU=on_gpu(device), num_warps=4, num_stages=1, enable_fp_fusion=True,
+        PLACES=places, ROWS=_WIDENED, num_warps=4, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     return wide_SNR
 
@@ -265,7 +265,7 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
     hopper, tile = takes_absorbed(given), _tile_for(q.element_size(), capability_of(device))
     layer = {
         "H": heads, "LATENT": latent, "PADDED": max(16, power_of_2(latent)), "TOP_K": top_k, "SPLITS": splits,
-        "ROWS": PIECE_ROWS if hopper else tile.rows, "GPU": on_gpu(device),
+        "ROWS": PIECE_ROWS if hopper else tile.rows,
     }  # fmt: skip
     out = torch.empty_like(query_THL)
     parts = stats = out

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.attention.merge_triton import LOW, softmax_step
-from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, on_gpu, power_of_2, send
+from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, compiled, power_of_2, send
 from dsv4lite.kernels.gemm import float_linear
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, projected_rows
 from dsv4lite.kernels.latent_attention.prefill_hopper_triton import KEYS, QUERIES, attend_round, takes_round
@@ -132,7 +132,7 @@ def selection_bits(given: LatentAttentionInputs) -> Tensor:
 def _with_rows(
     acc, peak, total, q0, q1, last, bits, projected, rows, begin, end, place, head, scale,
     H: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr, KEY: tl.constexpr,
-    TAIL: tl.constexpr, OUT: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr, GPU: tl.constexpr,
+    TAIL: tl.constexpr, OUT: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Return the sums with the rows from ``begin`` on added.
 
@@ -149,7 +149,7 @@ def _with_rows(
     k0 = tl.load(of_head + channel, mask=live & (channel < NOPE), other=0.0)
     k1 = tl.load(rows + (place + key)[:, None] * (LATENT + ROPE) + LATENT + tail, mask=live & (tail < ROPE), other=0.0)
     v = tl.load(of_head + NOPE + value, mask=live & (value < VALUE), other=0.0)
-    if not GPU:
+    if not compiled():
         k0, k1, v = k0.to(tl.float32), k1.to(tl.float32), v.to(tl.float32)
     # Reference: attend, and merged
     logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
@@ -163,7 +163,7 @@ def _with_rows(
             word = tl.where(bit < 32, word, tl.load(bits + begin // 32 + 1)[:, None])
         logits = tl.where((word & (1 << bit % 32)) != 0, logits, float("-inf"))
     p, shrink, peak, total = softmax_step(logits, peak, total, 1)
-    acc = tl.dot(narrowed(p, FLOAT32, GPU), v, acc * shrink[:, None], input_precision=PRECISION)
+    acc = tl.dot(narrowed(p, FLOAT32, compiled()), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, peak, total
 
 
@@ -172,7 +172,7 @@ def _projected_kernel(
     q, cos, sin, projected, rows, blocks, bits, out, parts, stats, q_row, words, scale,
     H: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr, KEY: tl.constexpr,
     TAIL: tl.constexpr, OUT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SELECTED: tl.constexpr,
-    TURNS: tl.constexpr, GPU: tl.constexpr,
+    TURNS: tl.constexpr,
 ):  # fmt: skip
     FLOAT32: tl.constexpr = q.dtype.element_ty == tl.float32
     blocks += tl.program_id(0) * 8
@@ -194,8 +194,8 @@ def _projected_kernel(
         pair = tl.arange(0, TAIL // 2)[None, :]
         angle, inside = (row + i)[:, None] * (ROPE // 2) + pair, here & (pair < ROPE // 2)
         c, s = tl.load(cos + angle, mask=inside, other=1.0), tl.load(sin + angle, mask=inside, other=0.0)
-        q1 = rotate(q1.to(tl.float32), c, s, pair < ROPE // 2, QUERIES, TAIL, FLOAT32, GPU).to(q1.dtype)
-    if not GPU:
+        q1 = rotate(q1.to(tl.float32), c, s, pair < ROPE // 2, QUERIES, TAIL, FLOAT32).to(q1.dtype)
+    if not compiled():
         q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
     again = only_if(goes_on > 0, i < size)
     acc = tl.load(parts + at[:, None] * VALUE + value, mask=again[:, None] & (value < VALUE), other=0.0)
@@ -208,7 +208,7 @@ def _projected_kernel(
         for begin in tl.range(0, end, KEYS, num_stages=STAGES):
             acc, peak, total = _with_rows(
                 acc, peak, total, q0, q1, last, bits, projected, rows, begin, end, place, head, scale,
-                H, NOPE, ROPE, VALUE, LATENT, KEY, TAIL, OUT, KEYS, 2, GPU,
+                H, NOPE, ROPE, VALUE, LATENT, KEY, TAIL, OUT, KEYS, 2,
             )  # fmt: skip
     else:
         # Comparisons for each logit take a tenth of the time: only the last rows, which not every query sees, have them.
@@ -216,16 +216,16 @@ def _projected_kernel(
         for begin in tl.range(0, seen, KEYS, num_stages=STAGES):
             acc, peak, total = _with_rows(
                 acc, peak, total, q0, q1, last, bits, projected, rows, begin, seen, place, head, scale,
-                H, NOPE, ROPE, VALUE, LATENT, KEY, TAIL, OUT, KEYS, 0, GPU,
+                H, NOPE, ROPE, VALUE, LATENT, KEY, TAIL, OUT, KEYS, 0,
             )  # fmt: skip
         for begin in tl.range(seen, end, KEYS, num_stages=STAGES):
             acc, peak, total = _with_rows(
                 acc, peak, total, q0, q1, last, bits, projected, rows, begin, end, place, head, scale,
-                H, NOPE, ROPE, VALUE, LATENT, KEY, TAIL, OUT, KEYS, 1, GPU,
+                H, NOPE, ROPE, VALUE, LATENT, KEY, TAIL, OUT, KEYS, 1,
             )  # fmt: skip
     inside = here & (value < VALUE)
     if complete > 0:
-        o = narrowed(acc / tl.where(total > 0.0, total, 1.0)[:, None], FLOAT32, GPU)
+        o = narrowed(acc / tl.where(total > 0.0, total, 1.0)[:, None], FLOAT32, compiled())
         tl.store(out + at[:, None] * VALUE + value, o.to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(parts + at[:, None] * VALUE + value, acc, mask=inside)
@@ -259,7 +259,6 @@ def attend_projected(given: LatentAttentionInputs, sequences: Sequence[int], out
                 given.scale * LOG2_E,
                 H=heads, NOPE=nope, ROPE=given.rope, VALUE=channels - nope, LATENT=latent, KEY=key,
                 TAIL=max(16, power_of_2(given.rope)), OUT=value, QUERIES=queries, KEYS=keys, STAGES=stages,
-                SELECTED=selects, TURNS=given.cos is not None, GPU=on_gpu(device), num_warps=8 if large else 4, num_stages=1,
-                enable_fp_fusion=True,
+                SELECTED=selects, TURNS=given.cos is not None, num_warps=8 if large else 4, num_stages=1, enable_fp_fusion=True,
             )  # fmt: skip
         del rows, projected

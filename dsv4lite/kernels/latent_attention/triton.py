@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
+from dsv4lite.kernels.dispatch import ceil_div, compiled, power_of_2
 from dsv4lite.kernels.gemm.prefill_triton import many_rows, takes_many
 from dsv4lite.kernels.latent_attention import ROUND_TOKENS, LatentAttentionInputs
 from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed, widened_rows
@@ -21,7 +21,7 @@ _MANY_TOKENS = 64  # above it, ``any_order`` uses the kernel of many rows
 def _by_head_kernel(
     x, w, out, tokens, x_token, x_head,
     H: tl.constexpr, N: tl.constexpr, K: tl.constexpr, W_HEAD: tl.constexpr, W_OUT: tl.constexpr, W_IN: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GPU: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     # Reference: by_head
     PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
@@ -36,16 +36,16 @@ def _by_head_kernel(
         k = begin + tl.arange(0, BK)[None, :]
         a = tl.load(x + k, mask=here & (k < K), other=0.0)
         b = tl.load(w + k * W_IN, mask=k < K, other=0.0)
-        if not GPU:
+        if not compiled():
             a, b = a.to(tl.float32), b.to(tl.float32)
         acc = tl.dot(b, tl.trans(a), acc, input_precision=PRECISION)
     y = tl.trans(acc)
-    tl.store(out + (t[:, None] * H + head) * N + n[None, :], _rounded(y, out, GPU), mask=here & (n < N)[None, :])
+    tl.store(out + (t[:, None] * H + head) * N + n[None, :], _rounded(y, out), mask=here & (n < N)[None, :])
 
 
 @triton.jit
-def _rounded(y, out, GPU: tl.constexpr):
-    return narrowed(y, out.dtype.element_ty == tl.float32, GPU).to(out.dtype.element_ty)
+def _rounded(y, out):
+    return narrowed(y, out.dtype.element_ty == tl.float32, compiled()).to(out.dtype.element_ty)
 
 
 def by_head_triton(x_THK: Tensor, w_HNK: Tensor, *, any_order: bool, out: Tensor | None = None) -> Tensor:
@@ -63,7 +63,7 @@ def by_head_triton(x_THK: Tensor, w_HNK: Tensor, *, any_order: bool, out: Tensor
         x_THK, w_HNK, out, tokens, x_THK.stride(0), x_THK.stride(1),
         H=heads, N=outs, K=inputs, W_HEAD=w_HNK.stride(0), W_OUT=w_HNK.stride(1), W_IN=w_HNK.stride(2),
         BT=bt, BN=bn, BK=min(64 if x_THK.element_size() == 4 else 128, max(16, power_of_2(inputs))),
-        GPU=on_gpu(out.device), num_warps=4, enable_fp_fusion=True,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
+from dsv4lite.kernels.dispatch import ceil_div, power_of_2
 from dsv4lite.kernels.e4m3 import e4m3_bytes
 from dsv4lite.kernels.latent_norm_store import LatentInputs
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
@@ -30,7 +30,7 @@ def _latent_kernel(
     latent, q_norm, kv_norm, cos, sin, q, q_scales, fresh, memory,
     positions, sequences, first, lens, drafts, window_pages, window_first, row_stride, page_stride, pages, window_tokens, eps,
     RANK: tl.constexpr, QUERY_GROUPS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
-    PLACES: tl.constexpr, FRESH_ROW: tl.constexpr, KIND: tl.constexpr, GPU: tl.constexpr,
+    PLACES: tl.constexpr, FRESH_ROW: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     let_successor_in()
@@ -45,7 +45,7 @@ def _latent_kernel(
         valid = of_query < RANK
         latent_q = tl.where(real, tl.load(latent + of_query, mask=valid, other=0.0).to(tl.float32), 0.0)
         weight_q = tl.load(q_norm + of_query, mask=valid, other=0.0)
-        qr = rounded(latent_q * inverse_rms(latent_q, eps, RANK) * weight_q, FLOAT32, GPU)
+        qr = rounded(latent_q * inverse_rms(latent_q, eps, RANK) * weight_q, FLOAT32)
         q += t * RANK
         if KIND == UNQUANTIZED:
             tl.store(q + of_query, qr.to(q.dtype.element_ty), mask=valid)
@@ -70,8 +70,8 @@ def _latent_kernel(
         index = position // PLACES - tl.load(window_first + sequence)
         page = tl.load(window_pages + sequence * pages + index, mask=kept, other=-1).to(tl.int64)
         # kv_TC = rope(rms_norm(latent_TK[:, rank:], kv_norm, eps), cos, sin)
-        y = rounded(x * inverse_rms(x, eps, WIDTH) * weight, FLOAT32, GPU)
-        y = rotate(y, c, s, turned, ROWS, 64, FLOAT32, GPU)
+        y = rounded(x * inverse_rms(x, eps, WIDTH) * weight, FLOAT32)
+        y = rotate(y, c, s, turned, ROWS, 64, FLOAT32)
         # pack_rows(window.format, kv_TC); window.write(page * rows + position % rows, kv_TC)
         store_row(y, fresh + t * FRESH_ROW, 0, t, WIDTH, ROPE, ROWS, 1, KIND)
         store_row(y, memory + page * page_stride, tl.maximum(position, 0) % PLACES, page, WIDTH, ROPE, ROWS, PLACES, KIND)
@@ -128,7 +128,6 @@ def latent_norms_triton(given: LatentInputs) -> tuple[Tensor, Tensor | None, Ten
             PLACES=window.rows_per_page,
             FRESH_ROW=fresh.shape[1],
             KIND=kind,
-            GPU=on_gpu(device),
             num_warps=4,
             enable_fp_fusion=False,
             launch_pdl=dependent_launch(device),

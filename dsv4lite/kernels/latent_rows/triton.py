@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
+from dsv4lite.kernels.dispatch import ceil_div, power_of_2
 from dsv4lite.kernels.e4m3 import e4m3_bytes, to_bf16
 from dsv4lite.kernels.latent_rows import LatentRowInputs
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
@@ -16,19 +16,19 @@ from dsv4lite.kernels.rows.triton import fp8_scale, inverse_rms, memory_of, roun
 
 
 @triton.jit
-def _normed(x, weight, at, eps, WIDTH: tl.constexpr, FLOAT32: tl.constexpr, GPU: tl.constexpr):
+def _normed(x, weight, at, eps, WIDTH: tl.constexpr, FLOAT32: tl.constexpr):
     """Return a normed vector of WIDTH channels as a tile with the channels ``at``; zeros from WIDTH on."""
     # Reference: rms_norm
     inside = at < WIDTH
     y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    return rounded(y * inverse_rms(y, eps, WIDTH) * tl.load(weight + at, mask=inside, other=0.0), FLOAT32, GPU)
+    return rounded(y * inverse_rms(y, eps, WIDTH) * tl.load(weight + at, mask=inside, other=0.0), FLOAT32)
 
 
 @triton.jit(do_not_specialize=["columns"])
 def _latent_rows_kernel(
     latent, q_norm, kv_norm, cos, sin, q, memory, positions, sequences, grow, row_stride, columns, eps,
     RANK: tl.constexpr, RANK_GROUPS: tl.constexpr, LATENT: tl.constexpr, GROUPS: tl.constexpr, ROPE: tl.constexpr,
-    PAIRS: tl.constexpr, ROW: tl.constexpr, PLACES: tl.constexpr, FP8: tl.constexpr, GPU: tl.constexpr,
+    PAIRS: tl.constexpr, ROW: tl.constexpr, PLACES: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     let_successor_in()
@@ -38,7 +38,7 @@ def _latent_rows_kernel(
     channel = tl.arange(0, 128)[None, :]
     if tl.program_id(1) == 1:
         at = tl.arange(0, RANK_GROUPS)[:, None] * 128 + channel
-        y = _normed(latent, q_norm, at, eps, RANK if RANK > 0 else 1, FLOAT32, GPU)
+        y = _normed(latent, q_norm, at, eps, RANK if RANK > 0 else 1, FLOAT32)
         tl.store(q + t * RANK + at, y.to(q.dtype.element_ty), mask=at < RANK)
     else:
         position = tl.load(positions + t)
@@ -49,7 +49,7 @@ def _latent_rows_kernel(
             latent += RANK
             group = tl.arange(0, GROUPS)
             at = group[:, None] * 128 + channel
-            y = _normed(latent, kv_norm, at, eps, LATENT, FLOAT32, GPU)
+            y = _normed(latent, kv_norm, at, eps, LATENT, FLOAT32)
             # Reference: rope
             pair = tl.arange(0, PAIRS)
             turned = pair < ROPE // 2
@@ -57,15 +57,15 @@ def _latent_rows_kernel(
             s = tl.load(sin + t * (ROPE // 2) + pair, mask=turned, other=0.0)
             a = tl.load(latent + LATENT + 2 * pair, mask=turned, other=0.0).to(tl.float32)
             b = tl.load(latent + LATENT + 2 * pair + 1, mask=turned, other=0.0).to(tl.float32)
-            first, second = rounded(a * c - b * s, FLOAT32, GPU), rounded(a * s + b * c, FLOAT32, GPU)
+            first, second = rounded(a * c - b * s, FLOAT32), rounded(a * s + b * c, FLOAT32)
             if FP8:
                 # Reference: Fp8Latent.pack
                 byte, inverse = fp8_scale(y, 1)
                 tl.store(row + at, e4m3_bytes(y * inverse[:, None], False), mask=at < LATENT)
                 tl.store((row + LATENT).to(tl.pointer_type(tl.int32)) + group, byte << 23, mask=group < LATENT // 128)
                 tail = (row + LATENT + LATENT // 32).to(tl.pointer_type(tl.bfloat16)) + 2 * pair
-                tl.store(tail, to_bf16(first, GPU), mask=turned)
-                tl.store(tail + 1, to_bf16(second, GPU), mask=turned)
+                tl.store(tail, to_bf16(first), mask=turned)
+                tl.store(tail + 1, to_bf16(second), mask=turned)
             else:
                 tl.store(row + at, y.to(memory.dtype.element_ty), mask=at < LATENT)
                 tl.store(row + LATENT + 2 * pair, first.to(memory.dtype.element_ty), mask=turned)
@@ -96,6 +96,6 @@ def store_latent_rows_triton(given: LatentRowInputs) -> Tensor | None:
             RANK=rank, RANK_GROUPS=power_of_2(ceil_div(max(rank, 1), 128)),
             LATENT=latent, GROUPS=power_of_2(ceil_div(latent, 128)),
             ROPE=rope, PAIRS=power_of_2(rope // 2), ROW=row, PLACES=rows.rows_per_page, FP8=fp8,
-            GPU=on_gpu(latent_TK.device), num_warps=4, enable_fp_fusion=False, launch_pdl=dependent_launch(latent_TK.device),
+            num_warps=4, enable_fp_fusion=False, launch_pdl=dependent_launch(latent_TK.device),
         )  # fmt: skip
     return None if q_norm is None else q_TR

@@ -8,14 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import power_of_2
-from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
+from dsv4lite.kernels.e4m3 import to_bf16
 from dsv4lite.kernels.quantize.triton import _as_rows
 
 
 @triton.jit
-def rms_norm_kernel(
-    x, weight, out, row_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, NATIVE: tl.constexpr
-):
+def rms_norm_kernel(x, weight, out, row_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < N
@@ -30,7 +28,7 @@ def rms_norm_kernel(
     if out.dtype.element_ty == tl.float32:
         tl.store(out + row * N + column, y, mask=inside)
     else:
-        tl.store(out + row * N + column, to_bf16(y, NATIVE), mask=inside)
+        tl.store(out + row * N + column, to_bf16(y), mask=inside)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -51,7 +49,6 @@ def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
             N=width,
             BLOCK=block,
             WEIGHTED=weight is not None,
-            NATIVE=native_e4m3(x),
             num_warps=min(8, max(1, block // 512)),  # 16 channels or more for each thread of the wide ones
             enable_fp_fusion=False,
         )

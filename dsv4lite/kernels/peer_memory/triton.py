@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import ceil_div, multiprocessors_of
-from dsv4lite.kernels.e4m3 import native_e4m3, to_bf16
+from dsv4lite.kernels.e4m3 import to_bf16
 from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.experts.triton import sum_of_token
 from dsv4lite.kernels.peer_memory import BLOCK, EMPTY, TURNS, Inbox, TokenRows, most_rows, shard_numbers
@@ -60,11 +60,11 @@ def _poll(source, wanted, addresses, RANKS: tl.constexpr, EMPTY: tl.constexpr, P
 
 
 @triton.jit
-def _store_sum(out, at, total, inside, NATIVE: tl.constexpr):
+def _store_sum(out, at, total, inside):
     if out.dtype.element_ty == tl.float32:
         tl.store(out + at, total, mask=inside)
     else:
-        tl.store(out + at, to_bf16(total, NATIVE), mask=inside)
+        tl.store(out + at, to_bf16(total), mask=inside)
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def _part_of_block(
 @triton.jit(do_not_specialize=["rank"])
 def all_reduce_kernel(
     part, chosen, also, out, addresses, calls, tickets, size, rank, numbers, RANKS: tl.constexpr, BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr, NATIVE: tl.constexpr,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr,
     EMPTY: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     block = _block_of(tickets, ORDERED)
@@ -120,7 +120,7 @@ def all_reduce_kernel(
     wanted = tl.broadcast_to(inside[None, :], (RANKS, BLOCK))
     arrived = _poll(own + turn * RANKS * numbers + place, wanted, addresses, RANKS, EMPTY, PATIENCE)
     total = tl.sum(arrived.to(tl.float32, bitcast=True), axis=0)
-    _store_sum(out, at, total, inside, NATIVE)
+    _store_sum(out, at, total, inside)
     tl.store(calls + block, call + 1)
 
 
@@ -148,7 +148,7 @@ def _clear(buffers, peers, number, word, RANKS: tl.constexpr, BLOCK: tl.constexp
 @triton.jit(do_not_specialize=["rank"])
 def all_reduce_shards_kernel(
     part, chosen, also, out, addresses, calls, tickets, size, rank, numbers, sums, RANKS: tl.constexpr, BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr, NATIVE: tl.constexpr,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr,
     EMPTY: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     # Words that a rank receives from a peer: the peer's part of this rank's shard, float32; from ``sums`` on, the sums of the
@@ -174,7 +174,7 @@ def all_reduce_shards_kernel(
     wanted = (sender != rank) & (first + tl.arange(0, BLOCK) < size)[None, :]
     arrived = _poll(source + number[None, :], wanted, addresses, RANKS, EMPTY, PATIENCE)
     total = tl.sum(tl.where(sender == rank, mine[None, :], arrived).to(tl.float32, bitcast=True), axis=0)
-    rounded = to_bf16(total, NATIVE).to(tl.int16, bitcast=True).to(tl.int32)
+    rounded = to_bf16(total).to(tl.int16, bitcast=True).to(tl.int32)
     low, high = tl.split(tl.reshape(tl.where(rounded == -32768, 0, rounded), (HALF, 2)))  # +0.0 instead of -0.0
     words = (high << 16) | (low & 0xFFFF)
     at = first // 2 + tl.arange(0, HALF)
@@ -244,7 +244,7 @@ def _operands(part: Tensor | ExpertSum, also: Tensor | None) -> tuple[tuple[Tens
         assert part.dtype == torch.float32 and (also is None or also.shape == part.shape), part.dtype
         shape = part.shape
     assert part.is_contiguous() and (also is None or also.is_contiguous()) and shape.numel() > 0, shape
-    sizes |= {"ADDED": also is not None, "NATIVE": native_e4m3(part), "EMPTY": EMPTY}
+    sizes |= {"ADDED": also is not None, "EMPTY": EMPTY}
     return (part, part if chosen is None else chosen, part if also is None else also), shape, sizes
 
 
@@ -378,7 +378,7 @@ def all_gather_kernel(
 def reduce_scatter_kernel(
     y, chosen, shared, out, addresses, calls, tokens, count, rank, blocks, RANKS: tl.constexpr, TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    NATIVE: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr,
+    TURNS: tl.constexpr, PATIENCE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = (program // PARTS).to(tl.int64)
@@ -393,7 +393,7 @@ def reduce_scatter_kernel(
     inside = column < tl.where(row < tokens, HIDDEN, 0)
     if SHARED:
         total += tl.load(shared + (rank * count + row) * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-    _store_sum(out, row * HIDDEN + column, total, inside, NATIVE)
+    _store_sum(out, row * HIDDEN + column, total, inside)
     tl.store(calls + program, call)
 
 
@@ -444,7 +444,6 @@ def reduce_scatter_triton(parts: ExpertSum, inbox: Inbox, tokens: int, dtype: to
         *_word_arguments(inbox, tokens, count),
         SHARED=shared is not None,
         PARTS=pieces,
-        NATIVE=native_e4m3(outputs),
         **_experts_of(parts),
         **_constants(inbox),
     )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import ceil_div, on_gpu, power_of_2
+from dsv4lite.kernels.dispatch import ceil_div, power_of_2
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.qk_norm_rope import HeadInputs
 from dsv4lite.kernels.rows.triton import (
@@ -56,7 +56,6 @@ def _heads_kernel(
     INDEX_BLOCK: tl.constexpr,
     FP4_LOG: tl.constexpr,
     ROPE: tl.constexpr,
-    GPU: tl.constexpr,
 ):
     wait_for_predecessor()
     let_successor_in()
@@ -78,25 +77,25 @@ def _heads_kernel(
             c = tl.load(cos + pair)
             s = tl.load(sin + pair)
         # mean = q_THC.square().float().mean(-1, keepdim=True).to(q_THC.dtype)
-        mean = rounded(mean_of(tl.sum(rounded(x * x, FLOAT32, GPU), axis=1), WIDTH), FLOAT32, GPU)
+        mean = rounded(mean_of(tl.sum(rounded(x * x, FLOAT32), axis=1), WIDTH), FLOAT32)
         # q_THC * torch.rsqrt((mean + eps).float()).to(q_THC.dtype)
-        factor = rounded(inverse_root(rounded(mean + eps, FLOAT32, GPU)), FLOAT32, GPU)[:, None]
-        y = rounded(x * factor, FLOAT32, GPU)
+        factor = rounded(inverse_root(rounded(mean + eps, FLOAT32)), FLOAT32)[:, None]
+        y = rounded(x * factor, FLOAT32)
         if ROPE & (ROPE - 1) == 0:
             still = tl.arange(0, PADDED)[None, :] < WIDTH - ROPE
             tl.store(q + at, y.to(q.dtype.element_ty), mask=mask & still)
-            end = rotate(rounded(end * factor, FLOAT32, GPU), c, s, pair >= 0, BLOCK_HEADS, ROPE, FLOAT32, GPU)
+            end = rotate(rounded(end * factor, FLOAT32), c, s, pair >= 0, BLOCK_HEADS, ROPE, FLOAT32)
             tl.store(q + tail, end.to(q.dtype.element_ty), mask=head < heads)
         else:
-            y = rotate_tail(y, cos, sin, BLOCK_HEADS, WIDTH, PADDED, ROPE, FLOAT32, GPU)
+            y = rotate_tail(y, cos, sin, BLOCK_HEADS, WIDTH, PADDED, ROPE, FLOAT32)
             tl.store(q + at, y.to(q.dtype.element_ty), mask=mask)
     else:
         begin = (block - query_blocks) * INDEX_BLOCK
         of_index, valid, key = _load_rows(query + heads * WIDTH, index_heads, begin, INDEX_BLOCK, INDEX, INDEX_PADDED)
-        key = rotate_tail(key, cos, sin, INDEX_BLOCK, INDEX, INDEX_PADDED, ROPE, FLOAT32, GPU)
+        key = rotate_tail(key, cos, sin, INDEX_BLOCK, INDEX, INDEX_PADDED, ROPE, FLOAT32)
         if FP4_LOG:
             # round_fp4(hadamard(rope(iq_THC, cos, sin)))
-            key = tl.reshape(hadamard_rows(key, INDEX_BLOCK, FP4_LOG, GPU), (INDEX_BLOCK, INDEX // 32, 32))
+            key = tl.reshape(hadamard_rows(key, INDEX_BLOCK, FP4_LOG), (INDEX_BLOCK, INDEX // 32, 32))
             byte, inverse = fp4_scale(key, 2)
             scale = (byte << 23).to(tl.float32, bitcast=True)
             key = tl.reshape(e2m1_round(key * inverse[:, :, None]) * scale[:, :, None], (INDEX_BLOCK, INDEX))
@@ -141,7 +140,6 @@ def head_norms_triton(given: HeadInputs) -> tuple[Tensor, Tensor | None]:
             INDEX_BLOCK=index_block,
             FP4_LOG=index_dim.bit_length() - 1 if fp4 else 0,
             ROPE=rope,
-            GPU=on_gpu(query_TK.device),
             num_warps=4,
             enable_fp_fusion=False,
             launch_pdl=dependent_launch(query_TK.device),

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import ceil_div
-from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, knows_e4m3
 from dsv4lite.kernels.rows.triton import store_fp4
 
 _TILE = 2048  # channels per program
@@ -16,9 +16,7 @@ _FP4_GROUP = 32
 
 
 @triton.jit
-def quantize_kernel(
-    x, codes, scales, row_stride, N: tl.constexpr, GROUP: tl.constexpr, GROUPS_TILE: tl.constexpr, NATIVE: tl.constexpr
-):
+def quantize_kernel(x, codes, scales, row_stride, N: tl.constexpr, GROUP: tl.constexpr, GROUPS_TILE: tl.constexpr):
     GROUPS: tl.constexpr = (N + GROUP - 1) // GROUP
     TILES: tl.constexpr = (GROUPS + GROUPS_TILE - 1) // GROUPS_TILE
     row = (tl.program_id(0) // TILES).to(tl.int64)
@@ -27,7 +25,7 @@ def quantize_kernel(
     # Reference: codes, bits = _fp8_groups(x, group)
     y = tl.load(x + row * row_stride + column, mask=column < N, other=0.0).to(tl.float32)
     bits = fp8_scale_bits(y)
-    tl.store(codes + row * N + column, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=column < N)
+    tl.store(codes + row * N + column, e4m3_bytes(fp8_scaled(y, bits), knows_e4m3()), mask=column < N)
     tl.store(scales + row * GROUPS + group, (bits >> 23).to(tl.uint8), mask=group < GROUPS)
 
 
@@ -55,7 +53,6 @@ def quantize_fp8_triton(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
             N=width,
             GROUP=group,
             GROUPS_TILE=tile,
-            NATIVE=native_e4m3(x),
             num_warps=4,
             enable_fp_fusion=False,
         )

@@ -8,14 +8,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from dsv4lite.kernels.dispatch import on_gpu, power_of_2
+from dsv4lite.kernels.dispatch import compiled, power_of_2
 from dsv4lite.kernels.routing import Router
 
 
 @triton.jit
-def _score(logit, GPU: tl.constexpr):
+def _score(logit):
     # Reference: scores = softplus(logits_TE).sqrt(); libdevice's functions are those that torch uses.
-    if GPU:
+    if compiled():
         tail = libdevice.log1p(libdevice.exp(-tl.abs(logit)))
     else:
         # The interpreter has no log1p; the quotient corrects the rounding of 1 + e.
@@ -57,7 +57,7 @@ def best_experts(
 
 
 @triton.jit
-def _scores(logit, inside, SOFTMAX: tl.constexpr, GPU: tl.constexpr):
+def _scores(logit, inside, SOFTMAX: tl.constexpr):
     """Return the scores of rows of logits [TOKENS, BLOCK]: softmax or sigmoid."""
     # Reference: scores_of
     if SOFTMAX:
@@ -66,7 +66,7 @@ def _scores(logit, inside, SOFTMAX: tl.constexpr, GPU: tl.constexpr):
     else:
         logit = -logit
     power = tl.minimum(logit, 88.7)  # the exponential of 88.7 is still finite
-    power = libdevice.exp(power) if GPU else tl.exp(power)
+    power = libdevice.exp(power) if compiled() else tl.exp(power)
     if SOFTMAX:
         scores = tl.div_rn(power, tl.zeros_like(power) + tl.sum(power, 1)[:, None])
     else:
@@ -104,7 +104,7 @@ def _in_top_groups(
 def route_rows(
     token, logits, bias, table, token_ids, positions, logits_stride, route_scale,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_TILE: tl.constexpr, BIASED: tl.constexpr,
-    FIXED: tl.constexpr, PADDED: tl.constexpr, GPU: tl.constexpr, GROUPED: tl.constexpr = False, SOFTMAX: tl.constexpr = False,
+    FIXED: tl.constexpr, PADDED: tl.constexpr, GROUPED: tl.constexpr = False, SOFTMAX: tl.constexpr = False,
     GROUPS: tl.constexpr = 1, TOP_GROUPS: tl.constexpr = 1, GROUP_TILE: tl.constexpr = 1, RENORMALIZE: tl.constexpr = True,
 ):  # fmt: skip
     """Route the tokens [TOKENS]; return experts, their weights and their places in the row, [TOKENS, TOP_TILE].
@@ -115,7 +115,7 @@ def route_rows(
         expert = tl.arange(0, BLOCK)[None, :]
         inside = expert < EXPERTS
         logit = tl.load(logits + token[:, None] * logits_stride + expert, mask=inside, other=0.0)
-        scores = _scores(logit, inside, SOFTMAX, GPU)
+        scores = _scores(logit, inside, SOFTMAX)
         selection = scores
         if BIASED:
             selection += tl.load(bias + expert, mask=inside, other=0.0)
@@ -133,11 +133,11 @@ def route_rows(
         else:
             expert = tl.arange(0, BLOCK)[None, :]
             inside = expert < EXPERTS
-            selection = _score(tl.load(logits + expert, mask=inside, other=0.0), GPU)
+            selection = _score(tl.load(logits + expert, mask=inside, other=0.0))
             if BIASED:
                 selection += tl.load(bias + expert, mask=inside, other=0.0)
             ids = best_experts(selection, EXPERTS, BLOCK, TOP_K, TOP_TILE)
-        picked = _score(tl.load(logits + ids, mask=used, other=0.0), GPU)
+        picked = _score(tl.load(logits + ids, mask=used, other=0.0))
     at = tl.arange(0, TOP_TILE)
     used = (at < TOP_K)[None, :]
     # Reference: chosen_TK.sort(-1); an expert's place is the number of experts before it.
@@ -175,7 +175,6 @@ def route_kernel(
     BIASED: tl.constexpr,
     FIXED: tl.constexpr,
     PADDED: tl.constexpr,
-    GPU: tl.constexpr,
     GROUPED: tl.constexpr,
     SOFTMAX: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -186,7 +185,7 @@ def route_kernel(
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     ids, weight, place = route_rows(
         token, logits, bias, table, token_ids, positions, logits_stride, route_scale, EXPERTS, BLOCK, TOP_K, TOP_TILE,
-        BIASED, FIXED, PADDED, GPU, GROUPED, SOFTMAX, GROUPS, TOP_GROUPS, GROUP_TILE, RENORMALIZE,
+        BIASED, FIXED, PADDED, GROUPED, SOFTMAX, GROUPS, TOP_GROUPS, GROUP_TILE, RENORMALIZE,
     )  # fmt: skip
     used = tl.arange(0, TOP_TILE)[None, :] < TOP_K
     at = token[:, None] * TOP_K + place
@@ -211,7 +210,6 @@ def _router_constants(logits_TE: Tensor, router: Router) -> dict[str, int]:
         "BIASED": bias_E is not None,
         "FIXED": table_VK is not None,
         "PADDED": positions_T is not None,
-        "GPU": on_gpu(logits_TE.device),
     }
 
 

@@ -18,7 +18,7 @@ def narrowed(x, FLOAT32: tl.constexpr, GPU: tl.constexpr):
     elif GPU:
         rounded = x.to(tl.bfloat16)
     else:
-        rounded = to_bf16(x, GPU).to(tl.float32)
+        rounded = to_bf16(x).to(tl.float32)
     return rounded
 
 

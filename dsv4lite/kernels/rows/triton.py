@@ -4,8 +4,7 @@ Blocks are float32; they hold bfloat16 numbers where the references round. All o
 references' bits, except for sums of squares, whose order the compiler chooses: ``inverse_rms`` is within two units in the last
 place of ``torch.rsqrt``. That can change a rounding to bfloat16 by one unit (seen in one of 10^4 numbers).
 
-Launch with ``enable_fp_fusion=False``: the references round products before they add them. GPU is false in the interpreter, whose
-conversion to bfloat16 truncates.
+Launch with ``enable_fp_fusion=False``: the references round products before they add them.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ def opaque(x, GPU: tl.constexpr):
 
 
 @triton.jit
-def bf16(x, GPU: tl.constexpr):
+def bf16(x):
     # .to(torch.bfloat16), in float32
-    return to_bf16(x, GPU).to(tl.float32)
+    return to_bf16(x).to(tl.float32)
 
 
 @triton.jit
-def rounded(x, FLOAT32: tl.constexpr, GPU: tl.constexpr):
+def rounded(x, FLOAT32: tl.constexpr):
     # .to(dtype), which is float32 or bfloat16, in float32
-    return x if FLOAT32 else bf16(x, GPU)
+    return x if FLOAT32 else bf16(x)
 
 
 @triton.jit
@@ -118,25 +117,24 @@ def inverse_rms(x, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def rotate(x, cos, sin, turned, ROWS: tl.constexpr, WIDTH: tl.constexpr, FLOAT32: tl.constexpr, GPU: tl.constexpr):
+def rotate(x, cos, sin, turned, ROWS: tl.constexpr, WIDTH: tl.constexpr, FLOAT32: tl.constexpr):
     # (a, b) -> (a cos - b sin, a sin + b cos) where ``turned``; cos, sin, turned are of [ROWS, WIDTH / 2], or broadcast to it
     a, b = tl.split(tl.reshape(x, (ROWS, WIDTH // 2, 2)))
-    c = tl.where(turned, rounded(a * cos - b * sin, FLOAT32, GPU), a)
-    d = tl.where(turned, rounded(a * sin + b * cos, FLOAT32, GPU), b)
+    c = tl.where(turned, rounded(a * cos - b * sin, FLOAT32), a)
+    d = tl.where(turned, rounded(a * sin + b * cos, FLOAT32), b)
     return tl.reshape(tl.join(c, d), (ROWS, WIDTH))
 
 
 @triton.jit
 def rotate_tail(
     x, cos, sin, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, FLOAT32: tl.constexpr,
-    GPU: tl.constexpr,
 ):  # fmt: skip
     # rope of rows [ROWS, PADDED]: rotates the last ROPE of WIDTH channels by the angles at ``cos`` and ``sin``
     pair = tl.arange(0, PADDED // 2) - (WIDTH - ROPE) // 2
     turned = (pair >= 0) & (pair < ROPE // 2)
     c = tl.load(cos + pair, mask=turned, other=1.0)
     s = tl.load(sin + pair, mask=turned, other=0.0)
-    return rotate(x, c[None, :], s[None, :], turned[None, :], ROWS, PADDED, FLOAT32, GPU)
+    return rotate(x, c[None, :], s[None, :], turned[None, :], ROWS, PADDED, FLOAT32)
 
 
 @triton.jit
@@ -173,9 +171,9 @@ def hadamard_float32(x, ROWS: tl.constexpr, LOG: tl.constexpr):
 
 
 @triton.jit
-def hadamard_rows(x, ROWS: tl.constexpr, LOG: tl.constexpr, GPU: tl.constexpr):
+def hadamard_rows(x, ROWS: tl.constexpr, LOG: tl.constexpr):
     # hadamard, of rows of 2^LOG, one rounding to bfloat16
-    return bf16(hadamard_float32(x, ROWS, LOG), GPU)
+    return bf16(hadamard_float32(x, ROWS, LOG))
 
 
 # Codes are computed by integer arithmetic on every chip, because there are few. A scaled number exceeds 448 at most by a rounding

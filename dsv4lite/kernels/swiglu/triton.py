@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import ceil_div, on_gpu
-from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, native_e4m3, to_bf16
+from dsv4lite.kernels.dispatch import ceil_div
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, knows_e4m3, to_bf16
 from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.rows.triton import rounded
 
@@ -24,7 +24,7 @@ def swiglu_of(gate, up, limit):
 
 
 @triton.jit
-def swiglu_groups(h, codes, scales, token, group, width, groups, limit, NATIVE: tl.constexpr, ALIGNED: tl.constexpr):
+def swiglu_groups(h, codes, scales, token, group, width, groups, limit, ALIGNED: tl.constexpr):
     """Activate and quantize groups [GROUPS] of 128 channels of a token."""
     if ALIGNED:
         width = groups * 128  # tells the compiler that rows are aligned
@@ -37,21 +37,21 @@ def swiglu_groups(h, codes, scales, token, group, width, groups, limit, NATIVE: 
     # quantize_fp8(swiglu(gate, up, limit).to(h_TI.dtype), FP8_GROUP)
     gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)
     up = tl.minimum(tl.maximum(up, -limit, tl.PropagateNan.ALL), limit, tl.PropagateNan.ALL)
-    y = to_bf16(gate / (1.0 + tl.exp(-gate)) * up, NATIVE).to(tl.float32)
+    y = to_bf16(gate / (1.0 + tl.exp(-gate)) * up).to(tl.float32)
     bits = fp8_scale_bits(y)
-    tl.store(codes + token * width + column, e4m3_bytes(fp8_scaled(y, bits), NATIVE), mask=inside)
+    tl.store(codes + token * width + column, e4m3_bytes(fp8_scaled(y, bits), knows_e4m3()), mask=inside)
     tl.store(scales + token * groups + group, (bits >> 23).to(tl.uint8), mask=group < groups)
 
 
 @triton.jit(do_not_specialize=["width", "groups"])
-def _swiglu_kernel(h, codes, scales, width, groups, limit, GROUPS: tl.constexpr, NATIVE: tl.constexpr, ALIGNED: tl.constexpr):
+def _swiglu_kernel(h, codes, scales, width, groups, limit, GROUPS: tl.constexpr, ALIGNED: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    swiglu_groups(h, codes, scales, token, group, width, groups, limit, NATIVE, ALIGNED)
+    swiglu_groups(h, codes, scales, token, group, width, groups, limit, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["width"])
-def _halves_kernel(h, u, width, limit, BLOCK: tl.constexpr, GPU: tl.constexpr):
+def _halves_kernel(h, u, width, limit, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -60,7 +60,7 @@ def _halves_kernel(h, u, width, limit, BLOCK: tl.constexpr, GPU: tl.constexpr):
     gate = tl.minimum(tl.load(row, mask=inside, other=0.0).to(tl.float32), limit, tl.PropagateNan.ALL)
     up = tl.load(row + width, mask=inside, other=0.0).to(tl.float32)
     up = tl.minimum(tl.maximum(up, -limit, tl.PropagateNan.ALL), limit, tl.PropagateNan.ALL)
-    y = rounded(gate / (1.0 + tl.exp(-gate)) * up, h.dtype.element_ty == tl.float32, GPU)
+    y = rounded(gate / (1.0 + tl.exp(-gate)) * up, h.dtype.element_ty == tl.float32)
     tl.store(u + token * width + column, y.to(u.dtype.element_ty), mask=inside)
 
 
@@ -71,7 +71,7 @@ def swiglu_halves_triton(h_TI: Tensor, limit: float) -> Tensor:
     u = torch.empty(tokens, width, dtype=h_TI.dtype, device=h_TI.device)
     if h_TI.numel():
         grid = (tokens, ceil_div(width, block))
-        _halves_kernel[grid](h_TI, u, width, limit, BLOCK=block, GPU=on_gpu(h_TI.device), num_warps=4, enable_fp_fusion=True)
+        _halves_kernel[grid](h_TI, u, width, limit, BLOCK=block, num_warps=4, enable_fp_fusion=True)
     return u
 
 
@@ -91,7 +91,6 @@ def swiglu_quantize_triton(h_TI: Tensor, limit: float) -> tuple[Tensor, Tensor]:
             groups,
             limit,
             GROUPS=_GROUPS,
-            NATIVE=native_e4m3(h_TI),
             ALIGNED=width % FP8_GROUP == 0,
             num_warps=4,
             enable_fp_fusion=True,
