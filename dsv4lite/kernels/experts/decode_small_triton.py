@@ -23,7 +23,7 @@ from dsv4lite.kernels.experts.decode_small import DECODE_SMALL_TOKENS, MoeInputs
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable
 from dsv4lite.kernels.experts.triton import Work, down_tile, gate_up_tile
 from dsv4lite.kernels.gemm import scale_rows
-from dsv4lite.kernels.gemm.triton import GROUPED_ROWS, product_tile, splits_of
+from dsv4lite.kernels.gemm.triton import product_tile, splits_of
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.routing.triton import _router_constants, route_rows
@@ -138,7 +138,7 @@ def _experts_kernel(
     u_numbers, w2_codes, w2_scales, y, done, ticket, gate_up_programs, shared_programs,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, FP4: tl.constexpr,
     STAGES: tl.constexpr, UNROLL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr,
     DOWN_TILES: tl.constexpr, DOWN_STAGES: tl.constexpr, DOWN_UNROLL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
@@ -151,7 +151,7 @@ def _experts_kernel(
     elif program < gate_up_programs + shared_programs:
         product_tile(
             program - gate_up_programs, 0, s_codes, s_scales, shared_codes, shared_scales, shared, shared, arrivals,
-            M, N, K, k_blocks, k_part, BM, BN, SCALE_ROWS, EVEN_K, True, True, 1, CODES, GROUPED,
+            M, N, K, k_blocks, k_part, BM, BN, SCALE_ROWS, EVEN_K, True, True, 1,
         )  # fmt: skip
     else:
         down_tile(
@@ -215,8 +215,6 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
         BN=_OUTS,
         SCALE_ROWS=scale_rows(shared_codes, shared_scales),
         EVEN_K=inputs % FP8_GROUP == 0,
-        CODES=codes,
-        GROUPED=GROUPED_ROWS // DECODE_SMALL_TOKENS,
         DOWN_TILES=_DOWN.tiles,
         DOWN_STAGES=_DOWN.num_stages,
         DOWN_UNROLL=_DOWN.unroll_of(w2.fp4, work.native),

@@ -25,20 +25,20 @@ from dsv4lite.kernels.gemm.prefill_triton import place
 from dsv4lite.kernels.hopper import STORED, copy_tile, described
 
 _LEAST_ROWS, _LEAST_TILES = 129, 100  # with fewer tiles, idle multiprocessors cost more than this kernel saves
-_GROUPED = 8  # tiles of rows that read the same weights one after the other
+_GROUPED = gl.constexpr(8)  # tiles of rows that read the same weights one after the other
 _TILE = gl.constexpr(128)  # rows, results and inputs
 _STAGES = gl.constexpr(6)
 _OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 8, rank=2))
 
 
 @gluon.jit
-def _load(x, w, M, tiles_n, blocks, buffers, barriers, GROUPED: gl.constexpr):
+def _load(x, w, M, tiles_n, blocks, buffers, barriers):
     """Producer warp: copy the blocks of each tile's rows and weights as soon as their buffers are free."""
     rows, weights = buffers
     full, empty = barriers
     step = 0
     for tile in range(gl.program_id(0), gl.cdiv(M, _TILE) * tiles_n, gl.num_programs(0)):
-        pm, pn = place(tile, M, tiles_n, _TILE, GROUPED)
+        pm, pn = place(tile, M, tiles_n, _TILE, _GROUPED)
         for block in range(blocks):
             slot = step % _STAGES
             mbarrier.wait(empty.index(slot), (step // _STAGES & 1) ^ 1)
@@ -80,14 +80,14 @@ def _sum_blocks(none, first, end, blocks, scales, step, buffers, barriers, HALF:
 
 @gluon.jit
 def _multiply(
-    xs, ws, out, M, N, tiles_n, blocks, part, buffers, barriers, HALF: gl.constexpr, FOLD: gl.constexpr, GROUPED: gl.constexpr
+    xs, ws, out, M, N, tiles_n, blocks, part, buffers, barriers, HALF: gl.constexpr, FOLD: gl.constexpr
 ):  # fmt: skip
     """Consumer warps: compute half ``HALF`` of the rows of every tile, in parts of ``part`` blocks if FOLD."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     none = gl.zeros((_TILE // 2, _TILE), gl.float32, LAYOUT)
     step = 0
     for tile in range(gl.program_id(0), gl.cdiv(M, _TILE) * tiles_n, gl.num_programs(0)):
-        pm, pn = place(tile, M, tiles_n, _TILE, GROUPED)
+        pm, pn = place(tile, M, tiles_n, _TILE, _GROUPED)
         row = pm * _TILE + HALF * (_TILE // 2)
         # matmul_rows(x, dequantize_fp8_rows(w_codes, w_scales)); x = dequantize_fp8(x_codes, x_scales)
         m = gl.minimum(row + gl.arange(0, _TILE // 2, layout=gl.SliceLayout(1, LAYOUT)), M - 1)
@@ -106,7 +106,7 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["M", "blocks", "part"])
-def _many_rows_fp8_kernel(x, xs, w, ws, out, M, N, blocks, part, FOLD: gl.constexpr, GROUPED: gl.constexpr):
+def _many_rows_fp8_kernel(x, xs, w, ws, out, M, N, blocks, part, FOLD: gl.constexpr):
     rows = gl.allocate_shared_memory(gl.float8e4nv, [2 * _STAGES, _TILE // 2, _TILE], _OPERAND)
     weights = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES, _TILE, _TILE], _OPERAND)
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
@@ -119,9 +119,9 @@ def _many_rows_fp8_kernel(x, xs, w, ws, out, M, N, blocks, part, FOLD: gl.conste
     tiles_n = gl.cdiv(N, _TILE)
     gl.warp_specialize(
         [
-            (_multiply, (xs, ws, out, M, N, tiles_n, blocks, part, buffers, barriers, 0, FOLD, GROUPED)),
-            (_multiply, (xs, ws, out, M, N, tiles_n, blocks, part, buffers, barriers, 1, FOLD, GROUPED)),
-            (_load, (x, w, M, tiles_n, blocks, buffers, barriers, GROUPED)),
+            (_multiply, (xs, ws, out, M, N, tiles_n, blocks, part, buffers, barriers, 0, FOLD)),
+            (_multiply, (xs, ws, out, M, N, tiles_n, blocks, part, buffers, barriers, 1, FOLD)),
+            (_load, (x, w, M, tiles_n, blocks, buffers, barriers)),
         ],
         [4, 1],  # warps and registers of the second and third function
         [240, 24],
@@ -144,5 +144,5 @@ def many_rows_fp8(x: Tensor, xs: Tensor, w: Tensor, ws: Tensor, out: Tensor, spl
     programs = min(ceil_div(rows, tile) * ceil_div(outs, tile), multiprocessors_of(x.device))
     _many_rows_fp8_kernel[(programs,)](
         described(x, (tile // 2, tile), _OPERAND.value), xs, described(w, (tile, tile), _OPERAND.value), ws, out, rows, outs,
-        inputs // tile, ceil_div(inputs // tile, splits), FOLD=splits > 1, GROUPED=_GROUPED, num_warps=4, enable_fp_fusion=True,
+        inputs // tile, ceil_div(inputs // tile, splits), FOLD=splits > 1, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

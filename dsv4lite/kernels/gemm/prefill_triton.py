@@ -22,7 +22,7 @@ from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_pr
 from dsv4lite.kernels.rows.packed import narrowed
 
 _CHIPS = (90, 100, 103)  # that copy tiles by descriptors and have the shared memory for the tiles below
-_GROUPED = 8  # tiles of rows that read the same weights one after the other
+_GROUPED = tl.constexpr(8)  # tiles of rows that read the same weights one after the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +62,14 @@ def place(pid, M, tiles_n, BM: tl.constexpr, GROUPED: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def _many_rows_kernel(
     x, w, out, M, N, K, groups,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BY_INPUT: tl.constexpr, GROUPED: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BY_INPUT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     tiles_n = tl.cdiv(N, BN)
     tiles = tl.cdiv(M, BM) * tiles_n
     for tile in tl.range(tl.program_id(0), tiles * groups, tl.num_programs(0), flatten=True):
         group = tile // tiles
-        pm, pn = place(tile % tiles, M, tiles_n, BM, GROUPED)
+        pm, pn = place(tile % tiles, M, tiles_n, BM, _GROUPED)
         m, n = pm * BM, pn * BN
         total = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, K, BK, num_stages=STAGES):
@@ -121,7 +121,6 @@ def many_rows(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> None:
         BN=tile.outs,
         BK=tile.inputs,
         BY_INPUT=by_input,
-        GROUPED=_GROUPED,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,

@@ -47,7 +47,7 @@ MIN_BLOCKS = 4  # of 128 inputs in one part
 FEW_ROWS = 32
 FILLED = 80  # programs that keep the largest chips busy, each with all parts of a tile: sums of parts would go through the L2 cache
 SHORT_BLOCKS, SHORT_STAGES = 8, 3  # where a program has few blocks to read, many programs read more than many stages
-GROUPED_ROWS = 1024  # of inputs, whose tiles share the weights in cache
+_GROUPED_ROWS = tl.constexpr(1024)  # of inputs, whose tiles share the weights in cache
 _OTHER_COUNTERS = tl.constexpr(COUNTERS // 2)  # the first counter of a product that overlaps the previous one
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -96,7 +96,7 @@ class Tiles:
     w_bytes: int
 
 
-_WIDEN_ROWS, _WIDEN_COLUMNS = 8, 512
+_WIDEN_ROWS, _WIDEN_COLUMNS = tl.constexpr(8), tl.constexpr(512)  # of one program
 
 _ANY = range(1 << 31)
 _FILLED = range(FILLED, 1 << 31)
@@ -279,11 +279,11 @@ def _finish(
 # The interpreter knows neither assembly nor products of bfloat16.
 @triton.jit
 def _add_product(
-    acc, a, b, sx, sw, FP8_X: tl.constexpr, SCALE_ROWS: tl.constexpr, SWAP: tl.constexpr, CODES: tl.constexpr
+    acc, a, b, sx, sw, FP8_X: tl.constexpr, SCALE_ROWS: tl.constexpr, SWAP: tl.constexpr
 ):  # fmt: skip
     """Return ``acc`` and the product of 128 inputs of some rows, ``a``, and of some weights, ``b``, with their scales."""
     if FP8_X:
-        if CODES:
+        if a.dtype == tl.uint8:  # on a chip without e4m3
             a, b, sx = _e4m3_to_fp16(a), _e4m3_to_fp16(b), sx * 65536.0
         product = tl.dot(b, tl.trans(a)) if SWAP else tl.dot(a, tl.trans(b))
         if SCALE_ROWS == 128:
@@ -319,16 +319,15 @@ def _operands(xp, wp, kb, here, rk, K, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
 def product_tile(
     pid, split, x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
-    SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr, FP8_X: tl.constexpr = True, x_row=0, x_group=0, groups=1,
+    SPLITS: tl.constexpr, FP8_X: tl.constexpr = True, x_row=0, x_group=0, groups=1,
     TURN: tl.constexpr = 1,
 ):  # fmt: skip
     """Compute tile ``pid`` of the result, or its part number ``split``.
 
     Inputs are FP8 (FP8_X) of one group, or bfloat16; weights are FP8, with a scale for SCALE_ROWS rows, or bfloat16, if that is 0.
-    CODES are FP8 operands on a chip without e4m3.
     """
     tiles_n = tl.cdiv(N, BN)
-    pm, pn = place(pid, M, tiles_n * groups, BM, GROUPED)
+    pm, pn = place(pid, M, tiles_n * groups, BM, _GROUPED_ROWS // BM)
     g = 0 if FP8_X else (pn // tiles_n).to(tl.int64)
     pm, pn = pm.to(tl.int64), (pn if FP8_X else pn % tiles_n).to(tl.int64)  # from here on: divisions of 32 bits are quicker
     rm = pm * BM + tl.arange(0, BM)
@@ -376,7 +375,7 @@ def product_tile(
         if SCALE_ROWS:
             sw = e8m0(next_sw)
             next_sw = tl.load(wsp + ahead)
-        acc = _add_product(acc, a, b, sx, sw, FP8_X, SCALE_ROWS, SWAP, CODES)
+        acc = _add_product(acc, a, b, sx, sw, FP8_X, SCALE_ROWS, SWAP)
         if TURN == 2:
             if FP8_X:
                 sx = e8m0(second_sx)
@@ -384,7 +383,7 @@ def product_tile(
             if SCALE_ROWS:
                 sw = e8m0(second_sw)
                 second_sw = tl.load(wsp + ahead + 1)
-            acc = _add_product(acc, a2, b2, sx, sw, FP8_X, SCALE_ROWS, SWAP, CODES)
+            acc = _add_product(acc, a2, b2, sx, sw, FP8_X, SCALE_ROWS, SWAP)
         if FOLD:  # noqa: SIM102  decided when compiled; the other when run
             if kb + TURN == part_end:
                 part_end += part
@@ -402,7 +401,7 @@ def product_tile(
 def _product_kernel(
     x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
-    SPLITS: tl.constexpr, CODES: tl.constexpr, GROUPED: tl.constexpr, FP8_X: tl.constexpr,
+    SPLITS: tl.constexpr, FP8_X: tl.constexpr,
     TURN: tl.constexpr, OVERLAPS_NEXT: tl.constexpr, OVERLAPS_PREVIOUS: tl.constexpr,
 ):  # fmt: skip
     if not OVERLAPS_PREVIOUS:
@@ -413,7 +412,7 @@ def _product_kernel(
         arrivals += _OTHER_COUNTERS
     product_tile(
         tl.program_id(0), tl.program_id(1), x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
-        BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, CODES, GROUPED, FP8_X, x_row, x_group, groups, TURN,
+        BM, BN, SCALE_ROWS, EVEN_K, SWAP, FOLD, SPLITS, FP8_X, x_row, x_group, groups, TURN,
     )  # fmt: skip
     if OVERLAPS_PREVIOUS:
         wait_for_predecessor()
@@ -428,11 +427,9 @@ def _widen_kernel(
     K,
     blocks,
     SCALE_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row = tl.program_id(0).to(tl.int64) * _WIDEN_ROWS + tl.arange(0, _WIDEN_ROWS)[:, None]
+    column = tl.program_id(1) * _WIDEN_COLUMNS + tl.arange(0, _WIDEN_COLUMNS)[None, :]
     inside = (row < N) & (column < K)
     # dequantize_fp8_rows(w_codes, w_scales).bfloat16(): powers of two round nothing
     codes = tl.load(w + row * K + column, mask=inside, other=0)
@@ -510,7 +507,7 @@ def widen_triton(w_codes: Tensor, w_scales: Tensor) -> Tensor:
     out = torch.empty(w_codes.shape, dtype=torch.bfloat16, device=w_codes.device)
     assert w_codes.is_contiguous() and w_scales.is_contiguous()
     if out.numel():
-        _widen_kernel[(ceil_div(rows, _WIDEN_ROWS), ceil_div(columns, _WIDEN_COLUMNS))](
+        _widen_kernel[(ceil_div(rows, _WIDEN_ROWS.value), ceil_div(columns, _WIDEN_COLUMNS.value))](
             w_codes.view(torch.uint8),
             w_scales,
             out,
@@ -518,16 +515,10 @@ def widen_triton(w_codes: Tensor, w_scales: Tensor) -> Tensor:
             columns,
             w_scales.shape[1],
             SCALE_ROWS=scale_rows(w_codes, w_scales),
-            ROWS=_WIDEN_ROWS,
-            COLUMNS=_WIDEN_COLUMNS,
             num_warps=4,
             enable_fp_fusion=True,
         )
     return out
-
-
-def _blocks_of(inputs: int) -> int:
-    return -(-inputs // FP8_GROUP)
 
 
 def _results_of(x_MGK: Tensor, w_GNK: Tensor) -> tuple[int, int, int]:
@@ -539,7 +530,7 @@ def _results_of(x_MGK: Tensor, w_GNK: Tensor) -> tuple[int, int, int]:
 def _fp8_operands(x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor) -> Operands:
     """Return FP8 inputs and weights as ``_launch`` takes them: as bytes, if the chip does not know e4m3."""
     rows, inputs = x_codes.shape
-    assert x_scales.shape == (rows, _blocks_of(inputs)) and w_codes.shape[1] == inputs, (x_scales.shape, w_codes.shape)
+    assert x_scales.shape == (rows, ceil_div(inputs, FP8_GROUP)) and w_codes.shape[1] == inputs, (x_scales.shape, w_codes.shape)
     x, w = x_codes.contiguous(), w_codes
     if capability_of(x.device) < 89:
         x, w = x.view(torch.uint8), w.view(torch.uint8)
@@ -549,13 +540,13 @@ def _fp8_operands(x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: 
 def _fp8_linear(operands: Operands, dtype: torch.dtype, in_parts: bool = True, overlaps: Overlap | None = None) -> Tensor:
     """Multiply what ``_fp8_operands`` returns; the other arguments are those of ``_launch``."""
     x, _, w, w_scales = operands
-    out, codes = torch.empty(len(x), 1, w.shape[1], dtype=dtype, device=x.device), w.dtype == torch.uint8
+    out = torch.empty(len(x), 1, w.shape[1], dtype=dtype, device=x.device)
     scale_of = scale_rows(w[0], w_scales)
     if overlaps is None and takes_many_fp8(x[:, 0], w[0], scale_of):
-        splits = splits_of(w.shape[1], _blocks_of(w.shape[2])) if in_parts else 1
+        splits = splits_of(w.shape[1], ceil_div(w.shape[2], FP8_GROUP)) if in_parts else 1
         many_rows_fp8(x[:, 0], operands[1], w[0], w_scales, out[:, 0], splits)
         return out[:, 0]
-    _launch(_FP8_TILES, operands, out, in_parts, FP8_X=True, CODES=codes, SCALE_ROWS=scale_of, overlaps=overlaps)
+    _launch(_FP8_TILES, operands, out, in_parts, FP8_X=True, SCALE_ROWS=scale_of, overlaps=overlaps)
     return out[:, 0]
 
 
@@ -566,7 +557,7 @@ def _in_parts(x: Tensor, row_tile: int | None) -> bool:
 
 def _float_linear(x_MGK: Tensor, w_GNK: Tensor, w_scales: Tensor | None, out: Tensor, in_parts: bool = True) -> Tensor:
     """Multiply by weights in bfloat16, or in FP8 with their scales."""
-    (rows, groups, outs), blocks = out.shape, _blocks_of(w_GNK.shape[2])
+    (rows, groups, outs), blocks = out.shape, ceil_div(w_GNK.shape[2], FP8_GROUP)
     one_part = w_scales is None and (not in_parts or splits_of(groups * outs, blocks) == 1)
     if one_part and rows > FEW_ROWS and takes_many(x_MGK, w_GNK, out):
         many_rows(x_MGK, w_GNK, out)
@@ -588,7 +579,6 @@ def _launch(
     in_parts: bool = True,
     *,
     FP8_X: bool = False,
-    CODES: bool = False,
     SCALE_ROWS: int = 0,
     overlaps: Overlap | None = None,
 ) -> Tensor:
@@ -599,7 +589,7 @@ def _launch(
         overlaps: Which launch runs at the same time, if any.
     """
     (x, _, w, w_scales), (rows, groups, outs) = operands, out.shape
-    inputs, blocks = x.shape[2], _blocks_of(x.shape[2])
+    inputs, blocks = x.shape[2], ceil_div(x.shape[2], FP8_GROUP)
     assert w.is_contiguous() and w_scales.is_contiguous()
     if rows == 0 or outs == 0:
         return out
@@ -635,8 +625,6 @@ def _launch(
         SWAP=tile.swap,
         FOLD=fold,
         SPLITS=programs,
-        CODES=CODES,
-        GROUPED=GROUPED_ROWS // tile.rows,
         FP8_X=FP8_X,
         TURN=tile.turn,
         OVERLAPS_NEXT=overlaps == "next",
