@@ -14,7 +14,7 @@ from dsv4lite.kernels.dispatch import ceil_div, power_of_2
 from dsv4lite.kernels.quantize import FP8_GROUP
 
 COUNT_FROM = 4096  # pairs of token and expert; from here on a kernel of its own counts the pairs of each expert
-_COUNT_CHUNK = 4096
+_COUNT_CHUNK = tl.constexpr(4096)  # pairs of one program of that kernel
 _SCAN_CHUNKS = (64, 1024, 4096)
 
 
@@ -49,8 +49,8 @@ BlockTable = tuple[tuple[int | None, BlockConfig], ...]
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _count_kernel(chosen, counts, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
-    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+def _count_kernel(chosen, counts, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr):
+    at = tl.program_id(0) * _COUNT_CHUNK + tl.arange(0, _COUNT_CHUNK)
     ids = tl.load(chosen + at, mask=at < pairs, other=BINS - 1).to(tl.int32)
     bins = tl.arange(0, BINS)
     tl.atomic_add(counts + bins, tl.histogram(ids, BINS), mask=bins < EXPERTS)
@@ -183,13 +183,12 @@ def group_triton(slots_TK: Tensor, x_scales: Tensor | None, experts: int, groups
     counts, counted = groups.num_blocks, groups.pairs >= COUNT_FROM
     if counted:
         counts = torch.zeros(experts, dtype=torch.int32, device=slots_TK.device)
-        _count_kernel[(ceil_div(groups.pairs, _COUNT_CHUNK),)](
+        _count_kernel[(ceil_div(groups.pairs, _COUNT_CHUNK.value),)](
             slots_TK,
             counts,
             groups.pairs,
             EXPERTS=experts,
             BINS=bins,
-            CHUNK=_COUNT_CHUNK,
             num_warps=4,
             enable_fp_fusion=True,
         )

@@ -32,7 +32,7 @@ from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.swiglu.triton import swiglu_of
 from dsv4lite.kernels.widen_triton import row_exponents, side_by_side, widen_fp4, widen_fp8
 
-_SUM_BLOCK = 1024
+_SUM_BLOCK = tl.constexpr(1024)  # columns of the sum that one program computes
 
 # Limits are pairs of token and expert. Few pairs need small tiles, for more programs.
 DECODE_BLOCKS: BlockTable = (
@@ -247,12 +247,10 @@ def down_tile(
 
 
 @triton.jit
-def sum_of_token(
-    y, chosen, token, column, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Return columns of the sum over a token's experts, float32 [BLOCK]."""
+def sum_of_token(y, chosen, token, column, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, TOP_K: tl.constexpr):
+    """Return columns of the sum over a token's experts, float32."""
     # Reference: total = total + outputs[:, k]
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros(column.shape, tl.float32)
     for k in tl.static_range(TOP_K):
         pair = token * TOP_K + k
         end = tl.where(tl.load(chosen + pair) < EXPERTS, HIDDEN, 0)  # outputs without an expert are not written
@@ -270,13 +268,12 @@ def _combine_kernel(
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     wait_for_predecessor()
     token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * _SUM_BLOCK + tl.arange(0, _SUM_BLOCK)
     inside = column < HIDDEN
-    total = sum_of_token(y, chosen, token, column, EXPERTS, HIDDEN, TOP_K, BLOCK)
+    total = sum_of_token(y, chosen, token, column, EXPERTS, HIDDEN, TOP_K)
     if SHARED:
         # Reference: (total + shared_TD.float()).to(shared_TD.dtype)
         total += tl.load(shared + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
@@ -399,7 +396,7 @@ def combine_triton(parts: ExpertSum) -> Tensor:
     dtype = torch.float32 if shared is None else shared.dtype
     out = torch.empty(tokens, hidden, dtype=dtype, device=parts.outputs_TKD.device)
     if tokens:
-        _combine_kernel[(tokens, ceil_div(hidden, _SUM_BLOCK))](
+        _combine_kernel[(tokens, ceil_div(hidden, _SUM_BLOCK.value))](
             parts.outputs_TKD,
             parts.slots_TK,
             out if shared is None else shared,
@@ -408,7 +405,6 @@ def combine_triton(parts: ExpertSum) -> Tensor:
             HIDDEN=hidden,
             TOP_K=top_k,
             SHARED=shared is not None,
-            BLOCK=_SUM_BLOCK,
             num_warps=4,
             enable_fp_fusion=True,
             launch_pdl=dependent_launch(out.device),

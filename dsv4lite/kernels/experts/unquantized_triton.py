@@ -21,7 +21,7 @@ from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Gr
 from dsv4lite.kernels.rows.triton import rounded
 from dsv4lite.kernels.swiglu.triton import swiglu_of
 
-OUTS = 64
+OUTS = tl.constexpr(64)  # columns of one program
 _INPUT_BYTES = 128  # of a row of inputs, per iteration
 
 # Limits are pairs per expert.
@@ -42,7 +42,7 @@ def times(w, x, total):
 @triton.jit(do_not_specialize=["pairs"])
 def _unquantized_kernel(
     x, w, block_pairs, block_expert, num_blocks, weight, y, pairs, limit,
-    K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INPUTS: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
     SWIGLU: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of ``x`` by their experts' matrices [N, K]; if SWIGLU by gate and up, and activate."""
@@ -94,13 +94,13 @@ def unquantized_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None
     u = torch.empty(pairs, width, dtype=x.dtype, device=device)
     work, most = (groups.block_pairs, groups.block_expert, groups.num_blocks), groups.max_blocks
     launch = {
-        "ROWS": block.rows, "OUTS": OUTS, "INPUTS": _INPUT_BYTES // x.dtype.itemsize,
+        "ROWS": block.rows, "INPUTS": _INPUT_BYTES // x.dtype.itemsize,
         "STAGES": block.num_stages, "num_warps": block.num_warps, "num_stages": block.num_stages, "enable_fp_fusion": True,
     }  # fmt: skip
-    _unquantized_kernel[(most * ceil_div(width, OUTS),)](
+    _unquantized_kernel[(most * ceil_div(width, OUTS.value),)](
         x, w13, *work, given.weight_TK, u, pairs, given.limit, K=hidden, N=width, TOP_K=top_k, SWIGLU=True, **launch
     )
-    _unquantized_kernel[(most * ceil_div(hidden, OUTS),)](
+    _unquantized_kernel[(most * ceil_div(hidden, OUTS.value),)](
         u, w2, *work, given.weight_TK, y, pairs, given.limit, K=width, N=hidden, TOP_K=1, SWIGLU=False, **launch
     )
     return y

@@ -63,7 +63,7 @@ def _weights(
 @triton.jit(do_not_specialize=["pairs"])
 def _four_bit_kernel(
     x, codes, scales, offsets, block_pairs, block_expert, num_blocks, weight, y, pairs, x_row, limit,
-    K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INPUTS: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
     GROUP: tl.constexpr, NVFP4: tl.constexpr, GROUPED: tl.constexpr, SWIGLU: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of ``x`` by a matrix [N, K]; if GROUPED by their experts' matrices; if SWIGLU by gate and up, and activate."""
@@ -147,7 +147,7 @@ def _launch(
     assert x.dtype in (torch.bfloat16, torch.float32), x.dtype
     outs = y.shape[1]
     work = (y, y, y) if groups is None else (groups.block_pairs, groups.block_expert, groups.num_blocks)
-    _four_bit_kernel[(blocks * ceil_div(outs, OUTS),)](
+    _four_bit_kernel[(blocks * ceil_div(outs, OUTS.value),)](
         x,
         w.codes,
         w.scales.view(torch.uint8) if w.nvfp4 else w.scales,
@@ -162,7 +162,6 @@ def _launch(
         N=outs,
         TOP_K=top_k,
         ROWS=block.rows,
-        OUTS=OUTS,
         INPUTS=_INPUT_BYTES // x.dtype.itemsize,
         GROUP=w.group,
         NVFP4=w.nvfp4,

@@ -44,7 +44,9 @@ from dsv4lite.kernels.quantize import FP8_GROUP
 _WARPS = 4
 # Channels that one program projects: ``_UNIT`` up to ``_NARROW_TOKENS`` tokens, else more, so that all programs run at once.
 _NARROW_TOKENS, _UNIT, _WIDER_UNIT = 4, 32, 64
-_RECORD = 32  # words of one program's sums: one for each row of fn, and four copies of the sum of squares, so that reads are paired
+_PARTS = tl.constexpr(PARTS_OF_SUM)
+# Words of one program's sums: one for each row of fn, and four copies of the sum of squares, so that reads are paired.
+_RECORD = tl.constexpr(32)
 _MINUS_ZERO = tl.constexpr(-(1 << 31))  # bits of -0.0
 
 
@@ -79,12 +81,12 @@ def _message_bits(x):
 
 
 @triton.jit
-def _poll_once(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
+def _poll_once(p, wanted, UNITS: tl.constexpr):
     """Return the sums of ``UNITS`` numbers each, and how many of these are not written yet."""
     missing = tl.zeros(p.shape, tl.int32)
     total = tl.zeros(p.shape, tl.float32)
     for unit in tl.static_range(UNITS):
-        bits = tl.load(p + unit * RECORD, mask=wanted, other=_MINUS_ZERO, volatile=True)
+        bits = tl.load(p + unit * _RECORD, mask=wanted, other=_MINUS_ZERO, volatile=True)
         missing += (bits == 0).to(tl.int32)
         # Reference: sums.sum(0)
         total += bits.to(tl.float32, bitcast=True)
@@ -92,40 +94,40 @@ def _poll_once(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
 
 
 @triton.jit
-def _poll(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
+def _poll(p, wanted, UNITS: tl.constexpr):
     """Wait until all numbers are written; return the sums of ``UNITS`` numbers each, float32 [1, 32, 8].
 
     There are at least as many sums as threads: two threads that read the same number could see it written at different times.
     """
     total, missing = tl.zeros(p.shape, tl.float32), 1
     while missing > 0:
-        total, missing = _poll_once(p, wanted, UNITS, RECORD)
+        total, missing = _poll_once(p, wanted, UNITS)
     tl.debug_barrier()  # all threads have read
     return total
 
 
 @triton.jit
-def _clear(p, wanted, UNITS: tl.constexpr, RECORD: tl.constexpr):
+def _clear(p, wanted, UNITS: tl.constexpr):
     for unit in tl.range(UNITS):  # not unrolled: many stores make Triton's compilation slow
-        tl.store(p + unit * RECORD, tl.zeros(p.shape, tl.int32), mask=wanted)  # for the next kernel
+        tl.store(p + unit * _RECORD, tl.zeros(p.shape, tl.int32), mask=wanted)  # for the next kernel
 
 
 @triton.jit
 def _project(
     program, streams, pending, fn, out, exchange, WIDTH: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr,
-    RECORD: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, EXPAND: tl.constexpr,
+    ROWS: tl.constexpr, HEAD: tl.constexpr, EXPAND: tl.constexpr,
 ):  # fmt: skip
     """Compute the streams of one of a token's ``UNITS`` units of channels, write them if EXPAND, and send their sums."""
     token = (program // UNITS).to(tl.int64)
     column = program % UNITS * UNIT + tl.arange(0, UNIT)
     inside = column < WIDTH
-    row = tl.arange(0, RECORD)
+    row = tl.arange(0, _RECORD)
     wanted = (row < ROWS)[:, None] & inside[None, :]
     w0, w1, w2, w3 = load4(fn + row[:, None] * (4 * WIDTH) + column[None, :], WIDTH, wanted)
     x0, x1, x2, x3 = _expanded(streams, pending, token, column, inside, WIDTH, EXPAND)
     # Reference: z = streams_TND.flatten(1).float(); matmul_rows(z, fn), z.square().sum(-1)
     f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-    zeros = tl.zeros((RECORD, UNIT), tl.float32)
+    zeros = tl.zeros((_RECORD, UNIT), tl.float32)
     product = weigh(f0[None, :], f1[None, :], f2[None, :], f3[None, :], w0, w1, w2, w3, zeros)
     squares = weigh(f0, f1, f2, f3, f0, f1, f2, f3, tl.zeros((UNIT,), tl.float32))
     numbers = tl.where(row < ROWS, tl.sum(product, 1), tl.sum(squares, 0))
@@ -133,47 +135,47 @@ def _project(
     place = tl.where(row < 4, row + ROWS + 2, tl.where(row < ROWS + 2, row, row + 4))
     read = (row < ROWS + 4) & ((row < 4) | (row >= (ROWS + 2 if HEAD else 4)))
     let_successor_in()
-    tl.store(exchange + program.to(tl.int64) * RECORD + place, _message_bits(numbers), mask=read)
+    tl.store(exchange + program.to(tl.int64) * _RECORD + place, _message_bits(numbers), mask=read)
     if EXPAND:
         store4(out + token * (4 * WIDTH) + column, WIDTH, x0, x1, x2, x3, inside)
 
 
 @triton.jit
 def _mix(
-    token, tokens, base, scale, exchange, post, comb, eps, norm_eps, WIDTH: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr,
-    RECORD: tl.constexpr, ROWS: tl.constexpr, ITERS: tl.constexpr,
+    token, tokens, base, scale, exchange, post, comb, eps, norm_eps, WIDTH: tl.constexpr, UNITS: tl.constexpr,
+    ROWS: tl.constexpr, ITERS: tl.constexpr,
 ):  # fmt: skip
     """Wait for a token's sums, and write its ``post`` and ``comb``."""
-    row = tl.arange(0, RECORD)
+    row = tl.arange(0, _RECORD)
     bias = tl.load(base + row, mask=row < ROWS, other=0.0)
     post_scale, comb_scale = tl.load(scale + 1), tl.load(scale + 2)
-    part = (token * PARTS + tl.arange(0, PARTS)) * (UNITS * RECORD)
+    part = (token * _PARTS + tl.arange(0, _PARTS)) * (UNITS * _RECORD)
     p = exchange + part[None, None, :] + row[None, :, None]
     wanted = tl.broadcast_to(((row >= 4) & (row < ROWS + 2))[None, :, None], p.shape)
-    total = _poll(p, wanted, UNITS, RECORD)
+    total = _poll(p, wanted, UNITS)
     let_successor_in()
-    _clear(p, wanted, UNITS, RECORD)
+    _clear(p, wanted, UNITS)
     m = normalise(total, norm_eps, WIDTH, ROWS)
     write_mix(m, bias, post_scale, comb_scale, post, comb, tokens, eps, token, ROWS, 1, ITERS)
 
 
 @triton.jit
-def _sum_over_chunks(part, squares_at, chunk, CHUNKS: tl.constexpr, RECORD: tl.constexpr, PARTS: tl.constexpr):
+def _sum_over_chunks(part, squares_at, chunk, CHUNKS: tl.constexpr):
     """Send ``part`` to all programs of the token, wait for theirs, and return the sum of all."""
-    peer = tl.arange(0, RECORD)[None, :, None] * PARTS + tl.arange(0, PARTS)[None, None, :]
+    peer = tl.arange(0, _RECORD)[None, :, None] * _PARTS + tl.arange(0, _PARTS)[None, None, :]
     there = peer < CHUNKS
     tl.store(squares_at + peer * CHUNKS + chunk, tl.broadcast_to(_message_bits(part), peer.shape), mask=there)
     p = squares_at + chunk * CHUNKS + peer
-    total = _poll(p, there, 1, 0)
-    _clear(p, there, 1, 0)
+    total = _poll(p, there, 1)
+    _clear(p, there, 1)
     return tl.sum(total)
 
 
 @triton.jit
 def _collapse(
     program, tokens, streams, pending, base, scale, normweight, exchange, x, codes, scales, eps, norm_eps,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr,
-    RECORD: tl.constexpr, ROWS: tl.constexpr, EXPAND: tl.constexpr, FP8: tl.constexpr,
+    WIDTH: tl.constexpr, UNITS: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    EXPAND: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Compute the streams of one chunk of a token's channels, wait for the token's sums, write the next sub-layer's input."""
     token, chunk = (program // CHUNKS).to(tl.int64), program % CHUNKS
@@ -181,22 +183,22 @@ def _collapse(
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < WIDTH
     weight = tl.load(normweight + column, mask=inside, other=0.0)
-    row = tl.arange(0, RECORD)
+    row = tl.arange(0, _RECORD)
     bias = tl.load(base + row, mask=row < 4, other=0.0)
     pre_scale = tl.load(scale)
     x0, x1, x2, x3 = _expanded(streams, pending, token, column, inside, WIDTH, EXPAND)
-    part = (token * PARTS + tl.arange(0, PARTS)) * (UNITS * RECORD)
+    part = (token * _PARTS + tl.arange(0, _PARTS)) * (UNITS * _RECORD)
     p = exchange + part[None, None, :] + (row + ROWS + 2)[None, :, None]
     wanted = tl.broadcast_to((row < 6)[None, :, None], p.shape)
-    m = normalise(_poll(p, wanted, UNITS, RECORD), norm_eps, WIDTH, 4)
+    m = normalise(_poll(p, wanted, UNITS), norm_eps, WIDTH, 4)
     v = weighted_sum(x0, x1, x2, x3, m, bias, pre_scale, eps).to(tl.float32)
     squares = tl.sum(v * v)
     if CHUNKS > 1:
-        squares_at = exchange + tokens.to(tl.int64) * (PARTS * UNITS * RECORD) + token * (CHUNKS * CHUNKS)
-        squares = _sum_over_chunks(squares, squares_at, chunk, CHUNKS, RECORD, PARTS)
+        squares_at = exchange + tokens.to(tl.int64) * (_PARTS * UNITS * _RECORD) + token * (CHUNKS * CHUNKS)
+        squares = _sum_over_chunks(squares, squares_at, chunk, CHUNKS)
     let_successor_in()
     if chunk == 0:
-        _clear(p, wanted, UNITS, RECORD)  # all programs of the token have read it
+        _clear(p, wanted, UNITS)  # all programs of the token have read it
     rounded = normed(v, squares, weight, norm_eps, WIDTH)
     tl.store(x + token * WIDTH + column, rounded, mask=inside)
     if FP8:
@@ -207,27 +209,27 @@ def _collapse(
 def _enter_kernel(
     streams, y, post, comb, fn, base, scale, normweight, exchange,
     out, x, codes, scales, new_post, new_comb, tokens, eps, norm_eps,
-    WIDTH: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, UNITS: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr,
-    RECORD: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, ITERS: tl.constexpr, EXPAND: tl.constexpr, FP8: tl.constexpr,
+    WIDTH: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, HEAD: tl.constexpr, ITERS: tl.constexpr, EXPAND: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     program = tl.program_id(0)
     pending = (y, post, comb)
-    projecting = PARTS * UNITS * tokens
+    projecting = _PARTS * UNITS * tokens
     mixing = 0 if HEAD else tokens
     if program < projecting:
         _project(
-            program, streams, pending, fn, out, exchange, WIDTH, UNIT, PARTS * UNITS, RECORD, ROWS, HEAD, EXPAND,
+            program, streams, pending, fn, out, exchange, WIDTH, UNIT, _PARTS * UNITS, ROWS, HEAD, EXPAND,
         )  # fmt: skip
     elif program < projecting + mixing:
         _mix(
             (program - projecting).to(tl.int64), tokens, base, scale, exchange, new_post, new_comb, eps, norm_eps,
-            WIDTH, PARTS, UNITS, RECORD, ROWS, ITERS,
+            WIDTH, UNITS, ROWS, ITERS,
         )  # fmt: skip
     else:
         _collapse(
             program - projecting - mixing, tokens, streams, pending, base, scale, normweight, exchange, x, codes, scales,
-            eps, norm_eps, WIDTH, PARTS, UNITS, CHUNKS, GROUPS, RECORD, ROWS, EXPAND, FP8,
+            eps, norm_eps, WIDTH, UNITS, CHUNKS, GROUPS, ROWS, EXPAND, FP8,
         )  # fmt: skip
 
 
@@ -265,14 +267,13 @@ def launch_sizes(tokens: int, width: int, *, gpu: bool) -> dict[str, int]:
     return {
         "WIDTH": width,
         "UNIT": unit,
-        "PARTS": PARTS_OF_SUM,
         "UNITS": ceil_div(width, unit * PARTS_OF_SUM),
         "CHUNKS": ceil_div(groups, groups_per_chunk),
         "GROUPS": groups_per_chunk,
-        "RECORD": _RECORD,
     }
 
 
 def exchange_words(sizes: dict[str, int]) -> int:
     """Return how many words of ``counters_of`` a token takes."""
-    return PARTS_OF_SUM * sizes["UNITS"] * _RECORD + sizes["CHUNKS"] ** 2
+    words: int = PARTS_OF_SUM * sizes["UNITS"] * _RECORD.value + sizes["CHUNKS"] ** 2
+    return words

@@ -27,6 +27,7 @@ from dsv4lite.kernels.quantize import FP8_GROUP
 
 UNIT_CHANNELS = 32
 PARTS_OF_SUM = 8
+_UNIT, _PARTS = tl.constexpr(UNIT_CHANNELS), tl.constexpr(PARTS_OF_SUM)
 # By the most tokens of a step: tokens whose ``post`` and ``comb`` one program computes. All warps of a program repeat the same
 # computation: programs of one token end first but cost most in total. With 32 tokens a thread takes 128 registers, and two programs
 # fit on a multiprocessor.
@@ -153,7 +154,6 @@ def expand_project_kernel(
     ROWS: tl.constexpr,
     ROWS_TILE: tl.constexpr,
     TOKENS: tl.constexpr,
-    UNIT: tl.constexpr,
     PROGRAMS: tl.constexpr,
     UNITS: tl.constexpr,
     EXPAND: tl.constexpr,
@@ -179,7 +179,7 @@ def expand_project_kernel(
     total = tl.zeros((TOKENS, ROWS_TILE), tl.float32)
     squares = tl.zeros((TOKENS,), tl.float32)
     for unit in tl.range(0, UNITS, num_stages=STAGES):
-        column = (part * UNITS + unit) * UNIT + tl.arange(0, UNIT)
+        column = (part * UNITS + unit) * _UNIT + tl.arange(0, _UNIT)
         inside = here[:, None] & (column < WIDTH)[None, :]
         at = token[:, None] * (4 * WIDTH) + column[None, :]
         x0, x1, x2, x3 = load4(streams + at, WIDTH, inside)
@@ -205,7 +205,7 @@ def expand_project_kernel(
             product = _project(weights + 3 * WIDTH, wanted, x3, product)
             total += product
             f0, f1, f2, f3 = _wide(x0), _wide(x1), _wide(x2), _wide(x3)
-            squares += tl.sum(weigh(f0, f1, f2, f3, f0, f1, f2, f3, tl.zeros((TOKENS, UNIT), tl.float32)), 1)
+            squares += tl.sum(weigh(f0, f1, f2, f3, f0, f1, f2, f3, tl.zeros((TOKENS, _UNIT), tl.float32)), 1)
     let_successor_in()
     if PROJECT:
         sums += (part.to(tl.int64) * tokens + first) * (ROWS + 1)
@@ -238,13 +238,12 @@ def _normed(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     ROWS_TILE: tl.constexpr,
-    PARTS: tl.constexpr,
     UNITS: tl.constexpr,
 ):
     """Return the normalised projection of tokens [TOKENS], float32 [TOKENS, ROWS_TILE]; a part has UNITS sums."""
     stride = tokens.to(tl.int64) * (ROWS + 1)
     row = tl.arange(0, ROWS_TILE)[None, :, None]
-    p = sums + tl.arange(0, PARTS)[None, None, :] * (UNITS * stride) + token[:, None, None] * (ROWS + 1) + row
+    p = sums + tl.arange(0, _PARTS)[None, None, :] * (UNITS * stride) + token[:, None, None] * (ROWS + 1) + row
     inside = here[:, None, None] & (row <= ROWS)
     total = tl.load(p, mask=inside, other=0.0)
     for unit in tl.static_range(1, UNITS):
@@ -336,10 +335,10 @@ def write_mix(
 @triton.jit
 def _mix(
     sums, base, scale, post, comb, tokens, eps, norm_eps, block, WIDTH: tl.constexpr, ROWS: tl.constexpr, ROWS_TILE: tl.constexpr,
-    PARTS: tl.constexpr, UNITS: tl.constexpr, TOKENS: tl.constexpr, ITERS: tl.constexpr,
+    UNITS: tl.constexpr, TOKENS: tl.constexpr, ITERS: tl.constexpr,
 ):  # fmt: skip
     token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    m = _normed(sums, token, token < tokens, tokens, norm_eps, WIDTH, ROWS, ROWS_TILE, PARTS, UNITS)
+    m = _normed(sums, token, token < tokens, tokens, norm_eps, WIDTH, ROWS, ROWS_TILE, UNITS)
     row = tl.arange(0, ROWS_TILE)
     bias = tl.load(base + row, mask=row < ROWS, other=0.0)
     post_scale, comb_scale = tl.load(scale + 1), tl.load(scale + 2)
@@ -393,7 +392,6 @@ def collapse_kernel(
     ROWS: tl.constexpr,
     ROWS_TILE: tl.constexpr,
     GROUPS_TILE: tl.constexpr,
-    PARTS: tl.constexpr,
     UNITS: tl.constexpr,
     MIX_TOKENS: tl.constexpr,
     ITERS: tl.constexpr,
@@ -406,7 +404,7 @@ def collapse_kernel(
         if not HEAD:
             _mix(
                 sums, base, scale, post, comb, tokens, eps, norm_eps, program,
-                WIDTH, ROWS, ROWS_TILE, PARTS, UNITS, MIX_TOKENS, ITERS,
+                WIDTH, ROWS, ROWS_TILE, UNITS, MIX_TOKENS, ITERS,
             )  # fmt: skip
     else:
         token = (mixers + tokens - 1 - program).to(tl.int64)  # last tokens first: they were written last and are in the L2 cache
@@ -416,7 +414,7 @@ def collapse_kernel(
         at = streams + token * (4 * WIDTH) + column
         x0, x1, x2, x3 = load4(at, WIDTH, inside)
         one, here = tl.full((1,), token, tl.int64), tl.full((1,), True, tl.int1)
-        m = _normed(sums, one, here, tokens, norm_eps, WIDTH, ROWS, ROWS_TILE, PARTS, UNITS)
+        m = _normed(sums, one, here, tokens, norm_eps, WIDTH, ROWS, ROWS_TILE, UNITS)
         row = tl.arange(0, ROWS_TILE)
         bias = tl.load(base + row, mask=row < 4, other=0.0)
         rounded = weighted_sum(x0, x1, x2, x3, m, bias, tl.load(scale), eps)
@@ -497,7 +495,6 @@ def expand_project_triton(
             ROWS=rows,
             ROWS_TILE=max(16, power_of_2(rows)),  # at least the rows of one instruction of the tensor cores
             TOKENS=tile.tokens,
-            UNIT=UNIT_CHANNELS,
             PROGRAMS=programs,
             UNITS=units if tile.whole else 1,
             EXPAND=pending is not None,
@@ -538,7 +535,6 @@ def collapse_triton(streams_TND: Tensor, sums: Tensor, given: HcInputs) -> HcEnt
             ROWS=rows,
             ROWS_TILE=power_of_2(rows + 1),
             GROUPS_TILE=groups_tile,
-            PARTS=PARTS_OF_SUM,
             UNITS=len(sums) // PARTS_OF_SUM,
             MIX_TOKENS=mix_tokens,
             ITERS=given.settings.iters,

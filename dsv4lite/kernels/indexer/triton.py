@@ -28,7 +28,7 @@ from dsv4lite.kernels.rows.triton import bf16, e2m1_values, memory_of, opaque
 KEYS, FEW_KEYS = 128, 64  # keys of a piece; see ``_piece_keys``
 TOKENS = 32  # most tokens that share a piece
 PROGRAMS, SINGLE_PROGRAMS = 4096, 528  # number of programs that the scores kernel aims at; if tokens do not share pieces
-SEGMENT = 4096  # scores of one program if a token has too many for ``select``
+SEGMENT = tl.constexpr(4096)  # scores of one program if a token has too many for ``select``
 MOST, MOST_OF_FEW = 32768, 16384  # most scores of a token in one program of ``select``; in steps of few tokens
 FEW = 128  # tokens; for so few, programs that share a token's scores are faster than one
 ALIGNED = tl.constexpr(4)  # rows of scores begin at multiples of so many, which threads load at once
@@ -311,8 +311,8 @@ def _histogram_sums(counts, used, segment, SEGMENTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["begin", "columns"])
 def _segment_kernel(
-    scores, positions, counts, selected, begin, columns, TOP_K: tl.constexpr, RATIO: tl.constexpr, SEGMENT: tl.constexpr,
-    SEGMENTS: tl.constexpr, PASS: tl.constexpr,
+    scores, positions, counts, selected, begin, columns, TOP_K: tl.constexpr, RATIO: tl.constexpr, SEGMENTS: tl.constexpr,
+    PASS: tl.constexpr,
 ):  # fmt: skip
     BYTES: tl.constexpr = scores.dtype.element_ty.primitive_bitwidth // 8
     n = tl.program_id(0).to(tl.int64)
@@ -420,8 +420,8 @@ def select_paged_triton(scores_NE: Tensor, paging: Paging, ratio: int, begin: in
         options |= {"num_warps": max(min(4, block // 512), block // 2048), "launch_pdl": dependent_launch(out.device)}
         _select_kernel[(count,)](*inputs, out, begin, scores_NE.stride(0), **options, BLOCK=block)
         return out
-    segments, passes = ceil_div(columns, SEGMENT), scores_NE.element_size()
-    options |= {"SEGMENT": SEGMENT, "SEGMENTS": power_of_2(segments), "num_warps": 8}
+    segments, passes = ceil_div(columns, SEGMENT.value), scores_NE.element_size()
+    options |= {"SEGMENTS": power_of_2(segments), "num_warps": 8}
     counts = torch.empty(passes, count, segments, 256, dtype=torch.int32, device=out.device)
     for number in range(passes + 1):
         _segment_kernel[(count, segments)](*inputs, counts, out, begin, scores_NE.stride(0), **options, PASS=number)

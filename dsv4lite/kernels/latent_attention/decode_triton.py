@@ -31,7 +31,7 @@ from dsv4lite.kernels.rows.packed import LOG2_E, WIDEN_E4M3, narrowed
 from dsv4lite.kernels.rows.triton import memory_of, rotate_tail
 
 _CHUNK = 8  # splits that are merged at a time
-_WIDENED = 32  # rows of one program of ``_widen_kernel``
+_WIDENED = tl.constexpr(32)  # rows of one program of ``_widen_kernel``
 
 
 def _tile_for(itemsize: int, capability: int) -> Tile:
@@ -207,12 +207,12 @@ def _merge_kernel(
 @triton.jit(do_not_specialize=["columns", "row_stride"])
 def _widen_kernel(
     memory, grow, firsts, lens, out, columns, row_stride, LATENT: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr,
-    TAIL: tl.constexpr, ROW: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
+    TAIL: tl.constexpr, ROW: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    PARTS: tl.constexpr = PLACES // ROWS
+    PARTS: tl.constexpr = PLACES // _WIDENED
     page = tl.program_id(0) // PARTS
     sequence, column = page // columns, page % columns
-    place = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
+    place = tl.program_id(0) % PARTS * _WIDENED + tl.arange(0, _WIDENED)
     live = column * PLACES + place < tl.load(firsts + sequence) + tl.load(lens + sequence)
     source = tl.load(grow + sequence * row_stride + column).to(tl.int64)
     latents, scales, tails = _fetch(memory + (source * PLACES + place) * ROW, live, LATENT, PADDED, ROPE, TAIL, True)
@@ -231,12 +231,12 @@ def widened_rows(given: LatentAttentionInputs) -> Tensor:
     (sequences, columns), paging, rows, device = given.paging.grow_SP.shape, given.paging, given.rows, given.q_THC.device
     places, latent, memory = rows.rows_per_page, given.up_HCL.shape[2], memory_of(rows)
     row, fp8 = _row_elements(rows.format, memory, places)
-    assert fp8 and places % _WIDENED == 0 and paging.grow_SP.stride(1) == 1
+    assert fp8 and places % _WIDENED.value == 0 and paging.grow_SP.stride(1) == 1
     wide_SNR = torch.empty(sequences, columns * places, latent + given.rope, dtype=torch.bfloat16, device=device)
-    _widen_kernel[(sequences * columns * places // _WIDENED,)](
+    _widen_kernel[(sequences * columns * places // _WIDENED.value,)](
         memory, paging.grow_SP, paging.first_S, paging.lens_S, wide_SNR, columns, paging.grow_SP.stride(0),
         LATENT=latent, PADDED=max(16, power_of_2(latent)), ROPE=given.rope, TAIL=max(16, power_of_2(given.rope)), ROW=row,
-        PLACES=places, ROWS=_WIDENED, num_warps=4, num_stages=1, enable_fp_fusion=True,
+        PLACES=places, num_warps=4, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     return wide_SNR
 

@@ -14,6 +14,7 @@ from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed, wid
 from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected
 from dsv4lite.kernels.rows.packed import narrowed
 
+_BLOCK_TOKENS, _BLOCK_OUTS = tl.constexpr(16), tl.constexpr(64)  # of one program
 _MANY_TOKENS = 64  # above it, ``any_order`` uses the kernel of many rows
 
 
@@ -21,17 +22,17 @@ _MANY_TOKENS = 64  # above it, ``any_order`` uses the kernel of many rows
 def _by_head_kernel(
     x, w, out, tokens, x_token, x_head,
     H: tl.constexpr, N: tl.constexpr, K: tl.constexpr, W_HEAD: tl.constexpr, W_OUT: tl.constexpr, W_IN: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     # Reference: by_head
     PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
-    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    t = tl.program_id(0).to(tl.int64) * _BLOCK_TOKENS + tl.arange(0, _BLOCK_TOKENS)
     head = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(2) * BN + tl.arange(0, BN)
+    n = tl.program_id(2) * _BLOCK_OUTS + tl.arange(0, _BLOCK_OUTS)
     here = (t < tokens)[:, None]
     x += head * x_head + t[:, None] * x_token
     w += head * W_HEAD + tl.minimum(n, N - 1)[:, None] * W_OUT
-    acc = tl.zeros((BN, BT), tl.float32)
+    acc = tl.zeros((_BLOCK_OUTS, _BLOCK_TOKENS), tl.float32)
     for begin in tl.range(0, K, BK, num_stages=2):
         k = begin + tl.arange(0, BK)[None, :]
         a = tl.load(x + k, mask=here & (k < K), other=0.0)
@@ -58,11 +59,10 @@ def by_head_triton(x_THK: Tensor, w_HNK: Tensor, *, any_order: bool, out: Tensor
     if any_order and tokens > _MANY_TOKENS and x_THK.element_size() == 2 and takes_many(x_THK, w_HNK, out):
         many_rows(x_THK, w_HNK, out)
         return out
-    bt, bn = 16, 64
-    _by_head_kernel[(ceil_div(tokens, bt), heads, ceil_div(outs, bn))](
+    _by_head_kernel[(ceil_div(tokens, _BLOCK_TOKENS.value), heads, ceil_div(outs, _BLOCK_OUTS.value))](
         x_THK, w_HNK, out, tokens, x_THK.stride(0), x_THK.stride(1),
         H=heads, N=outs, K=inputs, W_HEAD=w_HNK.stride(0), W_OUT=w_HNK.stride(1), W_IN=w_HNK.stride(2),
-        BT=bt, BN=bn, BK=min(64 if x_THK.element_size() == 4 else 128, max(16, power_of_2(inputs))),
+        BK=min(64 if x_THK.element_size() == 4 else 128, max(16, power_of_2(inputs))),
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out

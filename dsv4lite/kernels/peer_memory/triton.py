@@ -31,6 +31,7 @@ from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.experts.triton import sum_of_token
 from dsv4lite.kernels.peer_memory import BLOCK, EMPTY, TURNS, Inbox, TokenRows, most_rows, shard_numbers
 
+_EMPTY, _BLOCK, _TURNS = tl.constexpr(EMPTY), tl.constexpr(BLOCK), tl.constexpr(TURNS)
 _WARPS = 8
 _RESIDENT = 2  # programs that fit on a multiprocessor at the largest number of registers per thread
 _PATIENCE = 1 << 12  # polls of a buffer per poll of the host's flag, which is in host memory and slow to read
@@ -46,14 +47,14 @@ def _still_missing(missing, polls, addresses, RANKS: tl.constexpr, PATIENCE: tl.
 
 
 @triton.jit
-def _poll(source, wanted, addresses, RANKS: tl.constexpr, EMPTY: tl.constexpr, PATIENCE: tl.constexpr):
+def _poll(source, wanted, addresses, RANKS: tl.constexpr, PATIENCE: tl.constexpr):
     """Wait until all wanted words at ``source``, which has two dimensions, have arrived; return them, and 0 for the others."""
     arrived = tl.load(source, mask=wanted, other=0, volatile=True)
-    missing = tl.sum(tl.sum((arrived == EMPTY).to(tl.int32), axis=0), axis=0)
+    missing = tl.sum(tl.sum((arrived == _EMPTY).to(tl.int32), axis=0), axis=0)
     polls = 0
     while missing > 0:
         arrived = tl.load(source, mask=wanted, other=0, volatile=True)
-        missing = tl.sum(tl.sum((arrived == EMPTY).to(tl.int32), axis=0), axis=0)
+        missing = tl.sum(tl.sum((arrived == _EMPTY).to(tl.int32), axis=0), axis=0)
         polls += 1
         missing = _still_missing(missing, polls, addresses, RANKS, PATIENCE)
     return arrived
@@ -80,45 +81,43 @@ def _block_of(tickets, ORDERED: tl.constexpr):
 
 @triton.jit
 def _part_of_block(
-    part, chosen, also, first, size, BLOCK: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr,
-    ADDED: tl.constexpr, EMPTY: tl.constexpr,
+    part, chosen, also, first, size, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """Return the bits of a block of this rank's numbers from ``first`` on, with +0.0 for -0.0; undefined from ``size`` on."""
-    at = first + tl.arange(0, BLOCK)
+    at = first + tl.arange(0, _BLOCK)
     inside = at < size
     if TOP_K == 0:
         x = tl.load(part + at, mask=inside, other=0.0)
     else:  # HIDDEN is a multiple of BLOCK, so a block belongs to one token
-        column = first % HIDDEN + tl.arange(0, BLOCK)
+        column = first % HIDDEN + tl.arange(0, _BLOCK)
         token = tl.minimum(first, size - 1) // HIDDEN
-        x = sum_of_token(part, chosen, token.to(tl.int64), column, EXPERTS, HIDDEN, TOP_K, BLOCK)
+        x = sum_of_token(part, chosen, token.to(tl.int64), column, EXPERTS, HIDDEN, TOP_K)
     if ADDED:
         x += tl.load(also + at, mask=inside, other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits == EMPTY, 0, bits)
+    return tl.where(bits == _EMPTY, 0, bits)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def all_reduce_kernel(
-    part, chosen, also, out, addresses, calls, tickets, size, rank, numbers, RANKS: tl.constexpr, BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr,
-    EMPTY: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr, ORDERED: tl.constexpr,
+    part, chosen, also, out, addresses, calls, tickets, size, rank, numbers, RANKS: tl.constexpr, TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr, PATIENCE: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     block = _block_of(tickets, ORDERED)
     call = tl.load(calls + block)
-    at = block * BLOCK + tl.arange(0, BLOCK)
+    at = block * _BLOCK + tl.arange(0, _BLOCK)
     inside = at < size
-    bits = _part_of_block(part, chosen, also, block * BLOCK, size, BLOCK, TOP_K, EXPERTS, HIDDEN, ADDED, EMPTY)
-    turn = (call % TURNS).to(tl.int32)
-    before = ((call + TURNS - 1) % TURNS).to(tl.int32)
+    bits = _part_of_block(part, chosen, also, block * _BLOCK, size, TOP_K, EXPERTS, HIDDEN, ADDED)
+    turn = (call % _TURNS).to(tl.int32)
+    before = ((call + _TURNS - 1) % _TURNS).to(tl.int32)
     for peer in tl.static_range(RANKS):
         theirs = tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(tl.int32)), 16)
         tl.store(theirs + (turn * RANKS + rank) * numbers + at, bits, mask=inside)
     own = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
     place = tl.arange(0, RANKS)[:, None] * numbers + at[None, :]
-    tl.store(own + before * RANKS * numbers + place, tl.full((RANKS, BLOCK), EMPTY, tl.int32))
-    wanted = tl.broadcast_to(inside[None, :], (RANKS, BLOCK))
-    arrived = _poll(own + turn * RANKS * numbers + place, wanted, addresses, RANKS, EMPTY, PATIENCE)
+    tl.store(own + before * RANKS * numbers + place, tl.full((RANKS, _BLOCK), _EMPTY, tl.int32))
+    wanted = tl.broadcast_to(inside[None, :], (RANKS, _BLOCK))
+    arrived = _poll(own + turn * RANKS * numbers + place, wanted, addresses, RANKS, PATIENCE)
     total = tl.sum(arrived.to(tl.float32, bitcast=True), axis=0)
     _store_sum(out, at, total, inside)
     tl.store(calls + block, call + 1)
@@ -139,40 +138,39 @@ def _buffer_at(addresses, i, turn, rank, numbers, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _clear(buffers, peers, number, word, RANKS: tl.constexpr, BLOCK: tl.constexpr, EMPTY: tl.constexpr):
+def _clear(buffers, peers, number, word, RANKS: tl.constexpr):
     """Clear what peers have sent of a block: numbers, and the half as many words of ``all_reduce_shards`` for its sums."""
-    tl.store(buffers + number[None, :], tl.full((RANKS, BLOCK), EMPTY, tl.int32), mask=peers)
-    tl.store(buffers + word[None, :], tl.full((RANKS, BLOCK // 2), EMPTY, tl.int32), mask=peers)
+    tl.store(buffers + number[None, :], tl.full((RANKS, _BLOCK), _EMPTY, tl.int32), mask=peers)
+    tl.store(buffers + word[None, :], tl.full((RANKS, _BLOCK // 2), _EMPTY, tl.int32), mask=peers)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def all_reduce_shards_kernel(
-    part, chosen, also, out, addresses, calls, tickets, size, rank, numbers, sums, RANKS: tl.constexpr, BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr,
-    EMPTY: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr, ORDERED: tl.constexpr,
+    part, chosen, also, out, addresses, calls, tickets, size, rank, numbers, sums, RANKS: tl.constexpr, TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr, PATIENCE: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     # Words that a rank receives from a peer: the peer's part of this rank's shard, float32; from ``sums`` on, the sums of the
     # peer's shard, bfloat16 in pairs.
-    HALF: tl.constexpr = BLOCK // 2
+    HALF: tl.constexpr = _BLOCK // 2
     blocks = tl.num_programs(0)
     block = _block_of(tickets, ORDERED)
     call = tl.load(calls + block)
-    turn, before = (call % TURNS).to(tl.int32), ((call + TURNS - 1) % TURNS).to(tl.int32)
-    number, word = block * BLOCK + tl.arange(0, BLOCK), sums + block * HALF + tl.arange(0, HALF)
+    turn, before = (call % _TURNS).to(tl.int32), ((call + _TURNS - 1) % _TURNS).to(tl.int32)
+    number, word = block * _BLOCK + tl.arange(0, _BLOCK), sums + block * HALF + tl.arange(0, HALF)
     for i in tl.static_range(1, RANKS):
         peer = (rank + i) % RANKS
-        first = (peer * blocks + block) * BLOCK
-        bits = _part_of_block(part, chosen, also, first, size, BLOCK, TOP_K, EXPERTS, HIDDEN, ADDED, EMPTY)
+        first = (peer * blocks + block) * _BLOCK
+        bits = _part_of_block(part, chosen, also, first, size, TOP_K, EXPERTS, HIDDEN, ADDED)
         to = _buffer_at(addresses, i, turn, rank, numbers, RANKS)
-        tl.store(to + number, bits, mask=first + tl.arange(0, BLOCK) < size)
+        tl.store(to + number, bits, mask=first + tl.arange(0, _BLOCK) < size)
     sender = tl.arange(0, RANKS)[:, None]
-    _clear(_buffers(addresses, before, rank, numbers, RANKS), sender != rank, number, word, RANKS, BLOCK, EMPTY)
+    _clear(_buffers(addresses, before, rank, numbers, RANKS), sender != rank, number, word, RANKS)
     source = _buffers(addresses, turn, rank, numbers, RANKS)
     # Sums of this rank's shard.
-    first = (rank * blocks + block) * BLOCK
-    mine = _part_of_block(part, chosen, also, first, size, BLOCK, TOP_K, EXPERTS, HIDDEN, ADDED, EMPTY)
-    wanted = (sender != rank) & (first + tl.arange(0, BLOCK) < size)[None, :]
-    arrived = _poll(source + number[None, :], wanted, addresses, RANKS, EMPTY, PATIENCE)
+    first = (rank * blocks + block) * _BLOCK
+    mine = _part_of_block(part, chosen, also, first, size, TOP_K, EXPERTS, HIDDEN, ADDED)
+    wanted = (sender != rank) & (first + tl.arange(0, _BLOCK) < size)[None, :]
+    arrived = _poll(source + number[None, :], wanted, addresses, RANKS, PATIENCE)
     total = tl.sum(tl.where(sender == rank, mine[None, :], arrived).to(tl.float32, bitcast=True), axis=0)
     rounded = to_bf16(total).to(tl.int16, bitcast=True).to(tl.int32)
     low, high = tl.split(tl.reshape(tl.where(rounded == -32768, 0, rounded), (HALF, 2)))  # +0.0 instead of -0.0
@@ -186,40 +184,39 @@ def all_reduce_shards_kernel(
     # Sums of the peers' shards.
     at = (sender * blocks + block) * HALF + tl.arange(0, HALF)[None, :]
     wanted = (sender != rank) & (at < size // 2)
-    arrived = _poll(source + word[None, :], wanted, addresses, RANKS, EMPTY, PATIENCE)
+    arrived = _poll(source + word[None, :], wanted, addresses, RANKS, PATIENCE)
     tl.store(out + at, arrived, mask=wanted)
     tl.store(calls + block, call + 1)
 
 
 @triton.jit(do_not_specialize=["size", "columns", "rank"])
 def all_gather_columns_kernel(
-    part, out, addresses, calls, tickets, size, columns, rank, numbers, sums, RANKS: tl.constexpr, BLOCK: tl.constexpr,
-    EMPTY: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr, ORDERED: tl.constexpr,
+    part, out, addresses, calls, tickets, size, columns, rank, numbers, sums,
+    RANKS: tl.constexpr, PATIENCE: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     block = _block_of(tickets, ORDERED)
     call = tl.load(calls + block)
-    turn, before = (call % TURNS).to(tl.int32), ((call + TURNS - 1) % TURNS).to(tl.int32)
-    number, word = block * BLOCK + tl.arange(0, BLOCK), sums + block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+    turn, before = (call % _TURNS).to(tl.int32), ((call + _TURNS - 1) % _TURNS).to(tl.int32)
+    number, word = block * _BLOCK + tl.arange(0, _BLOCK), sums + block * (_BLOCK // 2) + tl.arange(0, _BLOCK // 2)
     inside = number < size
     bits = tl.load(part + number, mask=inside, other=0)
-    bits = tl.where(bits == EMPTY, 0, bits)
+    bits = tl.where(bits == _EMPTY, 0, bits)
     for i in tl.static_range(1, RANKS):
         tl.store(_buffer_at(addresses, i, turn, rank, numbers, RANKS) + number, bits, mask=inside)
     sender = tl.arange(0, RANKS)[:, None]
-    _clear(_buffers(addresses, before, rank, numbers, RANKS), sender != rank, number, word, RANKS, BLOCK, EMPTY)
+    _clear(_buffers(addresses, before, rank, numbers, RANKS), sender != rank, number, word, RANKS)
     to = out + (number // columns * (RANKS * columns) + number % columns)
     tl.store(to + rank * columns, bits, mask=inside)
     wanted = (sender != rank) & inside[None, :]
     source = _buffers(addresses, turn, rank, numbers, RANKS) + number[None, :]
-    arrived = _poll(source, wanted, addresses, RANKS, EMPTY, PATIENCE)
+    arrived = _poll(source, wanted, addresses, RANKS, PATIENCE)
     tl.store(to[None, :] + sender * columns, arrived, mask=wanted)
     tl.store(calls + block, call + 1)
 
 
 def _constants(inbox: Inbox) -> dict[str, int]:
     """Return the constants and launch options that all collectives share."""
-    sizes = {"RANKS": len(inbox.addresses) - 1, "BLOCK": BLOCK, "TURNS": TURNS, "PATIENCE": _PATIENCE}
-    return {**sizes, "num_warps": _WARPS, "enable_fp_fusion": True}
+    return {"RANKS": len(inbox.addresses) - 1, "PATIENCE": _PATIENCE, "num_warps": _WARPS, "enable_fp_fusion": True}
 
 
 def _experts_of(parts: ExpertSum) -> dict[str, int]:
@@ -244,7 +241,7 @@ def _operands(part: Tensor | ExpertSum, also: Tensor | None) -> tuple[tuple[Tens
         assert part.dtype == torch.float32 and (also is None or also.shape == part.shape), part.dtype
         shape = part.shape
     assert part.is_contiguous() and (also is None or also.is_contiguous()) and shape.numel() > 0, shape
-    sizes |= {"ADDED": also is not None, "EMPTY": EMPTY}
+    sizes |= {"ADDED": also is not None}
     return (part, part if chosen is None else chosen, part if also is None else also), shape, sizes
 
 
@@ -301,7 +298,7 @@ def all_gather_columns_triton(part_TC: Tensor, inbox: Inbox, out: Tensor | None 
         blocks = ceil_div(part.numel(), BLOCK)
         all_gather_columns_kernel[(blocks,)](
             part, out[begin:].view(torch.int32), inbox.addresses, inbox.calls, inbox.tickets, part.numel(), columns, inbox.rank,
-            inbox.numbers, shard, **_constants(inbox), EMPTY=EMPTY, ORDERED=_ordered(blocks, out),
+            inbox.numbers, shard, **_constants(inbox), ORDERED=_ordered(blocks, out),
         )  # fmt: skip
     return out
 
@@ -313,20 +310,20 @@ def _words(addresses, peer):
 
 
 @triton.jit
-def _send(addresses, peer, rank, blocks, block, call, value, RANKS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr):
+def _send(addresses, peer, rank, blocks, block, call, value, RANKS: tl.constexpr):
     """Write a block of numbers, int32, and the call's count into a rank's buffer."""
     word = (call << 32) | (value.to(tl.int64) & 0xFFFFFFFF)
-    to = (((call % TURNS) * RANKS + rank) * blocks + block) * BLOCK + tl.arange(0, BLOCK)
+    to = (((call % _TURNS) * RANKS + rank) * blocks + block) * _BLOCK + tl.arange(0, _BLOCK)
     tl.store(_words(addresses, peer) + to, word)
 
 
 @triton.jit
 def _receive(
-    addresses, rank, blocks, block, call, RANKS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr
+    addresses, rank, blocks, block, call, RANKS: tl.constexpr, PATIENCE: tl.constexpr
 ):  # fmt: skip
     """Wait until all numbers have arrived, or the host ends all waiting; return those of all ranks, int32 [RANKS, BLOCK]."""
-    first = (((call % TURNS) * RANKS + tl.arange(0, RANKS)) * blocks + block) * BLOCK
-    source = _words(addresses, rank) + (first[:, None] + tl.arange(0, BLOCK)[None, :])
+    first = (((call % _TURNS) * RANKS + tl.arange(0, RANKS)) * blocks + block) * _BLOCK
+    source = _words(addresses, rank) + (first[:, None] + tl.arange(0, _BLOCK)[None, :])
     expected = call.to(tl.int32)
     words = tl.load(source, volatile=True)
     missing = tl.sum(((words >> 32).to(tl.int32) != expected).to(tl.int32))
@@ -343,14 +340,14 @@ def _receive(
 def all_gather_kernel(
     x, codes, scales, ids, positions, all_x, all_codes, all_scales, all_ids, all_positions, addresses, calls,
     tokens, count, rank, blocks, RANKS: tl.constexpr, X: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, PATIENCE: tl.constexpr,
+    PARTS: tl.constexpr, PATIENCE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = (program // PARTS).to(tl.int64)
-    here = row + tl.zeros((BLOCK,), tl.int64) < tokens
+    here = row + tl.zeros((_BLOCK,), tl.int64) < tokens
     call = tl.load(calls + program) + 1
     # Words of a row: pairs of bfloat16 numbers, fours of codes, scales, token id, position.
-    number = (program % PARTS) * BLOCK + tl.arange(0, BLOCK)
+    number = (program % PARTS) * _BLOCK + tl.arange(0, _BLOCK)
     code = number - X
     scale = code - CODES
     last = scale - SCALES
@@ -363,8 +360,8 @@ def all_gather_kernel(
     value |= tl.load(positions + row + (last - 1), mask=here & is_position, other=0).to(tl.int32)
     value = tl.where(here | (last != 1), value, -1)
     for i in tl.static_range(RANKS):
-        _send(addresses, (rank + 1 + i) % RANKS, rank, blocks, program, call, value, RANKS, BLOCK, TURNS)  # itself last
-    found = _receive(addresses, rank, blocks, program, call, RANKS, BLOCK, TURNS, PATIENCE)
+        _send(addresses, (rank + 1 + i) % RANKS, rank, blocks, program, call, value, RANKS)  # itself last
+    found = _receive(addresses, rank, blocks, program, call, RANKS, PATIENCE)
     to = tl.arange(0, RANKS)[:, None].to(tl.int64) * count + row
     tl.store(all_x + to * X + number[None, :], found, mask=is_number[None, :])
     tl.store(all_codes + to * CODES + code[None, :], found, mask=is_code[None, :])
@@ -377,18 +374,17 @@ def all_gather_kernel(
 @triton.jit(do_not_specialize=["tokens", "count", "rank", "blocks"])
 def reduce_scatter_kernel(
     y, chosen, shared, out, addresses, calls, tokens, count, rank, blocks, RANKS: tl.constexpr, TOP_K: tl.constexpr,
-    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    TURNS: tl.constexpr, PATIENCE: tl.constexpr,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PATIENCE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = (program // PARTS).to(tl.int64)
-    column = (program % PARTS) * BLOCK + tl.arange(0, BLOCK)
+    column = (program % PARTS) * _BLOCK + tl.arange(0, _BLOCK)
     call = tl.load(calls + program) + 1
     for i in tl.static_range(RANKS):
         peer = (rank + 1 + i) % RANKS  # itself last
-        part = sum_of_token(y, chosen, peer * count + row, column, EXPERTS, HIDDEN, TOP_K, BLOCK)
-        _send(addresses, peer, rank, blocks, program, call, part.to(tl.int32, bitcast=True), RANKS, BLOCK, TURNS)
-    found = _receive(addresses, rank, blocks, program, call, RANKS, BLOCK, TURNS, PATIENCE)
+        part = sum_of_token(y, chosen, peer * count + row, column, EXPERTS, HIDDEN, TOP_K)
+        _send(addresses, peer, rank, blocks, program, call, part.to(tl.int32, bitcast=True), RANKS)
+    found = _receive(addresses, rank, blocks, program, call, RANKS, PATIENCE)
     total = tl.sum(found.to(tl.float32, bitcast=True), axis=0)
     inside = column < tl.where(row < tokens, HIDDEN, 0)
     if SHARED:

@@ -43,6 +43,7 @@ _EDITS, _STOPS, _NUM_STOPS, _STOPS_FROM, _STREAM, _NUM_LOGPROBS, _PROCESSED = _O
 _COLUMNS = tl.constexpr(NUM_COLUMNS)
 _BEST = tl.constexpr(BEST)
 _CANDIDATES = tl.constexpr(CANDIDATES)
+_PIECE = tl.constexpr(PIECE)
 _GROUPS = tl.constexpr(GROUPS)
 _HEADER = tl.constexpr(HEADER)
 _COMPARED = tl.constexpr(16)  # candidates with which all candidates are compared at a time
@@ -153,14 +154,14 @@ def _draw_keys(scaled, token, inside, a, b):
 @triton.jit(do_not_specialize=["last", "pieces"], do_not_specialize_on_alignment=["slots", "positions", "tokens", "places"])
 def _edit_kernel(
     logits, edited, slots, positions, tokens, places, settings, state, partial, arrivals, last, vocabulary, pieces,
-    PIECE: tl.constexpr, PIECES: tl.constexpr,
+    PIECES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     line = settings + _slot(slots, row, last) * _COLUMNS
     position = tl.load(positions + row)
     if not _is_edited(line, position):
         return
-    token = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    token = tl.program_id(1) * _PIECE + tl.arange(0, _PIECE)
     live = token < vocabulary
     x = tl.load(logits + row * vocabulary + token, mask=live, other=float("-inf"))
     occurrences = tl.load(line + _OCCURRENCES).to(tl.int64)
@@ -208,7 +209,6 @@ def _draw_kernel(
     last,
     vocabulary,
     pieces,
-    PIECE: tl.constexpr,
     PIECES: tl.constexpr,
     FIRST: tl.constexpr,
 ):
@@ -227,7 +227,7 @@ def _draw_kernel(
         limit = tl.load(state + row * _STATE + _LIMIT)
         if limit == _DONE:
             return
-    token = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    token = tl.program_id(1) * _PIECE + tl.arange(0, _PIECE)
     x = tl.load(logits + begin + token, mask=token < vocabulary, other=float("-inf"))
     log_min_p = tl.load(line + _LOG_MIN_P).to(tl.float32)
     scaled = _scaled(x, top, temperature, log_min_p)
@@ -304,7 +304,7 @@ def _values(logits, begin, token, vocabulary, top, temperature, log_min_p, cut):
 @triton.jit(do_not_specialize=["last", "pieces"], do_not_specialize_on_alignment=["slots", "positions"])
 def _peaks_kernel(
     logits, edited, best_top, slots, positions, settings, state, peaks, arrivals, last, vocabulary, pieces,
-    PIECE: tl.constexpr, PIECES: tl.constexpr, SCORE: tl.constexpr,
+    PIECES: tl.constexpr, SCORE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     line = settings + _slot(slots, row, last) * _COLUMNS
@@ -316,8 +316,8 @@ def _peaks_kernel(
     if not (tl.abs(top) < _INF):
         return
     piece = tl.program_id(1)
-    x = _values(logits, begin, piece * PIECE + tl.arange(0, PIECE), vocabulary, top, temperature, log_min_p, cut)
-    groups = tl.reshape(ascending(x), (PIECE // _GROUPS, _GROUPS))
+    x = _values(logits, begin, piece * _PIECE + tl.arange(0, _PIECE), vocabulary, top, temperature, log_min_p, cut)
+    groups = tl.reshape(ascending(x), (_PIECE // _GROUPS, _GROUPS))
     tl.store(peaks + (row * pieces + piece) * _GROUPS + tl.arange(0, _GROUPS), tl.max(groups, 0))
     if arrive(arrivals, row, pieces):
         at = tl.arange(0, PIECES * _GROUPS)
@@ -334,14 +334,14 @@ def _peaks_kernel(
 
 
 @triton.jit
-def _pick(logits, begin, vocabulary, top, temperature, log_min_p, cut, k, mine, BLOCK: tl.constexpr):
+def _pick(logits, begin, vocabulary, top, temperature, log_min_p, cut, k, mine):
     """Store the k best tokens one by one, for rows with too many candidates because of ties; return how many there are."""
     count = tl.zeros((), tl.int32)
     last = tl.full((), -1, tl.int64)
     for i in range(k):
-        next_best = tl.full((BLOCK,), _BEYOND, tl.int64)
-        for start in range(0, vocabulary, BLOCK):
-            token = start + tl.arange(0, BLOCK)
+        next_best = tl.full((_PIECE,), _BEYOND, tl.int64)
+        for start in range(0, vocabulary, _PIECE):
+            token = start + tl.arange(0, _PIECE)
             x = _values(logits, begin, token, vocabulary, top, temperature, log_min_p, cut)
             rank = _rank(x, token)
             next_best = tl.minimum(next_best, tl.where((x > float("-inf")) & (rank > last), rank, _BEYOND))
@@ -367,7 +367,6 @@ def _best_kernel(
     vocabulary,
     pieces,
     rows,
-    PIECE: tl.constexpr,
     SCORE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -379,7 +378,7 @@ def _best_kernel(
     begin, top, temperature, log_min_p, cut = _distribution(line, row, position, logits, edited, best_top, state, vocabulary, SCORE)
     if not (tl.abs(top) < _INF):
         return
-    token = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    token = tl.program_id(1) * _PIECE + tl.arange(0, _PIECE)
     x = _values(logits, begin, token, vocabulary, top, temperature, log_min_p, cut)
     take = (x > float("-inf")) & (ascending(x) >= tl.load(state + row * _STATE + _REACH).to(tl.int32))
     found = tl.sum(take.to(tl.int32), 0)
@@ -392,7 +391,7 @@ def _best_kernel(
     if arrive(arrivals, row, tl.num_programs(1)):
         count = tl.load(counter, cache_modifier=".cg")
         if count > _CANDIDATES:
-            count = _pick(logits, begin, vocabulary, top, temperature, log_min_p, cut, k, mine, PIECE)
+            count = _pick(logits, begin, vocabulary, top, temperature, log_min_p, cut, k, mine)
             tl.debug_barrier()
         j = tl.arange(0, _CANDIDATES)
         rank = tl.load(mine + j, mask=j < count, other=_BEYOND, cache_modifier=".cg")
@@ -521,7 +520,7 @@ def _finish_kernel(
 @triton.jit(do_not_specialize=["last", "pieces", "rows"], do_not_specialize_on_alignment=["slots", "positions"])
 def _score_kernel(
     logits, edited, best_top, slots, positions, settings, state, partial, out, arrivals, last, vocabulary, pieces, rows,
-    PIECE: tl.constexpr, PIECES: tl.constexpr,
+    PIECES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     line = settings + _slot(slots, row, last) * _COLUMNS
@@ -531,7 +530,7 @@ def _score_kernel(
     begin, top, temperature, log_min_p, cut = _distribution(line, row, position, logits, edited, best_top, state, vocabulary, True)
     if not (tl.abs(top) < _INF):
         return
-    token = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    token = tl.program_id(1) * _PIECE + tl.arange(0, _PIECE)
     x = _values(logits, begin, token, vocabulary, top, temperature, log_min_p, cut)
     sampled = tl.load(logits + begin + tl.load(out + row))
     if temperature > 0:
@@ -564,7 +563,7 @@ def sample_rows_triton(given: SampleInputs) -> Tensor:
     common = (slots, positions, settings, space.state)
     placed = (slots, positions, tokens, places, settings, space.state)
     arrivals, grid = counters_of(device), (rows, pieces)
-    shape: dict[str, Any] = {"PIECE": PIECE, "PIECES": power_of_2(pieces)}
+    shape: dict[str, Any] = {"PIECES": power_of_2(pieces)}
     options: dict[str, Any] = {"num_warps": _NUM_WARPS, "enable_fp_fusion": False}
     if Needs.EDITS in needs:
         editing = (logits, space.edited, *placed, space.partial, arrivals, last, vocabulary, pieces)
@@ -581,7 +580,7 @@ def sample_rows_triton(given: SampleInputs) -> Tensor:
         peaking = (*source, *common, space.peaks, arrivals, last, vocabulary, pieces)
         _peaks_kernel[grid](*peaking, SCORE=score, **shape, **options)
         gathering = (*source, *common, space.candidates, out, arrivals, last, vocabulary, pieces, rows)
-        _best_kernel[grid](*gathering, PIECE=PIECE, SCORE=score, **options)
+        _best_kernel[grid](*gathering, SCORE=score, **options)
 
     if Needs.BEST in needs:
         list_best(False)

@@ -18,6 +18,7 @@ from dsv4lite.kernels.pdl import dependent_launch, wait_for_predecessor
 from dsv4lite.kernels.sampling import best_tokens
 
 PIECE = 2048  # logits of one program
+_PIECE = tl.constexpr(PIECE)
 _NUM_WARPS = 4
 
 
@@ -73,12 +74,11 @@ def _argmax_kernel(
     vocabulary,
     row_stride,
     pieces,
-    PIECE: tl.constexpr,
     PIECES: tl.constexpr,
 ):
     wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    token = tl.program_id(1) * _PIECE + tl.arange(0, _PIECE)
     value = tl.load(logits + row * row_stride + token, mask=token < vocabulary, other=float("-inf"))
     tl.store(keys + row * pieces + tl.program_id(1), best_key(value, token))
     if arrive(arrivals, row, pieces):
@@ -116,11 +116,10 @@ def _score_kernel(
     vocabulary,
     row_stride,
     pieces,
-    PIECE: tl.constexpr,
     PIECES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    token = tl.program_id(1) * _PIECE + tl.arange(0, _PIECE)
     value = tl.load(logits + row * row_stride + token, mask=token < vocabulary, other=float("-inf"))
     best = tl.load(top + row)
     own = tl.load(logits + row * row_stride + tl.load(token_ids + row))
@@ -156,7 +155,6 @@ def argmax_finite_triton(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             vocabulary,
             logits.stride(0),
             pieces,
-            PIECE=PIECE,
             PIECES=power_of_2(pieces),
             num_warps=_NUM_WARPS,
             enable_fp_fusion=True,
@@ -187,7 +185,6 @@ def token_logprobs_triton(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Te
             vocabulary,
             logits.stride(0),
             pieces,
-            PIECE=PIECE,
             PIECES=power_of_2(pieces),
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,

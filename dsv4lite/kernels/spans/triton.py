@@ -11,15 +11,16 @@ from dsv4lite.kernels.dispatch import ceil_div
 from dsv4lite.kernels.rows.triton import only_if
 from dsv4lite.kernels.spans import FIELDS, PlacedSpans
 
-_BLOCK = 32
+_BLOCK = tl.constexpr(32)  # spans of one program
+_FIELDS = tl.constexpr(FIELDS)
 
 
 @triton.jit(do_not_specialize=["size", "columns", "num_drafts", "padding_place"])
 def _place_kernel(
     given, last_token, following, drafts, spans, places, rows, lens, sequences, positions, tokens,
-    size, columns, num_drafts, padding_place, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    size, columns, num_drafts, padding_place, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    s = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     inside = s < size
     start = tl.load(given + s, mask=inside, other=-1)
     slot = tl.load(given + size + s, mask=inside, other=-1)
@@ -34,9 +35,9 @@ def _place_kernel(
     copy = tl.where(follows, tl.load(following + columns + column, mask=follows, other=0).to(tl.int32), copy)
     next_token = tl.load(following + 2 * columns + column, mask=follows, other=0).to(tl.int32)
     more = follows
-    made = tl.zeros((BLOCK,), dtype=tl.int32)
+    made = tl.zeros((_BLOCK,), dtype=tl.int32)
     for q in tl.static_range(0, WIDTH):
-        given_token = tl.load(given + (FIELDS + q) * size + s, mask=inside, other=0)
+        given_token = tl.load(given + (_FIELDS + q) * size + s, mask=inside, other=0)
         token = tl.where(given_token < 0, last, given_token)
         if q == 0:
             token = tl.where(follows, next_token, token)
@@ -84,7 +85,7 @@ def place_spans_triton(given_XS: Tensor, width: int, last_token: Tensor, next_3C
         positions_T=empty(size * width),
         tokens_T=empty(size * width, dtype=torch.int64),
     )
-    _place_kernel[(ceil_div(size, _BLOCK),)](
+    _place_kernel[(ceil_div(size, _BLOCK.value),)](
         given_XS,
         last_token,
         next_3C,
@@ -101,8 +102,6 @@ def place_spans_triton(given_XS: Tensor, width: int, last_token: Tensor, next_3C
         drafts_KC.shape[0],
         len(last_token) - 1,
         WIDTH=width,
-        BLOCK=_BLOCK,
-        FIELDS=FIELDS,
         num_warps=1,
         enable_fp_fusion=False,
     )
