@@ -16,10 +16,11 @@ _GROUPS = 4  # of one program
 
 
 @triton.jit
-def swiglu_of(gate, up, limit):
-    """Return SwiGLU of float32 numbers; ``tl.minimum`` and ``tl.maximum`` take the limit for a NaN."""
-    gate = tl.minimum(gate, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
+def swiglu_of(gate, up, limit, KEEP_NAN: tl.constexpr = False):
+    """Return SwiGLU of float32 numbers; unless KEEP_NAN, the limit takes the place of a NaN."""
+    KIND: tl.constexpr = tl.PropagateNan.ALL if KEEP_NAN else tl.PropagateNan.NONE
+    gate = tl.minimum(gate, limit, KIND)
+    up = tl.minimum(tl.maximum(up, -limit, KIND), limit, KIND)
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
@@ -35,9 +36,7 @@ def swiglu_groups(h, codes, scales, token, group, width, groups, limit, ALIGNED:
     gate = tl.load(row, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + width, mask=inside, other=0.0).to(tl.float32)
     # quantize_fp8(swiglu(gate, up, limit).to(h_TI.dtype), FP8_GROUP)
-    gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)
-    up = tl.minimum(tl.maximum(up, -limit, tl.PropagateNan.ALL), limit, tl.PropagateNan.ALL)
-    y = to_bf16(gate / (1.0 + tl.exp(-gate)) * up).to(tl.float32)
+    y = to_bf16(swiglu_of(gate, up, limit, True)).to(tl.float32)
     bits = fp8_scale_bits(y)
     tl.store(codes + token * width + column, e4m3_bytes(fp8_scaled(y, bits), knows_e4m3()), mask=inside)
     tl.store(scales + token * groups + group, (bits >> 23).to(tl.uint8), mask=group < groups)
@@ -57,10 +56,9 @@ def _halves_kernel(h, u, width, limit, BLOCK: tl.constexpr):
     inside = column < width
     row = h + token * 2 * width + column
     # swiglu(gate, up, limit).to(h_TI.dtype)
-    gate = tl.minimum(tl.load(row, mask=inside, other=0.0).to(tl.float32), limit, tl.PropagateNan.ALL)
+    gate = tl.load(row, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + width, mask=inside, other=0.0).to(tl.float32)
-    up = tl.minimum(tl.maximum(up, -limit, tl.PropagateNan.ALL), limit, tl.PropagateNan.ALL)
-    y = rounded(gate / (1.0 + tl.exp(-gate)) * up, h.dtype.element_ty == tl.float32)
+    y = rounded(swiglu_of(gate, up, limit, True), h.dtype.element_ty == tl.float32)
     tl.store(u + token * width + column, y.to(u.dtype.element_ty), mask=inside)
 
 
