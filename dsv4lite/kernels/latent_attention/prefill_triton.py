@@ -203,13 +203,9 @@ def _projected_kernel(
     total = tl.load(stats + at * 2 + 1, mask=again, other=0.0)
     end = tl.minimum(count, position + size - first)
     last = tl.minimum(position + i - first, count - 1)
+    seen = 0
     if SELECTED:
         bits += (row + tl.minimum(i, size - 1)) * words + first // 32
-        for begin in tl.range(0, end, KEYS, num_stages=STAGES):
-            acc, peak, total = _with_rows(
-                acc, peak, total, q0, q1, last, bits, projected, rows, begin, end, place, head, scale,
-                H, NOPE, ROPE, VALUE, LATENT, KEY, TAIL, OUT, KEYS, 2,
-            )  # fmt: skip
     else:
         # Comparisons for each logit take a tenth of the time: only the last rows, which not every query sees, have them.
         seen = tl.maximum(tl.minimum(position + 1 - first, count), 0) // KEYS * KEYS
@@ -218,11 +214,11 @@ def _projected_kernel(
                 acc, peak, total, q0, q1, last, bits, projected, rows, begin, seen, place, head, scale,
                 H, NOPE, ROPE, VALUE, LATENT, KEY, TAIL, OUT, KEYS, 0,
             )  # fmt: skip
-        for begin in tl.range(seen, end, KEYS, num_stages=STAGES):
-            acc, peak, total = _with_rows(
-                acc, peak, total, q0, q1, last, bits, projected, rows, begin, end, place, head, scale,
-                H, NOPE, ROPE, VALUE, LATENT, KEY, TAIL, OUT, KEYS, 1,
-            )  # fmt: skip
+    for begin in tl.range(seen, end, KEYS, num_stages=STAGES):
+        acc, peak, total = _with_rows(
+            acc, peak, total, q0, q1, last, bits, projected, rows, begin, end, place, head, scale,
+            H, NOPE, ROPE, VALUE, LATENT, KEY, TAIL, OUT, KEYS, 2 if SELECTED else 1,
+        )  # fmt: skip
     inside = here & (value < VALUE)
     if complete > 0:
         o = narrowed(acc / tl.where(total > 0.0, total, 1.0)[:, None], FLOAT32, compiled())
