@@ -13,7 +13,6 @@ float32 by 2^-14 of that sum. Its order of summation depends on the weights' sha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -68,14 +67,11 @@ class FourBit(NamedTuple):
 
     def of_expert(self, expert: int) -> FourBit:
         """Return one matrix of a stack."""
-        return FourBit(*(part[expert] for part in self._parts()))
+        return FourBit(*(part[expert] for part in self))
 
     def rows(self, begin: int, end: int) -> FourBit:
         """Return rows; those of a stack are numbered across its matrices."""
-        return FourBit(*(part.flatten(0, -2)[begin:end] for part in self._parts()))
-
-    def _parts(self) -> Iterator[Tensor]:
-        yield from (self.codes, self.scales, self.offsets)
+        return FourBit(*(part.flatten(0, -2)[begin:end] for part in self))
 
     def dequantize(self) -> Tensor:
         """Return the numbers, float32 [..., N, K]."""

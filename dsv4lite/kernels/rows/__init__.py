@@ -16,6 +16,7 @@ Numerics: reading returns what ``round_fp8`` and ``round_fp4`` return for the wr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,14 +46,11 @@ class UnquantizedRow:
 
     width: int
     dtype: torch.dtype
+    scale_bytes: ClassVar[int] = 0
 
     @property
     def data_bytes(self) -> int:
         return self.width * self.dtype.itemsize
-
-    @property
-    def scale_bytes(self) -> int:
-        return 0
 
     def pack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         data = rows.to(self.dtype).contiguous()
@@ -128,14 +126,11 @@ class Fp8Key:
     """Index key: e4m3 with one float32 scale, a power of two."""
 
     width: int
+    scale_bytes: ClassVar[int] = 4
 
     @property
     def data_bytes(self) -> int:
         return self.width
-
-    @property
-    def scale_bytes(self) -> int:
-        return 4
 
     def pack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         codes, _ = quantize_fp8(rows, self.width)
@@ -155,6 +150,7 @@ class Fp8Latent:
 
     latent: int
     rope: int
+    scale_bytes: ClassVar[int] = 0
 
     @property
     def width(self) -> int:
@@ -167,10 +163,6 @@ class Fp8Latent:
     @property
     def data_bytes(self) -> int:
         return self.latent + 4 * self.groups + 2 * self.rope
-
-    @property
-    def scale_bytes(self) -> int:
-        return 0
 
     def pack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         codes, scales = quantize_fp8(rows[..., : self.latent], LATENT_GROUP)
