@@ -301,10 +301,9 @@ class Work:
     u_words: Tensor
 
     @classmethod
-    def allocate(cls, tokens: int, top_k: int, w2: Tiles, block: BlockConfig | None = None, *, by_token: bool = False) -> Work:
+    def allocate(cls, tokens: int, top_k: int, w2: Tiles, block: BlockConfig, *, by_token: bool = False) -> Work:
         """Allocate for some tokens; ``by_token`` stores the inputs' scales by token instead of by block."""
         (experts, hidden, width), device = w2.shape, w2.codes.device
-        block = block or block_for(tokens * top_k, experts)
         groups = Groups.allocate(tokens, top_k, experts, (hidden, width), block.rows, device, by_token=by_token)
         return cls(
             block=block,

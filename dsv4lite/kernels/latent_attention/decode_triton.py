@@ -256,10 +256,8 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
     columns = paging.grow_SP.stride(0)
     if wide_SNR is not None:
         memory, row, fp8, columns = wide_SNR, wide_SNR.shape[2], False, paging.grow_SP.shape[1]
-    assert q.stride()[1:] == (q.shape[2], 1) and query_THL.is_contiguous() and (fp8 or memory.dtype == q.dtype), (
-        q.dtype,
-        memory.dtype,
-    )
+    assert q.stride()[1:] == (q.shape[2], 1) and query_THL.is_contiguous(), q.stride()
+    assert fp8 or memory.dtype == q.dtype, (q.dtype, memory.dtype)
     assert given.selected_TK is None or given.selected_TK.is_contiguous()
     top_k = 0 if given.selected_TK is None else given.selected_TK.shape[1]
     hopper, tile = takes_absorbed(given), _tile_for(q.element_size(), capability_of(device))

@@ -398,11 +398,8 @@ def all_gather_triton(rows: TokenRows, inbox: Inbox, count: int) -> TokenRows:
     tokens, hidden = rows.x_TD.shape
     ranks = len(inbox.addresses) - 1
     assert 0 < tokens <= count <= most_rows(inbox, hidden) and hidden % 4 == 0, (tokens, count, hidden)
-    assert (
-        inbox.numbers % (2 * BLOCK) == 0
-        and rows.x_TD.dtype == torch.bfloat16
-        and all(tensor.is_contiguous() and len(tensor) == tokens for tensor in rows)
-    )
+    assert inbox.numbers % (2 * BLOCK) == 0 and rows.x_TD.dtype == torch.bfloat16, (inbox.numbers, rows.x_TD.dtype)
+    assert all(tensor.is_contiguous() and len(tensor) == tokens for tensor in rows)
     every = TokenRows(*(torch.empty(ranks * count, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device) for tensor in rows))
     scales = rows.scales.shape[1]
     parts = ceil_div(hidden // 2 + hidden // 4 + scales + 2, BLOCK)
