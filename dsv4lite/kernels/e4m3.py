@@ -94,3 +94,9 @@ def to_bf16(x):
         bits = x.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return rounded
+
+
+@triton.jit
+def as_stored(x, out):
+    """Return float32 numbers in the dtype to which ``out`` points: as they are, or rounded to bfloat16."""
+    return x if out.dtype.element_ty == tl.float32 else to_bf16(x)

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import by_most, ceil_div
-from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, knows_e4m3, native_e4m3, to_bf16
+from dsv4lite.kernels.e4m3 import as_stored, e4m3_bytes, fp8_scale_bits, fp8_scaled, knows_e4m3, native_e4m3, to_bf16
 from dsv4lite.kernels.experts import HALF_ROWS, TILE_ROWS, ExpertInputs, ExpertSum, Tiles, prefill_fp4_triton, prefill_fp8_triton
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
 from dsv4lite.kernels.experts.unquantized_triton import unquantized_outputs_triton
@@ -239,9 +239,7 @@ def down_tile(
             UNROLL,
         )
         let_successor_in()
-        PARTIAL: tl.constexpr = y.dtype.element_ty == tl.float32
-        if not PARTIAL:
-            out = to_bf16(out)
+        out = as_stored(out, y)
         column = program * (TILES * 64) + tl.arange(0, TILES * 64)
         tl.store(y + pair[None, :] * HIDDEN + column[:, None], out, mask=valid[None, :])
 
@@ -277,8 +275,7 @@ def _combine_kernel(
     if SHARED:
         # Reference: (total + shared_TD.float()).to(shared_TD.dtype)
         total += tl.load(shared + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-        if out.dtype.element_ty == tl.bfloat16:
-            total = to_bf16(total)
+    total = as_stored(total, out)
     let_successor_in()
     tl.store(out + token * HIDDEN + column, total, mask=inside)
 

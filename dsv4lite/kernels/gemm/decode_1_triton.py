@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import capability_of
-from dsv4lite.kernels.e4m3 import e4m3_bytes, e8m0, fp8_scale_bits, fp8_scaled, knows_e4m3, to_bf16
+from dsv4lite.kernels.e4m3 import as_stored, e4m3_bytes, e8m0, fp8_scale_bits, fp8_scaled, knows_e4m3, to_bf16
 from dsv4lite.kernels.gemm import scale_rows
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
@@ -95,11 +95,7 @@ def _row_kernel(
         # x = dequantize_fp8(x_codes, x_scales); w = dequantize_fp8_rows(w_codes, w_scales); x @ w.T
         y = _strip(x_codes, x_scales, w_codes, w_scales, first, K, OUTS, COLUMNS, True, True)
         let_successor_in()
-        at = fp8_out + first + tl.arange(0, OUTS)
-        if fp8_out.dtype.element_ty == tl.bfloat16:
-            tl.store(at, to_bf16(y))
-        else:
-            tl.store(at, y)
+        tl.store(fp8_out + first + tl.arange(0, OUTS), as_stored(y, fp8_out))
 
 
 @triton.jit

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.counters import COUNTERS, counters_of
 from dsv4lite.kernels.dispatch import capability_of, ceil_div, compiled
-from dsv4lite.kernels.e4m3 import e4m3_values, e8m0
+from dsv4lite.kernels.e4m3 import as_stored, e4m3_values, e8m0
 from dsv4lite.kernels.gemm import MANY_ROWS, scale_rows
 from dsv4lite.kernels.gemm.decode_1_triton import fp8_row, groups_row, pair_row, takes_fp8, takes_groups, takes_pair
 from dsv4lite.kernels.gemm.prefill_fp8_triton import many_rows_fp8, takes_many_fp8
@@ -40,7 +40,6 @@ from dsv4lite.kernels.gemm.prefill_triton import many_rows, place, takes_many
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.quantize.triton import quantize_fp8_triton
-from dsv4lite.kernels.rows.packed import narrowed
 
 PROGRAMS = 264  # that splitting aims at: two for each multiprocessor of the largest chips, on every chip, for the same bits
 MIN_BLOCKS = 4  # of 128 inputs in one part
@@ -247,7 +246,7 @@ def _store(out, total, rm, rn, M, N, row_stride, SWAP: tl.constexpr):
     else:
         p = out + rm[:, None] * row_stride + rn[None, :]
         mask = (rm < M)[:, None] & (rn < N)[None, :]
-    tl.store(p, narrowed(total, out.dtype.element_ty == tl.float32, compiled()).to(out.dtype.element_ty), mask=mask)
+    tl.store(p, as_stored(total, out), mask=mask)
 
 
 @triton.jit
@@ -271,8 +270,8 @@ def _finish(
                 for each in tl.static_range(SPLITS):
                     part = parts + each * M.to(tl.int64) * row_stride
                     total += tl.load(part + at, mask=inside, other=0.0, cache_modifier=".cg")
-                total = narrowed(total, out.dtype.element_ty == tl.float32, compiled())
-                tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+                total = as_stored(total, out)
+                tl.store(out + at, total, mask=inside)
             tl.store(arrivals, 0)  # as the next product finds it
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import ceil_div
-from dsv4lite.kernels.e4m3 import e4m3_bytes, e4m3_values, to_bf16
+from dsv4lite.kernels.e4m3 import as_stored, e4m3_bytes, e4m3_values
 from dsv4lite.kernels.index_keys import EPS, IndexKeyInputs
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows import Fp8Key, RowStore, UnquantizedRow
@@ -69,10 +69,8 @@ def _key_kernel(
         place = position % PLACES
         if FP8:
             store_fp8_key(x, page + place * CHANNELS, page + PLACES * CHANNELS + place * 4, CHANNELS)
-        elif memory.dtype.element_ty == tl.float32:
-            tl.store(page + place * CHANNELS + channel[None, :], x)
         else:
-            tl.store(page + place * CHANNELS + channel[None, :], to_bf16(x))
+            tl.store(page + place * CHANNELS + channel[None, :], as_stored(x, memory))
 
 
 @triton.jit
@@ -96,8 +94,7 @@ def _query_kernel(
         byte, inverse = fp8_scale(x, 1)
         scale = (byte << 23).to(tl.float32, bitcast=True)[:, None]
         x = e4m3_values(e4m3_bytes(x * inverse[:, None], False)) * scale
-    if out.dtype.element_ty == tl.bfloat16:
-        x = to_bf16(x)
+    x = as_stored(x, out)
     tl.store(out + (t * H + head) * CHANNELS + channel[None, :], x, mask=head < H)
 
 

@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import ceil_div, compiled, power_of_2
+from dsv4lite.kernels.e4m3 import as_stored
 from dsv4lite.kernels.gemm.prefill_triton import many_rows, takes_many
 from dsv4lite.kernels.latent_attention import ROUND_TOKENS, LatentAttentionInputs
 from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed, widened_rows
 from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected
-from dsv4lite.kernels.rows.packed import narrowed
 
 _BLOCK_TOKENS, _BLOCK_OUTS = tl.constexpr(16), tl.constexpr(64)  # of one program
 _MANY_TOKENS = 64  # above it, ``any_order`` uses the kernel of many rows
@@ -41,12 +41,7 @@ def _by_head_kernel(
             a, b = a.to(tl.float32), b.to(tl.float32)
         acc = tl.dot(b, tl.trans(a), acc, input_precision=PRECISION)
     y = tl.trans(acc)
-    tl.store(out + (t[:, None] * H + head) * N + n[None, :], _rounded(y, out), mask=here & (n < N)[None, :])
-
-
-@triton.jit
-def _rounded(y, out):
-    return narrowed(y, out.dtype.element_ty == tl.float32, compiled()).to(out.dtype.element_ty)
+    tl.store(out + (t[:, None] * H + head) * N + n[None, :], as_stored(y, out), mask=here & (n < N)[None, :])
 
 
 def by_head_triton(x_THK: Tensor, w_HNK: Tensor, *, any_order: bool, out: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import power_of_2
-from dsv4lite.kernels.e4m3 import to_bf16
+from dsv4lite.kernels.e4m3 import as_stored
 from dsv4lite.kernels.quantize.triton import _as_rows
 
 
@@ -25,10 +25,7 @@ def rms_norm_kernel(x, weight, out, row_stride, eps, N: tl.constexpr, BLOCK: tl.
     # Reference: (y if weight is None else y * weight.float()).to(x.dtype)
     if WEIGHTED:
         y = y * w
-    if out.dtype.element_ty == tl.float32:
-        tl.store(out + row * N + column, y, mask=inside)
-    else:
-        tl.store(out + row * N + column, to_bf16(y), mask=inside)
+    tl.store(out + row * N + column, as_stored(y, out), mask=inside)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import ceil_div, multiprocessors_of
-from dsv4lite.kernels.e4m3 import to_bf16
+from dsv4lite.kernels.e4m3 import as_stored, to_bf16
 from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.experts.triton import sum_of_token
 from dsv4lite.kernels.peer_memory import BLOCK, EMPTY, TURNS, Inbox, TokenRows, most_rows, shard_numbers
@@ -58,14 +58,6 @@ def _poll(source, wanted, addresses, RANKS: tl.constexpr, PATIENCE: tl.constexpr
         polls += 1
         missing = _still_missing(missing, polls, addresses, RANKS, PATIENCE)
     return arrived
-
-
-@triton.jit
-def _store_sum(out, at, total, inside):
-    if out.dtype.element_ty == tl.float32:
-        tl.store(out + at, total, mask=inside)
-    else:
-        tl.store(out + at, to_bf16(total), mask=inside)
 
 
 @triton.jit
@@ -119,7 +111,7 @@ def all_reduce_kernel(
     wanted = tl.broadcast_to(inside[None, :], (RANKS, _BLOCK))
     arrived = _poll(own + turn * RANKS * numbers + place, wanted, addresses, RANKS, PATIENCE)
     total = tl.sum(arrived.to(tl.float32, bitcast=True), axis=0)
-    _store_sum(out, at, total, inside)
+    tl.store(out + at, as_stored(total, out), mask=inside)
     tl.store(calls + block, call + 1)
 
 
@@ -389,7 +381,7 @@ def reduce_scatter_kernel(
     inside = column < tl.where(row < tokens, HIDDEN, 0)
     if SHARED:
         total += tl.load(shared + (rank * count + row) * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-    _store_sum(out, row * HIDDEN + column, total, inside)
+    tl.store(out + (row * HIDDEN + column), as_stored(total, out), mask=inside)
     tl.store(calls + program, call)
 
 
