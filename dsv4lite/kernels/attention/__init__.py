@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsv4lite.kernels.dispatch import on_gpu, op
+from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.paging import Block, Paging
 from dsv4lite.kernels.rope import rope
 from dsv4lite.kernels.rows import RowStore, unpack_rows
@@ -164,7 +164,6 @@ class AttentionInputs(NamedTuple):
             "TOP_K": 0 if self.selected_TK is None else self.selected_TK.shape[1],
             "WINDOW": self.window_size,
             "ROWS": rows,
-            "GPU": on_gpu(self.q_THC.device),
         }
 
     def row_layout(self) -> dict[str, int]:

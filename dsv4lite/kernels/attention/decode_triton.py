@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.attention import WINDOW, AttentionInputs
 from dsv4lite.kernels.attention.merge_triton import LOW, entries_of, merged, softmax_step
-from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div
+from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, compiled
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, joined, narrowed, scaled
 from dsv4lite.kernels.rows.triton import opaque
@@ -32,9 +32,9 @@ lop3.b32 $0, $1, t, $5, 0xF8;
 
 
 @triton.jit
-def _after_loads(codes, a, b, c, never, GPU: tl.constexpr):
+def _after_loads(codes, a, b, c, never):
     """Return ``codes`` in such a way that the compiler must load ``a``, ``b`` and ``c`` first; ``never`` is 0."""
-    if GPU:
+    if compiled():
         given = [codes, a, b, c, never]
         codes = tl.inline_asm_elementwise(_AFTER_LOADS, "=r,r,r,r,r,r,r,r,r", given, dtype=tl.uint8, is_pure=False, pack=4)
     return codes
@@ -60,7 +60,7 @@ def _page_numbers(
 def _fetch(
     piece, numbers, stores, tables, at, entry_rows, listed, FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr,
     WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr, ENTRY_ROWS: tl.constexpr, NOPE: tl.constexpr,
-    WINDOW: tl.constexpr, SELECTED: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, GPU: tl.constexpr,
+    WINDOW: tl.constexpr, SELECTED: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Return a piece's bytes and the number of rows; 0 or less if there are none.
 
@@ -111,41 +111,41 @@ def _fetch(
     data, scales = tl.multiple_of(data, ALIGN), tl.multiple_of(scales, SCALES)
     c0, c1, c2, c3, c4, c5, c6, tail, words = fetch(data, scales, r < left, NOPE, FRESH_ROW, not AHEAD)
     if not AHEAD:
-        c0 = _after_loads(c0, c4, c5, c6, never, GPU)
+        c0 = _after_loads(c0, c4, c5, c6, never)
     return (c0, c1, c2, c3, c4, c5, c6, tail, words), left
 
 
 @triton.jit
-def _pair(a, b, GPU: tl.constexpr):
+def _pair(a, b):
     """Return two tiles [R, 64] side by side."""
     # Without the copy Triton converts bytes to each product's layout before it widens them, so widens twice.
-    return opaque(joined(a, b, b, b, 2), GPU)
+    return opaque(joined(a, b, b, b, 2))
 
 
 @triton.jit
-def _widened(raw, NOPE: tl.constexpr, GPU: tl.constexpr):
+def _widened(raw, NOPE: tl.constexpr):
     """Return a piece's rows in tiles of 128 channels, bfloat16 (float32 in the interpreter); unused ones repeat the first."""
     # Reference: RowFormat.unpack
     words = raw[8]
-    tail = raw[7] if GPU else raw[7].to(tl.float32)
-    k0 = _pair(scaled(raw[0], words, 0, GPU), scaled(raw[1], words, 1, GPU) if NOPE > 64 else tail, GPU)
+    tail = raw[7] if compiled() else raw[7].to(tl.float32)
+    k0 = _pair(scaled(raw[0], words, 0), scaled(raw[1], words, 1) if NOPE > 64 else tail)
     k1 = k0
     k2 = k0
     k3 = k0
     if NOPE > 64:
-        k1 = _pair(scaled(raw[2], words, 2, GPU), scaled(raw[3], words, 3, GPU) if NOPE > 192 else tail, GPU)
+        k1 = _pair(scaled(raw[2], words, 2), scaled(raw[3], words, 3) if NOPE > 192 else tail)
     if NOPE > 192:
-        k2 = _pair(scaled(raw[4], words, 4, GPU), scaled(raw[5], words, 5, GPU), GPU)
-        k3 = _pair(scaled(raw[6], words, 6, GPU), tail, GPU)
+        k2 = _pair(scaled(raw[4], words, 4), scaled(raw[5], words, 5))
+        k3 = _pair(scaled(raw[6], words, 6), tail)
     return k0, k1, k2, k3
 
 
 @triton.jit
-def _added(sums, queries, raw, rows, scale, NOPE: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr):
+def _added(sums, queries, raw, rows, scale, NOPE: tl.constexpr, ROWS: tl.constexpr):
     """Return the sums with the first ``rows`` rows of a piece added."""
     acc0, acc1, acc2, acc3, peak, total = sums
     q0, q1, q2, q3 = queries
-    k0, k1, k2, k3 = _widened(raw, NOPE, GPU)
+    k0, k1, k2, k3 = _widened(raw, NOPE)
     # Each product is scaled on its own, so the products do not wait for each other.
     logits = tl.dot(q0, tl.trans(k0)) * scale
     if NOPE > 64:
@@ -155,7 +155,7 @@ def _added(sums, queries, raw, rows, scale, NOPE: tl.constexpr, ROWS: tl.constex
         logits += tl.dot(q3, tl.trans(k3)) * scale
     logits = tl.where((tl.arange(0, ROWS) < rows)[None, :], logits, float("-inf"))
     p, shrink, peak, total = softmax_step(logits, peak, total, 1)
-    p = narrowed(p, False, GPU)
+    p = narrowed(p, False)
     acc0 = tl.dot(p, k0, acc0 * shrink[:, None])
     if NOPE > 64:
         acc1 = tl.dot(p, k1, acc1 * shrink[:, None])
@@ -166,17 +166,17 @@ def _added(sums, queries, raw, rows, scale, NOPE: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def _queries(q, at, inside, NOPE: tl.constexpr, GPU: tl.constexpr):
+def _queries(q, at, inside, NOPE: tl.constexpr):
     """Return queries [H, C] in tiles of 128 channels; unused tiles repeat the first."""
     q0 = tl.load(q + at, mask=inside, other=0.0)
     q1 = tl.load(q + 128 + at, mask=inside, other=0.0) if NOPE > 64 else q0
     q2 = tl.load(q + 256 + at, mask=inside, other=0.0) if NOPE > 192 else q0
     q3 = tl.load(q + 384 + at, mask=inside, other=0.0) if NOPE > 192 else q0
-    if GPU:
+    if compiled():
         q0, q1, q2, q3 = q0.to(tl.bfloat16), q1.to(tl.bfloat16), q2.to(tl.bfloat16), q3.to(tl.bfloat16)
     else:
         q0, q1, q2, q3 = q0.to(tl.float32), q1.to(tl.float32), q2.to(tl.float32), q3.to(tl.float32)
-    return opaque(q0, GPU), opaque(q1, GPU), opaque(q2, GPU), opaque(q3, GPU)
+    return opaque(q0), opaque(q1), opaque(q2), opaque(q3)
 
 
 @triton.jit(do_not_specialize=["grow_columns", "window_columns"])
@@ -185,8 +185,7 @@ def _decode_kernel(
     parts, stats, grow_columns, window_columns, scale,
     H: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
     FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr,
-    ENTRY_ROWS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SINGLES: tl.constexpr,
-    STAGES: tl.constexpr, GPU: tl.constexpr,
+    ENTRY_ROWS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SINGLES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     NOPE: tl.constexpr = WIDTH - 64
@@ -215,22 +214,22 @@ def _decode_kernel(
     here = (position, first, row, page_first, never)
     raw, rows = _fetch(
         split, numbers, stores, tables, here, entry_rows, listed, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES, ENTRY_ROWS,
-        NOPE, WINDOW, TOP_K > 0, ROWS, False, GPU,
+        NOPE, WINDOW, TOP_K > 0, ROWS, False,
     )  # fmt: skip
     inside = (head < H)[:, None]
     at = (token * H + head[:, None]) * WIDTH + tl.arange(0, 128)[None, :]
-    queries = _queries(q, at, inside, NOPE, GPU)
+    queries = _queries(q, at, inside, NOPE)
     zero = tl.zeros((HEADS, 128), tl.float32)
     sums = (zero, zero, zero, zero, tl.full((HEADS,), LOW, tl.float32), tl.zeros((HEADS,), tl.float32))
-    sums = _added(sums, queries, raw, rows, scale, NOPE, ROWS, GPU)
+    sums = _added(sums, queries, raw, rows, scale, NOPE, ROWS)
     splits = tl.num_programs(1)  # no constant, so that one compiled kernel serves all
     for piece in tl.range(split + splits, pieces, splits, num_stages=STAGES):
         numbers = _page_numbers(piece, tables, grow_columns, window_columns, WINDOW_PIECES, ENTRY_ROWS, ROWS)
         raw, rows = _fetch(
             piece, numbers, stores, tables, here, entry_rows, listed, FRESH_ROW, WINDOW_BYTES, WINDOW_ROWS, ENTRY_BYTES,
-            ENTRY_ROWS, NOPE, WINDOW, TOP_K > 0, ROWS, STAGES > 1, GPU,
+            ENTRY_ROWS, NOPE, WINDOW, TOP_K > 0, ROWS, STAGES > 1,
         )  # fmt: skip
-        sums = _added(sums, queries, raw, rows, scale, NOPE, ROWS, GPU)
+        sums = _added(sums, queries, raw, rows, scale, NOPE, ROWS)
 
     place = split * (tl.num_programs(0) // BLOCKS).to(tl.int64) * H
     at = (place + token * H + head[:, None]) * WIDTH + tl.arange(0, WIDTH)[None, :]

@@ -44,13 +44,13 @@ def softmax_step(logits, peak, total, AXIS: tl.constexpr):
 @triton.jit
 def added(
     acc0, acc1, peak, total, logits, k0, k1, rows, ROWS: tl.constexpr, SWAP: tl.constexpr, FLOAT32: tl.constexpr,
-    PRECISION: tl.constexpr, GPU: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the sums with the first ``rows`` rows of a piece added."""
     inside = tl.arange(0, ROWS) < rows
     logits = tl.where(inside[:, None] if SWAP else inside[None, :], logits, float("-inf"))
     p, shrink, peak, total = softmax_step(logits, peak, total, 0 if SWAP else 1)
-    p = narrowed(p, FLOAT32, GPU)
+    p = narrowed(p, FLOAT32)
     if SWAP:
         acc0 = tl.dot(tl.trans(k0), p, acc0 * shrink[None, :], input_precision=PRECISION)
         acc1 = tl.dot(tl.trans(k1), p, acc1 * shrink[None, :], input_precision=PRECISION)
@@ -83,7 +83,7 @@ def counts_of(position, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.con
 def _merge_kernel(
     parts, stats, positions, sink, cos, sin, out,
     H: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, GPU: tl.constexpr, ENTRIES: tl.constexpr, FILLS: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr,
+    ROWS: tl.constexpr, ENTRIES: tl.constexpr, FILLS: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr,
     SPLITS_PADDED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
@@ -116,9 +116,9 @@ def _merge_kernel(
         part = tl.load(parts + place[:, None] * WIDTH + column, mask=live[:, None] & (column < WIDTH), other=0.0)
         acc += tl.sum(part * weight[:, None], 0)
     turns = token * (ROPE // 2)
-    o = rotated_back(narrowed(acc / total, FLOAT32, GPU)[None, :], cos + turns, sin + turns, 1, PADDED, WIDTH - ROPE, ROPE)
+    o = rotated_back(narrowed(acc / total, FLOAT32)[None, :], cos + turns, sin + turns, 1, PADDED, WIDTH - ROPE, ROPE)
     let_successor_in()
-    tl.store(out + at * WIDTH + column, narrowed(o, FLOAT32, GPU), mask=column < WIDTH)
+    tl.store(out + at * WIDTH + column, narrowed(o, FLOAT32), mask=column < WIDTH)
 
 
 def merged(given: AttentionInputs, parts: Tensor, stats: Tensor, rows: int, *, fills: bool) -> Tensor:

@@ -48,7 +48,7 @@ _EXCHANGED = gl.constexpr(
 def _widen_rows_kernel(
     fresh, window, entries, firsts, lens, grow, window_pages, window_firsts, out, tokens, sequences, grow_columns, window_columns,
     RATIO: tl.constexpr, WINDOW: tl.constexpr, NOPE: tl.constexpr, FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr,
-    WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr, ENTRY_ROWS: tl.constexpr, ROWS: tl.constexpr, GPU: tl.constexpr,
+    WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr, ENTRY_ROWS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     DATA: tl.constexpr = NOPE + 128
     SCALES: tl.constexpr = 8
@@ -85,7 +85,7 @@ def _widen_rows_kernel(
     raw = fetch(data, scales, live, NOPE, FRESH_ROW, False)
     out += row.to(tl.int64)[:, None] * (NOPE + 64) + tl.arange(0, 64)[None, :]
     for group in tl.static_range(NOPE // 64):
-        tl.store(out + group * 64, scaled(raw[group], raw[8], group, GPU), mask=live[:, None])
+        tl.store(out + group * 64, scaled(raw[group], raw[8], group), mask=live[:, None])
     tl.store(out + NOPE, raw[7], mask=live[:, None])
 
 
@@ -327,7 +327,7 @@ def widened_rows_triton(given: AttentionInputs) -> Tensor:
     _widen_rows_kernel[(ceil_div(count, _WIDENED),)](
         given.fresh_TB, given.window.memory, (given.entries or given.window).memory, paging.first_S, paging.lens_S,
         paging.grow_SP, paging.window_SP, paging.window_first_S, rows, tokens, sequences, columns, paging.window_SP.shape[1],
-        RATIO=layer["RATIO"], WINDOW=given.window_size, NOPE=channels - 64, **layout, ROWS=_WIDENED, GPU=layer["GPU"],
+        RATIO=layer["RATIO"], WINDOW=given.window_size, NOPE=channels - 64, **layout, ROWS=_WIDENED,
         num_warps=4, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     return rows

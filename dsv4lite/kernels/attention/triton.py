@@ -22,7 +22,7 @@ from dsv4lite.kernels.attention import DECODE_SPLITS, WIDENED_ROWS, AttentionInp
 from dsv4lite.kernels.attention.decode_triton import decode_attention_triton
 from dsv4lite.kernels.attention.merge_triton import added, counts_of, dot_of_halves, merged
 from dsv4lite.kernels.attention.prefill_triton import prefill_attention_triton
-from dsv4lite.kernels.dispatch import HOPPER, LARGE_SHARED_MEMORY, capability_of, ceil_div
+from dsv4lite.kernels.dispatch import HOPPER, LARGE_SHARED_MEMORY, capability_of, ceil_div, compiled
 from dsv4lite.kernels.rows import KV_GROUP, Fp8Kv, UnquantizedRow
 from dsv4lite.kernels.rows.packed import LOG2_E, fetch, joined, narrowed, rotated_back, scaled
 
@@ -113,53 +113,50 @@ def _locate(
 
 
 @triton.jit
-def _first_half(raw, NOPE: tl.constexpr, PACKED: tl.constexpr, GPU: tl.constexpr):
+def _first_half(raw, NOPE: tl.constexpr, PACKED: tl.constexpr):
     """Return the first half of the channels of a piece's rows, from its bytes; float32 in the interpreter."""
     # Reference: RowFormat.unpack
     if PACKED:
         words = raw[8]
-        k0 = scaled(raw[0], words, 0, GPU)
-        k1 = scaled(raw[1], words, 1, GPU) if NOPE > 64 else k0
-        k2 = scaled(raw[2], words, 2, GPU) if NOPE > 192 else k0
-        k3 = scaled(raw[3], words, 3, GPU) if NOPE > 192 else k0
+        k0 = scaled(raw[0], words, 0)
+        k1 = scaled(raw[1], words, 1) if NOPE > 64 else k0
+        k2 = scaled(raw[2], words, 2) if NOPE > 192 else k0
+        k3 = scaled(raw[3], words, 3) if NOPE > 192 else k0
         half = joined(k0, k1, k2, k3, (NOPE + 64) // 128)
     else:
-        half = raw[0] if GPU else raw[0].to(tl.float32)
+        half = raw[0] if compiled() else raw[0].to(tl.float32)
     return half
 
 
 @triton.jit
-def _second_half(raw, NOPE: tl.constexpr, PACKED: tl.constexpr, GPU: tl.constexpr):
+def _second_half(raw, NOPE: tl.constexpr, PACKED: tl.constexpr):
     if not PACKED:
-        half = raw[1] if GPU else raw[1].to(tl.float32)
+        half = raw[1] if compiled() else raw[1].to(tl.float32)
     else:
         words = raw[8]
-        tail = raw[7] if GPU else raw[7].to(tl.float32)
+        tail = raw[7] if compiled() else raw[7].to(tl.float32)
         if NOPE == 64:
             half = tail
         elif NOPE == 192:
-            half = joined(scaled(raw[2], words, 2, GPU), tail, tail, tail, 2)
+            half = joined(scaled(raw[2], words, 2), tail, tail, tail, 2)
         else:
-            k4 = scaled(raw[4], words, 4, GPU)
-            k5 = scaled(raw[5], words, 5, GPU)
-            k6 = scaled(raw[6], words, 6, GPU)
+            k4 = scaled(raw[4], words, 4)
+            k5 = scaled(raw[5], words, 5)
+            k6 = scaled(raw[6], words, 6)
             half = joined(k4, k5, k6, tail, 4)
     return half
 
 
 @triton.jit
-def _logits(
-    raw, q0, q1, always, NOPE: tl.constexpr, SWAP: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr, GPU: tl.constexpr,
-):  # fmt: skip
+def _logits(raw, q0, q1, always, NOPE: tl.constexpr, SWAP: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr):
     """Return the products of queries and rows, [H, R] or, swapped, [R, H], and both halves of the rows; ``always`` is true."""
-    k0 = _first_half(raw, NOPE, PACKED, GPU)
+    k0 = _first_half(raw, NOPE, PACKED)
     if SWAP:
         logits = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
-        k1 = _second_half(raw, NOPE, PACKED, GPU)
+        k1 = _second_half(raw, NOPE, PACKED)
         logits = tl.dot(k1, tl.trans(q1), logits, input_precision=PRECISION)
     else:
-        k1 = _second_half(raw, NOPE, PACKED, GPU)
+        k1 = _second_half(raw, NOPE, PACKED)
         logits = dot_of_halves(q0, q1, k0, k1, always, PRECISION)
     return logits, k0, k1
 
@@ -171,7 +168,7 @@ def _attend_kernel(
     H: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr, WINDOW: tl.constexpr,
     FRESH_ROW: tl.constexpr, WINDOW_BYTES: tl.constexpr, WINDOW_ROWS: tl.constexpr, ENTRY_BYTES: tl.constexpr,
     ENTRY_ROWS: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr,
-    STAGES: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, PACKED: tl.constexpr, GPU: tl.constexpr,
+    STAGES: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     FLOAT32: tl.constexpr = q.dtype.element_ty == tl.float32
     PRECISION: tl.constexpr = "tf32x3" if FLOAT32 else "tf32"
@@ -199,7 +196,7 @@ def _attend_kernel(
     tables = (selected + token * TOP_K, grow + sequence * grow_columns, window_pages + sequence * window_columns)
     here = (position, tl.load(firsts + sequence), tl.load(first_rows + sequence), tl.load(window_firsts + sequence))
 
-    if not GPU:
+    if not compiled():
         q0, q1 = q0.to(tl.float32), q1.to(tl.float32)
     acc0 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
     acc1 = tl.zeros((HALF, HEADS) if SWAP else (HEADS, HALF), tl.float32)
@@ -220,10 +217,8 @@ def _attend_kernel(
             k0 = tl.load(keys, mask=live[:, None] & (column < WIDTH), other=0.0)
             raw = (k0, tl.load(keys + HALF, mask=live[:, None] & (HALF + column < WIDTH), other=0.0))
         rows = tl.where(piece < window_pieces, window_rows - piece * ROWS, entry_rows - (piece - window_pieces) * ROWS)
-        logits, k0, k1 = _logits(raw, q0, q1, piece < pieces, NOPE, SWAP, PACKED, PRECISION, GPU)
-        acc0, acc1, peak, total = added(
-            acc0, acc1, peak, total, logits * scale, k0, k1, rows, ROWS, SWAP, FLOAT32, PRECISION, GPU
-        )  # fmt: skip
+        logits, k0, k1 = _logits(raw, q0, q1, piece < pieces, NOPE, SWAP, PACKED, PRECISION)
+        acc0, acc1, peak, total = added(acc0, acc1, peak, total, logits * scale, k0, k1, rows, ROWS, SWAP, FLOAT32, PRECISION)
 
     if SWAP:
         acc0, acc1 = tl.trans(acc0), tl.trans(acc1)
@@ -239,12 +234,12 @@ def _attend_kernel(
         total += tl.exp2(tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634 - peak)
         cos += token * (ROPE // 2)
         sin += token * (ROPE // 2)
-        o0 = narrowed(acc0 / total[:, None], FLOAT32, GPU)
+        o0 = narrowed(acc0 / total[:, None], FLOAT32)
         if NOPE < HALF:
-            o0 = narrowed(rotated_back(o0, cos, sin, HEADS, HALF, NOPE, ROPE), FLOAT32, GPU)
-        o1 = rotated_back(narrowed(acc1 / total[:, None], FLOAT32, GPU), cos, sin, HEADS, HALF, NOPE - HALF, ROPE)
+            o0 = narrowed(rotated_back(o0, cos, sin, HEADS, HALF, NOPE, ROPE), FLOAT32)
+        o1 = rotated_back(narrowed(acc1 / total[:, None], FLOAT32), cos, sin, HEADS, HALF, NOPE - HALF, ROPE)
         tl.store(out + at, o0, mask=first)
-        tl.store(out + HALF + at, narrowed(o1, FLOAT32, GPU), mask=second)
+        tl.store(out + HALF + at, narrowed(o1, FLOAT32), mask=second)
 
 
 def paged_attention_triton(given: AttentionInputs) -> Tensor:

@@ -82,8 +82,8 @@ def _many_rows_kernel(
         # In halves: shared memory has no room for a whole tile of results beside the stages.
         left, right = tl.split(tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1)))
         FLOAT32: tl.constexpr = out.dtype == tl.float32
-        out.store([group, m, n], narrowed(left, FLOAT32, compiled()).to(out.dtype).reshape(1, BM, BN // 2))
-        out.store([group, m, n + BN // 2], narrowed(right, FLOAT32, compiled()).to(out.dtype).reshape(1, BM, BN // 2))
+        out.store([group, m, n], narrowed(left, FLOAT32).to(out.dtype).reshape(1, BM, BN // 2))
+        out.store([group, m, n + BN // 2], narrowed(right, FLOAT32).to(out.dtype).reshape(1, BM, BN // 2))
     let_successor_in()
 
 

@@ -114,7 +114,7 @@ def _keys(
             low = e2m1_values(codes.to(tl.int32) & 15) * factor
             high = e2m1_values(codes.to(tl.int32) >> 4) * factor
         # Triton 3.6 cannot compile a product with a reshaped operand for compute capability 10.0, unless it is a copy.
-        k = opaque(tl.reshape(tl.join(low, high), (KEYS, GROUPS * 32)), compiled())
+        k = opaque(tl.reshape(tl.join(low, high), (KEYS, GROUPS * 32)))
     return k if compiled() else k.to(tl.float32), scale
 
 

@@ -160,7 +160,7 @@ def _absorbed_kernel(
         logits = tl.dot(q1, tl.trans(k1), logits, input_precision=PRECISION)
         logits = tl.where((tl.arange(0, ROWS) < rows)[None, :], logits * scale, float("-inf"))
         p, shrink, peak, total = softmax_step(logits, peak, total, 1)
-        acc = tl.dot(narrowed(p, FLOAT32, compiled()), k0, acc * shrink[:, None], input_precision=PRECISION)
+        acc = tl.dot(narrowed(p, FLOAT32), k0, acc * shrink[:, None], input_precision=PRECISION)
 
     if SPLITS > 1:
         place = split * (tl.num_programs(0) // BLOCKS).to(tl.int64) * H
@@ -169,7 +169,7 @@ def _absorbed_kernel(
         tl.store(stat, peak, mask=head < H)
         tl.store(stat + 1, total, mask=head < H)
     else:
-        o = narrowed(acc / tl.where(total > 0.0, total, 1.0)[:, None], FLOAT32, compiled())  # padding has no rows: zeros
+        o = narrowed(acc / tl.where(total > 0.0, total, 1.0)[:, None], FLOAT32)  # padding has no rows: zeros
         tl.store(out + at * LATENT + column, o.to(out.dtype.element_ty), mask=valued)
 
 
@@ -200,7 +200,7 @@ def _merge_kernel(
         weight = tl.exp2(tl.load(stats + place * 2, mask=number < used, other=float("-inf")) - peak)
         part = tl.load(parts + place[:, None] * LATENT + column, mask=(number < used)[:, None] & (column < LATENT), other=0.0)
         acc += tl.sum(part * weight[:, None], 0)
-    o = narrowed(acc / tl.where(total > 0.0, total, 1.0), FLOAT32, compiled())[None, :]
+    o = narrowed(acc / tl.where(total > 0.0, total, 1.0), FLOAT32)[None, :]
     tl.store(out + at * LATENT + column, o.to(out.dtype.element_ty), mask=column < LATENT)
 
 

@@ -163,7 +163,7 @@ def _with_rows(
             word = tl.where(bit < 32, word, tl.load(bits + begin // 32 + 1)[:, None])
         logits = tl.where((word & (1 << bit % 32)) != 0, logits, float("-inf"))
     p, shrink, peak, total = softmax_step(logits, peak, total, 1)
-    acc = tl.dot(narrowed(p, FLOAT32, compiled()), v, acc * shrink[:, None], input_precision=PRECISION)
+    acc = tl.dot(narrowed(p, FLOAT32), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, peak, total
 
 
@@ -221,7 +221,7 @@ def _projected_kernel(
         )  # fmt: skip
     inside = here & (value < VALUE)
     if complete > 0:
-        o = narrowed(acc / tl.where(total > 0.0, total, 1.0)[:, None], FLOAT32, compiled())
+        o = narrowed(acc / tl.where(total > 0.0, total, 1.0)[:, None], FLOAT32)
         tl.store(out + at[:, None] * VALUE + value, o.to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(parts + at[:, None] * VALUE + value, acc, mask=inside)

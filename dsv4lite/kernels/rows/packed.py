@@ -5,17 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4lite.kernels.dispatch import compiled
 from dsv4lite.kernels.e4m3 import e4m3_values, e8m0, to_bf16
 
 LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def narrowed(x, FLOAT32: tl.constexpr, GPU: tl.constexpr):
+def narrowed(x, FLOAT32: tl.constexpr):
     """Round float32 to bfloat16 unless FLOAT32; in the interpreter, which cannot multiply bfloat16, keep it in float32."""
     if FLOAT32:
         rounded = x
-    elif GPU:
+    elif compiled():
         rounded = x.to(tl.bfloat16)
     else:
         rounded = to_bf16(x).to(tl.float32)
@@ -35,12 +36,12 @@ fma.rn.bf16x2 t, t, f, z; fma.rn.bf16x2 $1, t, $4, z;
 
 
 @triton.jit
-def _widen(codes, scale, GPU: tl.constexpr):
+def _widen(codes, scale):
     """Return e4m3 codes [R, 64] times a power of two for each row, given as e8m0 byte int32 [R]."""
     # Reference: dequantize_fp8(codes, scales, KV_GROUP).to(dtype)
     # Exponent and mantissa of a code, shifted to bit 4 of a bfloat16, are 2^-120 times the value. The assembly takes four codes at
     # a time, each with its own scale, because the compiler chooses which four codes a thread has.
-    if GPU:
+    if compiled():
         bits = tl.where(scale == 0, 0x0040, tl.where(scale == 255, 0x7FC0, scale << 7))
         factor = bits.to(tl.int16)[:, None]
         wide = tl.inline_asm_elementwise(WIDEN_E4M3, "=r,=r,r,r,r", [codes, factor], dtype=tl.bfloat16, is_pure=True, pack=4)
@@ -71,8 +72,8 @@ def fetch(data, scales, live, NOPE: tl.constexpr, FRESH_ROW: tl.constexpr, VOLAT
 
 
 @triton.jit
-def scaled(codes, words, number: tl.constexpr, GPU: tl.constexpr):
-    return _widen(codes, ((words >> (8 * number)) & 255).to(tl.int32), GPU)
+def scaled(codes, words, number: tl.constexpr):
+    return _widen(codes, ((words >> (8 * number)) & 255).to(tl.int32))
 
 
 @triton.jit

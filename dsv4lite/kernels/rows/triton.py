@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.dispatch import compiled
 from dsv4lite.kernels.e4m3 import e4m3_bytes, to_bf16
 from dsv4lite.kernels.rows import KV_GROUP, Fp4Key, Fp8Kv, RowFormat, RowStore, UnquantizedRow
 
@@ -26,9 +27,9 @@ def only_if(condition, mask):
 
 
 @triton.jit
-def opaque(x, GPU: tl.constexpr):
+def opaque(x):
     # A copy of bfloat16 numbers, behind which the compiler does not see how they came about.
-    if GPU:
+    if compiled():
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
     return x
 
