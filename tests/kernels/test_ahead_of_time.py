@@ -43,7 +43,7 @@ KINDS = {
     "_row_kernel": "PAIR",
     "_attend_kernel": "PACKED",
     "_merge_kernel": "FILLS",
-    "_unquantized_kernel": "SWIGLU",
+    "_weight_only_kernel": "GROUP",
     "_latent_kernel": "KIND",
     "_heads_kernel": "FP4_LOG",
     "route_kernel": "GROUPED",

@@ -29,7 +29,7 @@ pytest.importorskip("triton")
 from dsv4lite.kernels.experts import grouping_triton, prefill_fp4_triton, prefill_fp8_triton
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, Groups, group_triton, max_blocks
 from dsv4lite.kernels.experts.triton import BLOCKS, DECODE_BLOCKS, block_for, combine_triton, experts_outputs_triton
-from dsv4lite.kernels.experts.unquantized_triton import UNQUANTIZED_BLOCKS
+from dsv4lite.kernels.experts.weight_only_triton import UNQUANTIZED_BLOCKS
 
 pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("poison")]
 
@@ -39,7 +39,7 @@ LIMIT = 10.0
 def forward(
     *given: Tensor | Tiles | float, shared: Tensor | None = None, partial: bool = False, block: BlockConfig | None = None
 ) -> Tensor:
-    """What the kernels make of ``ExpertInputs``, summed; without tiles ``unquantized_outputs_triton`` runs."""
+    """What the kernels make of ``ExpertInputs``, summed; without tiles ``weight_only_outputs_triton`` runs."""
     inputs = ExpertInputs(*given, partial)
     return combine_triton(ExpertSum(inputs.slots_TK, experts_outputs_triton(inputs, block=block), shared, inputs.sizes[0]))
 

@@ -90,7 +90,7 @@ def test_linear_kernel_agrees(group: int, scale_dtype: torch.dtype, dtype: torch
 @pytest.mark.parametrize(("group", "scale_dtype"), [FORMS[1], FORMS[-1]])
 def test_expert_kernels_agree(group: int, scale_dtype: torch.dtype, dtype: torch.dtype, partial: bool) -> None:
     pytest.importorskip("triton")
-    from dsv4lite.kernels.four_bit.triton import FOUR_BIT_BLOCKS, four_bit_outputs_triton
+    from dsv4lite.kernels.experts.weight_only_triton import FOUR_BIT_BLOCKS, weight_only_outputs_triton
 
     experts, top_k, hidden, width, tokens = 4, 2, 128, 64, 40 if ON_GPU else 7
     stacks = (
@@ -109,6 +109,6 @@ def test_expert_kernels_agree(group: int, scale_dtype: torch.dtype, dtype: torch
     assert (got[found_TK].float() - wanted.float()).abs().max() <= bound
     if partial and dtype == torch.bfloat16:
         for _, block in FOUR_BIT_BLOCKS[:2]:
-            other = four_bit_outputs_triton(given, block=block)[found_TK]
+            other = weight_only_outputs_triton(given, block=block)[found_TK]
             # The interpreter's products are a library's, which has an order of its own for every shape.
             torch.testing.assert_close(other, got[found_TK], rtol=0, atol=0.0 if ON_GPU else 1e-5 * float(wanted.abs().max()))

@@ -24,9 +24,7 @@ from dsv4lite.kernels.dispatch import by_most, ceil_div
 from dsv4lite.kernels.e4m3 import as_stored, e4m3_bytes, fp8_scale_bits, fp8_scaled, knows_e4m3, native_e4m3, to_bf16
 from dsv4lite.kernels.experts import HALF_ROWS, TILE_ROWS, ExpertInputs, ExpertSum, Tiles, prefill_fp4_triton, prefill_fp8_triton
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
-from dsv4lite.kernels.experts.unquantized_triton import unquantized_outputs_triton
-from dsv4lite.kernels.four_bit import FourBit
-from dsv4lite.kernels.four_bit.triton import four_bit_outputs_triton
+from dsv4lite.kernels.experts.weight_only_triton import weight_only_outputs_triton
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.swiglu.triton import swiglu_of
@@ -355,10 +353,8 @@ class Work:
 
 def experts_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None = None) -> Tensor:
     """Launch ``experts_outputs``; ``block`` is for measurements."""
-    if isinstance(given.w2, FourBit):
-        return four_bit_outputs_triton(given, block=block)
     if not isinstance(given.w2, Tiles):
-        return unquantized_outputs_triton(given, block=block)
+        return weight_only_outputs_triton(given, block=block)
     (tokens, hidden), top_k, (experts, _, width) = given.x.shape, given.slots_TK.shape[1], given.sizes
     w13, w2, shape = given.w13, given.w2, (tokens, top_k, hidden)
     assert isinstance(w13, Tiles) and given.x_scales is not None

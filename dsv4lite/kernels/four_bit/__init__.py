@@ -109,7 +109,7 @@ def kernels_take(group: int) -> bool:
     return group in (16, 32) or group % 64 == 0
 
 
-@op("four_bit.triton:four_bit_linear_triton", suits=lambda x_MK, w, *_, **__: kernels_take(w.group))
+@op("experts.weight_only_triton:four_bit_linear_triton", suits=lambda x_MK, w, *_, **__: kernels_take(w.group))
 def four_bit_linear(x_MK: Tensor, w: FourBit, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:
     """Return ``x @ w.T`` [M, N].
 
