@@ -194,12 +194,12 @@ def default_cache_dir() -> str:
 
 
 def local_rank() -> int | None:
-    """Return which of a machine's ranks this process is, if a launcher such as torchrun says so."""
+    """Return this process's rank on its machine, ``$LOCAL_RANK``; ``None`` without a launcher such as torchrun."""
     return _number("LOCAL_RANK")
 
 
 def global_rank() -> int | None:
-    """Return which of all ranks this process is, if a launcher says so."""
+    """Return this process's rank among all, ``$RANK``; ``None`` without a launcher."""
     return _number("RANK")
 
 

@@ -33,7 +33,7 @@ FREE_MEMORY = (
 _NEW_PROCESS = (
     "CUDA may refuse everything else in this process: start a new one; CUDA_LAUNCH_BLOCKING=1 in its environment names the kernel"
 )
-# What driver, CUDA and ptxas say of code that they do not understand.
+# In messages of driver, CUDA and ptxas about code that they cannot compile or load.
 _MISMATCH = re.compile(
     "no kernel image|ptxas|invalid device function|device kernel image is invalid|unsupported toolchain|invalid ptx|is not defined "
     "for option|driver version is insufficient|forward compatibility|unsupported display driver|0 active drivers|libcuda",
@@ -84,8 +84,8 @@ def find_chip(name: str) -> Chip:
     found = CHIPS.get(str(name).lower())
     if found is None:
         raise ConfigError(
-            f"gpu={name!r} is not in the table of chips ({', '.join(CHIPS)}){near_match(str(name), CHIPS)}; "
-            "for another GPU give its memory instead: memory_bytes, or --memory"
+            f"gpu={name!r} is not in the table of chips ({', '.join(CHIPS)}); for another GPU "
+            f"give its memory instead: memory_bytes, or --memory{near_match(str(name), CHIPS)}"
         )
     return found
 
@@ -130,7 +130,7 @@ def _require_cuda(wanted: str, device: torch.device) -> None:
     if count == 0:
         try:
             torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:  # no driver, or one too old, in its own words
+        except (RuntimeError, AssertionError) as error:  # no driver, or one too old; the message says which
             raise ConfigError(f"device={wanted!r}: CUDA finds no device: {_first_line(error)}; use device='cpu'") from error
     if (device.index or 0) >= count:
         raise ConfigError(f"device={wanted!r}: this machine has {count} CUDA devices; use device='cpu'" + _others(count))
@@ -242,7 +242,7 @@ def require_private(folder: Path) -> None:
     """Raise if another user than this one and root could put compiled kernels, which are code, into a folder.
 
     As with ssh's files, the folders that contain it count too, up to the home directory if it lies there. A containing folder that
-    others can write, but whose sticky bit keeps them from renaming what is in it (``/tmp``), will do.
+    others can write, but whose sticky bit keeps them from renaming what is in it (``/tmp``), is accepted.
 
     Raises:
         ConfigError: Names the folder, and what to do.
@@ -262,7 +262,7 @@ def require_private(folder: Path) -> None:
         if found.st_uid not in (0, me) or (found.st_mode & 0o022 and not kept):
             raise ConfigError(
                 f"compile_cache_dir={str(folder)!r}: {each} has the mode {stat.S_IMODE(found.st_mode):04o} and belongs to user "
-                f"{found.st_uid}, so that others than user {me} can change compiled kernels, which this process runs; make it "
+                f"{found.st_uid}, so that users other than {me} can change compiled kernels, which this process runs; make it "
                 "yours and run chmod -R go-w on it, or choose another folder"
             )
 

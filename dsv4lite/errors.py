@@ -124,9 +124,10 @@ class WeightUpdateError(DSV4LiteError):
 
 
 class CapacityError(DSV4LiteError):
-    """The model, or one sequence of the wanted length, does not fit in memory; raised before anything is loaded.
+    """The model, or one sequence of the wanted length, does not fit in memory.
 
-    Also raised by ``sleep``, ``wake_up`` and staged updates if the host or the device has too little memory left.
+    Raised before anything is loaded; while loading, if other programs took memory since; and by ``sleep``, ``wake_up`` and staged
+    updates if the host or the device has too little memory left.
 
     Attributes:
         plan: The ``MemoryPlan`` that did not fit; ``None`` after the start.
@@ -140,7 +141,7 @@ class CapacityError(DSV4LiteError):
 
 
 class RequestFailedError(DSV4LiteError):
-    """One request failed (its logits were not finite, its callback raised, …); the engine serves the others.
+    """One request failed (its logits were not finite, its settings allow no token, …); the engine serves the others.
 
     Attributes:
         output: What had been generated until then.
@@ -172,7 +173,7 @@ class EngineDeadError(DSV4LiteError):
 
 
 def _restore(kind: type[DSV4LiteError], args: tuple[Any, ...], state: dict[str, Any]) -> DSV4LiteError:
-    """Make an error again without its constructor, which may want what is in ``state`` already."""
+    """Make a pickled error without its constructor, whose arguments are no longer known; ``state`` has the attributes."""
     error = kind.__new__(kind)
     error.args = args
     error.__dict__.update(state)

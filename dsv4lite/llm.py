@@ -571,6 +571,7 @@ class AsyncLLM(BaseLLM):
 
         Raises:
             ConfigError: There is no such folder, or it cannot be written to.
+            UnsupportedError: The engine has several ranks, or its model is in another process.
         """
         self._check("dump_step")
         file = None if file_name(path) else Path(path).absolute()

@@ -143,7 +143,7 @@ class Batch:
                 self._filling = False
 
     async def _pull(self, rows: AsyncIterator[BatchRow], submit: Submit, scope: anyio.CancelScope) -> None:
-        """Submit the rows of an asynchronous source, which may wait for anything, even for the consumer of an output."""
+        """Submit the rows of an asynchronous source, which may wait for anything, even until the consumer has taken an output."""
         with scope:
             try:
                 for index in self._indices:

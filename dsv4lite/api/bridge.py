@@ -1,8 +1,8 @@
-"""The one way from the engine's thread to its callers, and the one way in which a caller waits.
+"""Bridges: how the engine's thread posts callbacks to its callers, and how a caller waits.
 
-A bridge has a *home*: the asyncio loop or the Trio run that was current when the bridge was made, or for ``LLM`` a thread of its
-own. Short callbacks are posted from any thread and run at home, in order. Posting never blocks and never raises: a home that is
-gone drops what is posted, so that the engine's thread does not die with its host's loop.
+A bridge has a *loop* that runs short callbacks, posted from any thread, in order: the asyncio loop or the Trio run that was current
+when the bridge was made, or for ``LLM`` a thread of the bridge. Posting never blocks and never raises: callbacks posted after the
+end of the loop are dropped, so that the engine's thread does not fail when the host's loop ends.
 
 Waiting is a coroutine on every bridge. On a ``LoopBridge`` it suspends the caller's task; on a ``ThreadBridge`` it blocks the
 caller's thread and never suspends, so that ``blocking.finish`` can run the whole call without an event loop.
@@ -37,11 +37,11 @@ _LONGEST_WAIT_S = 3600.0  # far below ``threading.TIMEOUT_MAX``; a later timer i
 
 
 class Bridge(ABC):
-    """Runs callbacks at home, and lets callers wait."""
+    """Runs callbacks in its loop, and lets callers wait."""
 
     @abstractmethod
     def post(self, callback: Callback) -> bool:
-        """Run ``callback`` at home, soon; from any thread, signal handler or finalizer. ``False``: the home is gone.
+        """Let the loop run ``callback`` soon; from any thread, signal handler or finalizer. Return ``False`` if the loop has ended.
 
         The callback must not raise.
         """
@@ -49,11 +49,11 @@ class Bridge(ABC):
     @property
     @abstractmethod
     def is_gone(self) -> bool:
-        """Whether the home has ended, perhaps before all posted callbacks have run."""
+        """Whether the loop has ended, perhaps before all posted callbacks have run."""
 
     @abstractmethod
     def post_later(self, seconds: float, callback: Callback) -> None:
-        """Run ``callback`` at home after a delay of any length; dropped if the home ends or the bridge is closed before."""
+        """Let the loop run ``callback`` after a delay of any length; dropped if the loop ends or the bridge is closed before."""
 
     @abstractmethod
     def close(self, *, wait: bool = True) -> None:
@@ -89,7 +89,7 @@ class Bridge(ABC):
 
 
 class LoopBridge(Bridge):
-    """A bridge whose home is an event loop; made by ``current_loop``."""
+    """A bridge to an event loop; made by ``current_loop``."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -98,7 +98,7 @@ class LoopBridge(Bridge):
 
     @abstractmethod
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run ``work`` as a task that belongs to no scope of the caller; call it at home. ``work`` must not raise."""
+        """Run ``work`` as a task that belongs to no scope of the caller; call this in the loop. ``work`` must not raise."""
 
     def post_later(self, seconds: float, callback: Callback) -> None:
         async def wait() -> None:
@@ -113,7 +113,7 @@ class LoopBridge(Bridge):
         self.post(self._closed.set)
 
     def run(self, callback: Callback) -> None:
-        """Run ``callback`` now when called on the home thread, else post it."""
+        """Run ``callback`` now when called in the loop's thread, else post it."""
         if threading.get_ident() == self._thread:
             callback()
         else:
@@ -175,7 +175,7 @@ class LoopSignal:
 
 
 class AsyncioBridge(LoopBridge):
-    """Home is the running asyncio loop (uvloop included)."""
+    """A bridge to the running asyncio loop (uvloop included)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class AsyncioBridge(LoopBridge):
 
 
 class TrioBridge(LoopBridge):
-    """Home is the current Trio run."""
+    """A bridge to the current Trio run."""
 
     def __init__(self) -> None:
         import trio
@@ -225,7 +225,7 @@ class TrioBridge(LoopBridge):
 
     @property
     def is_gone(self) -> bool:
-        return self._gone  # an ending run still runs what was posted; only the next post finds it gone
+        return self._gone  # an ending run still runs what was posted; only the next post fails
 
     def is_current(self) -> bool:
         return self._trio.lowlevel.in_trio_task() and self._trio.lowlevel.current_trio_token() is self._token
@@ -238,7 +238,7 @@ class TrioBridge(LoopBridge):
 
 
 class ThreadBridge(Bridge):
-    """Home is a daemon thread of its own, until ``close``."""
+    """A bridge whose loop is a daemon thread, until ``close``."""
 
     def __init__(self, name: str) -> None:
         self._inbox: queue.SimpleQueue[Callback | None] = queue.SimpleQueue()
@@ -246,7 +246,7 @@ class ThreadBridge(Bridge):
         self._order = itertools.count()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # As for the engine's thread: it may be inside torch when the interpreter ends. The engine's is younger and ends first.
+        # Like the engine's thread, it may be inside torch when the interpreter ends. Later finalizers run first: the engine's does.
         self._at_exit = weakref.finalize(self._thread, self.close)
         self._thread.start()
 
@@ -287,7 +287,7 @@ class ThreadBridge(Bridge):
                 callback()
             except BaseException:  # all other requests depend on this thread
                 log.exception("a callback failed; the thread continues")
-            del callback  # an idle thread must keep nothing alive
+            del callback  # while the thread waits, no variable may keep an object of the callback alive
         self._at_exit.detach()
 
     def _next(self) -> Callback | None:
@@ -324,7 +324,7 @@ def current_loop() -> LoopBridge:
     Raises:
         RuntimeError: No asyncio or Trio loop is running in this thread.
     """
-    trio = sys.modules.get("trio")  # where it is not imported, no task of it runs; asked first, as Trio may be asyncio's guest
+    trio = sys.modules.get("trio")  # before asyncio: Trio can run as a guest of an asyncio loop
     if trio is not None and trio.lowlevel.in_trio_task():
         return TrioBridge()
     return AsyncioBridge()

@@ -162,15 +162,13 @@ class RowFiles:
                 whole += len(line)
                 try:
                     if cut:
-                        raise ValueError("the last line has no end, and is no output that was cut off")
+                        raise ValueError("the last line is not complete, and is not the beginning of an output")
                     output = json.loads(line)
                     number, custom_id = int(output["id"].removeprefix("row-")), output["custom_id"]
                     found[number] = _checksum(custom_id)
                     self._failed += output.get("error") is not None
                 except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-                    raise ConfigError(
-                        f"{self._target} holds something else than outputs of generate_file: {shown(line)}"
-                    ) from error
+                    raise ConfigError(f"{self._target} holds other data than outputs of generate_file: {shown(line)}") from error
         self._out.truncate(whole)  # fails if the block was left, so that the file may be another run's by now
         return found
 

@@ -2,9 +2,9 @@
 
 A ``Session`` owns one engine. It keeps the queue of requests that wait for a place, passes the engine's updates to each request's
 ``Collector``, and knows the state of the engine. Only ``start`` and ``close`` block. Results are ``concurrent.futures.Future``
-objects; ``AsyncLLM`` and ``LLM`` bring the bridge whose home runs ``drain`` after an engine step.
+objects; ``AsyncLLM`` and ``LLM`` bring the bridge whose loop runs ``drain`` after an engine step.
 
-    caller                       home (event loop or delivery thread)           engine thread
+    caller                       loop (event loop or delivery thread)           engine thread
     submit  ----------------------------------------------------------------->  engine.submit
                                  drain  <----- one post per step  ------------  deliver
             ticket's deltas <--- collector: text, stop strings
@@ -180,7 +180,7 @@ class Session:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._phase = Phase.NEW
-        self._process: int | None = None  # the one that started the engine
+        self._process: int | None = None  # id of the process that started the engine
         self._failure: EngineDeadError | None = None
         self._engine: Engine | None = None
         self._bridge: Bridge | None = None
@@ -189,13 +189,13 @@ class Session:
         self._visible: dict[str, Ticket] = {}  # open for their callers, by request_id
         self._in_engine: dict[str, Ticket] = {}  # open for the engine, by its id; the caller may have left
         self._queue: OrderedDict[str, Ticket] = OrderedDict()  # waiting for a place, in order of arrival, by the engine's id
-        self._ending: OrderedDict[Ticket, tuple[FinishReason, DSV4LiteError | None]] = OrderedDict()  # home ends these in groups
+        self._ending: OrderedDict[Ticket, tuple[FinishReason, DSV4LiteError | None]] = OrderedDict()  # ended in groups
         self._pauses: list[Pause] = []  # while there are any, requests stay queued
         self._stopped = False  # the engine was told to pause
         self._answer = _done()  # the engine's answer to the last order to pause or resume
         self._released: frozenset[MemoryTag] = frozenset()  # what sleeps, or will once the engine has carried out its commands
         self._memory = _done()  # the last sleep or wake-up
-        self._valid = True  # whether the weights, resident or in host memory, are valid, or will be, as above
+        self._valid = True  # whether weights, resident or in host memory, are valid, or will be after these commands
         self._orders = 0  # pending calls that change these two
         self._hold: Pause | None = None  # while the engine cannot serve
         self._update: Update | None = None
@@ -234,7 +234,7 @@ class Session:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a fork of the engine's, without the engine's thread and with locks that may be held for ever."""
+        """Whether this process is a fork of the engine's. It lacks the engine's thread, and its copies of locks may stay locked."""
         return self._process is not None and self._process != os.getpid()
 
     def require_process(self, call: str) -> None:
@@ -458,7 +458,7 @@ class Session:
             return ticket
 
     def abort(self, request_id: str | None = None) -> None:
-        """End one request, or all, with their partial outputs; an unknown id is ignored. Of many, most are ended at home, soon."""
+        """End one request, or all, with their partial outputs; an unknown id is ignored. The loop ends most of many."""
         if self.forked:
             return
         self.drain()
@@ -679,11 +679,11 @@ class Session:
             self._released, self._valid = engine.memory_state()
 
     def _pending(self) -> Future[None]:
-        """Return the future of the sleep or wake-up in progress, for which one without effect waits."""
+        """Return the future of the sleep or wake-up in progress; a call that changes nothing waits for it."""
         return _done() if self._memory.done() else self._memory
 
     def _update_hold(self) -> None:
-        """Hold all requests while the engine sleeps or has no weights, or may be found to when pending calls have ended."""
+        """Hold all requests while the engine sleeps or has no valid weights, and until pending calls have ended."""
         if self._phase is not Phase.READY:
             return
         if self._released or not self._valid:
@@ -709,7 +709,7 @@ class Session:
         self._post_drain()
 
     def _post_drain(self) -> None:
-        """Post a drain to home unless one is pending: a slow home gets several steps at once, and no backlog of posts."""
+        """Post a drain unless one is pending: a slow loop gets the updates of several steps at once, and no backlog of posts."""
         with self._updates_lock:
             assert self._bridge is not None
             if self._orphaned or (self._posted and not self._bridge.is_gone):
@@ -723,7 +723,7 @@ class Session:
                     tickets.clear()  # their waiting tasks never run again, and would keep the AsyncLLM alive
 
     def drain(self) -> None:
-        """Pass the delivered updates to their requests, and end some of the requests that are to be ended. Never raises."""
+        """Pass the delivered updates to their requests, and end some of the requests in ``_ending``. Never raises."""
         with self._lock:
             with self._updates_lock:
                 updates, self._updates, self._posted = self._updates, [], False
@@ -740,7 +740,7 @@ class Session:
         self._end_rest()
 
     def _end_rest(self) -> None:
-        """Let home end more of the requests in ``_ending``. Called without the lock."""
+        """Let the loop end more of the requests in ``_ending``. Called without the lock."""
         if self._ending:
             self._post_drain()
 
@@ -809,7 +809,7 @@ class Session:
             self._withdraw(ticket)
 
     def _end_all(self, tickets: Iterable[Ticket], reason: FinishReason, error: DSV4LiteError | None = None) -> None:
-        """End requests for their callers, some at once and the others at home; does not abort them in the engine."""
+        """End requests for their callers, some at once and the others in the loop; does not abort them in the engine."""
         for ticket in list(tickets):
             self._queue.pop(ticket.request.request_id, None)
             self._ending.setdefault(ticket, (reason, error))

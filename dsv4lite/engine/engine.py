@@ -699,7 +699,7 @@ class Engine:
             self._ask("check", serial, partial)
             self._ask("write", serial)
         except BaseException as error:
-            self._valid = self._valid and isinstance(error, WeightUpdateError)  # with which nothing was written
+            self._valid = self._valid and isinstance(error, WeightUpdateError)  # after this error nothing was written
             raise
         self._valid = True
         if recompute:

@@ -415,7 +415,7 @@ class MultiRankExecutor:
 
 
 def joined(errors: Sequence[BaseException]) -> BaseException:
-    """Return one error for the errors of ranks: all that they rejected, or the first error of another kind."""
+    """Return one error for the errors of ranks: the first that is no ``WeightUpdateError``, or one that lists all tensors."""
     refusals = [error for error in errors if isinstance(error, WeightUpdateError)]
     if len(refusals) < len(errors):
         return next(error for error in errors if not isinstance(error, WeightUpdateError))

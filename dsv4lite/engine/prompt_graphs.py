@@ -30,7 +30,7 @@ Record = Callable[[Callable[[], Batch | None]], tuple[Any, Batch | None]]
 _FEW_SEQUENCES = (1, 16)  # for a single prompt, attention dequantizes rows once for all tokens
 _FEW_TOKENS, _FINE, _COARSE = 64, 128, 256  # tokens of the smallest shape; steps between shapes up to 1,024 tokens, and above
 _LENGTHS = tuple(8192 << 2 * i for i in range(6))  # bounds of the longest sequence, for which tables and index scores have room
-_LONG_TOKENS = 2048  # most tokens with sequences longer than ``_LENGTHS[0]``: the device takes longer for more than the host
+_LONG_TOKENS = 2048  # most tokens with sequences longer than ``_LENGTHS[0]``; with more, the host does not limit an eager step
 _MOST_PAGES = 1 << 18  # in a step's page tables, which the host writes
 
 

@@ -161,7 +161,7 @@ class StepRecorder:
             rows=rows,
         )
         dump.save(path)
-        log.warning("saved step %d, %s; find its first bad op with: python -m dsv4lite replay %s", plan.step, reason, path)
+        log.warning("saved step %d (%s); find its first bad op with: python -m dsv4lite replay %s", plan.step, reason, path)
 
     def _fitting(self, plan: StepPlan, bad: Collection[int]) -> StepPlan:
         """Return the plan of the sequences that fit into a file: those that failed, then the others in order."""

@@ -234,7 +234,7 @@ class Runner:
         self._tokens.begin([padding_place])  # connects the ranks
         self._tokens.await_tokens({padding_place})
         captured = time.monotonic()
-        if graphs is not None and ranks == 1:  # several ranks would have to measure in step
+        if graphs is not None and ranks == 1:  # several ranks would have to replay the same steps at the same time
             self.step_costs = measure_steps(graphs, self.cache, self.model.config.vocab_size)
         layers = self.model.shard.layers
         self.warmed = (

@@ -195,7 +195,7 @@ def recording() -> Iterator[list[Wanted]]:
 
 
 class _AbsentDriver:
-    """A Triton driver of a GPU that is not in this machine: it knows the target, but cannot launch."""
+    """A Triton driver of a GPU that is not in this machine: it reports the target, but cannot launch."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability

@@ -163,7 +163,7 @@ def check_layout(config: ModelConfig, tensors: Tensors, layout: Layout) -> None:
     if tp % ep and ep % tp:
         raise ConfigError(f"ep={ep} must divide tp={tp} or be a multiple of it: ranks of tp share either experts or their width")
     if layout.copies > 1 and layout.dp > 1:
-        raise ConfigError(f"{layout}: ep exceeds tp x dp, so ranks repeat each other; raise dp to {layout.dp * layout.copies}")
+        raise ConfigError(f"{layout}: ep exceeds tp x dp, so replicas would have copies; raise dp to {layout.dp * layout.copies}")
     if layout.pp > max(1, config.num_hidden_layers):
         raise ConfigError(f"pp={layout.pp} stages for {config.num_hidden_layers} layers; each needs at least one")
 

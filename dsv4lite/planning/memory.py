@@ -203,7 +203,7 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
     if wanted not in ("auto", natural, *(("fp8",) if free else ())):
         kind = "quantized" if model.quantized else "unquantized"
         raise UnsupportedError(
-            f"kv_cache_dtype={wanted!r} does not fit this {kind} {dtype} model: its rows are {natural!r}; leave 'auto'"
+            f"kv_cache_dtype={wanted!r} does not fit this {kind} {dtype} model: its rows are {natural!r}; use 'auto'"
         )
     return Numerics.choose(
         dtype=dtype,
@@ -331,7 +331,7 @@ def _own_drafter(wanted: MTP | DSpark | None, source: ModelSource) -> MTP | DSpa
         return MTP() if kind == "mtp" else DSpark(k=block) if kind == "dspark" else None
     if kind != ("mtp" if isinstance(wanted, MTP) else "dspark"):
         lacks = "MTP block" if isinstance(wanted, MTP) else "block drafter"
-        instead = {"mtp": "MTP(), for it has that block", "dspark": "DSpark(), for it is a refreshed release", None: "NGram()"}
+        instead = {"mtp": "MTP(), which it has", "dspark": "DSpark(), which it has", None: "NGram()"}
         raise UnsupportedError(
             f"speculative={wanted!r}: {source.folder} has no {lacks}; use {instead[kind]}, 'auto', a Speculator, or None"
         )
@@ -509,7 +509,7 @@ def _target(config: EngineConfig, chip: Chip | None, memory_bytes: int | None) -
     if total is None or not config.device.startswith(("auto", "cuda")):
         device = choose_device(config)
         if chip is not None:
-            raise ConfigError(f"gpu={chip.name!r} with device='cpu' names two devices; leave one out")
+            raise ConfigError(f"the gpu {chip.name} and device='cpu' are two devices; leave one out")
         name = f"the {device} of this machine" if total is None else f"a {device} with {in_gib(total)}"
         if device.type == "cpu" and config.device == "auto":
             name += " (it has no GPU; to plan for one, name it: gpu='h200' or --gpu h200)"

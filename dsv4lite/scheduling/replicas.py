@@ -60,13 +60,13 @@ class Replicas:
     def __init__(self, schedulers: Sequence[Scheduler], placement: ReplicaPlacement) -> None:
         self._schedulers = tuple(schedulers)
         self._placement, self._turn = placement, 0
-        self._homes: dict[str, Scheduler] = {}
+        self._chosen: dict[str, Scheduler] = {}  # by request id
 
     def add(self, request: Request) -> None:
         """Queue a request with one of the replicas."""
-        home = self._choose(request)
-        home.add(request)
-        self._homes[request.request_id] = home
+        scheduler = self._choose(request)
+        scheduler.add(request)
+        self._chosen[request.request_id] = scheduler
 
     def _choose(self, request: Request) -> Scheduler:
         in_turn = (*self._schedulers[self._turn :], *self._schedulers[: self._turn])
@@ -83,8 +83,8 @@ class Replicas:
     ) -> list[SequenceUpdate]:
         if request_id is None:
             return self._forgetting([update for s in self._schedulers for update in s.abort(None, reason)])
-        home = self._homes.get(request_id)
-        return [] if home is None else self._forgetting(home.abort(request_id, reason, index=index))
+        scheduler = self._chosen.get(request_id)
+        return [] if scheduler is None else self._forgetting(scheduler.abort(request_id, reason, index=index))
 
     def expire(self, now: float) -> list[SequenceUpdate]:
         return self._forgetting([update for scheduler in self._schedulers for update in scheduler.expire(now)])
@@ -107,11 +107,11 @@ class Replicas:
         return self._forgetting(updates)
 
     def _forgetting(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-        """Forget the homes of requests that have ended."""
+        """Forget the replicas of requests that have ended."""
         for update in updates:
-            home = self._homes.get(update.request_id) if update.finish_reason is not None else None
-            if home is not None and not home.has_request(update.request_id):
-                del self._homes[update.request_id]
+            scheduler = self._chosen.get(update.request_id) if update.finish_reason is not None else None
+            if scheduler is not None and not scheduler.has_request(update.request_id):
+                del self._chosen[update.request_id]
         return updates
 
     def reset_prefix_cache(self) -> None:
@@ -127,7 +127,7 @@ class Replicas:
             scheduler.preempt_all()
 
     def sequences_of(self, request_id: str) -> tuple[Completion, ...]:
-        return self._homes[request_id].sequences_of(request_id)
+        return self._chosen[request_id].sequences_of(request_id)
 
     def has_work(self) -> bool:
         return any(scheduler.has_work() for scheduler in self._schedulers)
@@ -149,5 +149,5 @@ class Replicas:
     def check(self) -> None:
         for scheduler in self._schedulers:
             scheduler.check()
-        for request_id, home in self._homes.items():
-            assert home.has_request(request_id), f"request {request_id!r} has ended"
+        for request_id, scheduler in self._chosen.items():
+            assert scheduler.has_request(request_id), f"request {request_id!r} has ended"

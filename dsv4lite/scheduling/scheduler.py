@@ -738,7 +738,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------------- integrity
 
     def check_released(self) -> None:
-        """Assert that sequences that have ended hold no ids, if none is live. Takes no time, unlike ``check``."""
+        """Assert that no id is held if no sequence is live. Compares counts; ``check`` looks at every id."""
         if not self._live:
             self._pools.check_released()
 

@@ -166,7 +166,7 @@ def find_format(raw: Mapping[str, Any], given: Mapping[str, QuantMethod]) -> Qua
     method = quantization["quant_method"]
     if not isinstance(method, str) or method not in methods:
         known = ", ".join(("fp8", *methods))
-        raise UnsupportedError(f"{_method(quantization)} is not supported (known: {known}); quant_formats takes what reads it")
+        raise UnsupportedError(f"{_method(quantization)} is not supported (known: {known}); set quant_formats for others")
     return methods[method](quantization)
 
 

@@ -170,7 +170,7 @@ def _unpacked(
 ) -> Iterator[tuple[str, Tensor | FourBit]]:
     """Yield tensors; each packed matrix takes the place of its last part. Earlier parts are copied.
 
-    A packed matrix is unpacked on the device of its slot, where unpacking takes no time.
+    A packed matrix is unpacked on the device of its slot: a GPU does this much faster than the host.
     """
     parts = {
         part.name if isinstance(part, HeldTensor) else part.info.name: (name, leaf)

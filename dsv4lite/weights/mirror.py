@@ -44,7 +44,7 @@ class Mirror:
             self._held[place.data_ptr()] = place, part
             if complete:
                 self._write(*self._held.pop(place.data_ptr()))
-        self._settle(_MOST_HELD)  # the rest of a place mostly comes soon, and copies between host and device take longest
+        self._settle(_MOST_HELD)  # the rest of a place usually arrives soon, and copies between host and device take longest
 
     def send(self) -> None:
         """Copy what was stored to the slots. Ranges that touch are copied together, often a whole segment."""

@@ -196,7 +196,7 @@ class Matrix(nn.Module):
 
 
 class _Stored(ABC):
-    """A slot: the home of one checkpoint tensor, in its resident form.
+    """A slot: the place of one checkpoint tensor, in its resident form.
 
     Each slot has ``shape``, of a matrix ``(out, in)``; ``tensors``, in which its numbers lie; and ``values()``, the numbers in
     float32, or ids as they are.

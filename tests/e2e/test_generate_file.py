@@ -200,12 +200,12 @@ def test_a_second_run_on_the_same_target_is_refused(llm: LLM, tmp_path: Path) ->
 def test_files_that_do_not_fit_are_refused_and_stay_as_they_are(llm: LLM, tmp_path: Path) -> None:
     source = written(tmp_path / "in", GOOD)
     for name, content, problem in (
-        ("text", b"hello\n", "holds something else than outputs of generate_file: b'hello"),
-        ("unfinished", b"hello", "holds something else than outputs of generate_file: b'hello"),
-        ("other", b'{"id": 3}\n', "holds something else than outputs"),
-        ("number", b'{"id": "row-1", "custom_id": 3}\n', "holds something else than outputs"),
-        ("surrogate", b'{"id": "row-1", "custom_id": "\\ud800"}\n', "holds something else than outputs"),
-        ("deep", b"[" * 100_000 + b"\n", "holds something else than outputs"),
+        ("text", b"hello\n", "holds other data than outputs of generate_file: b'hello"),
+        ("unfinished", b"hello", "holds other data than outputs of generate_file: b'hello"),
+        ("other", b'{"id": 3}\n', "holds other data than outputs"),
+        ("number", b'{"id": "row-1", "custom_id": 3}\n', "holds other data than outputs"),
+        ("surrogate", b'{"id": "row-1", "custom_id": "\\ud800"}\n', "holds other data than outputs"),
+        ("deep", b"[" * 100_000 + b"\n", "holds other data than outputs"),
         ("more", b'{"id": "row-99", "custom_id": null}\n', "in has no row 99"),
         ("ids", b'{"id": "row-1", "custom_id": "z"}\n', "row 1 of .*in is 'a'"),
     ):

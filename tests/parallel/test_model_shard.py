@@ -78,7 +78,7 @@ class Idle:
         (Layout(tp=4), {"expert_width": 30}, "moe_intermediate_size=30 cannot be shared equally by tp=4 ranks"),
         (Layout(ep=3), {}, "n_routed_experts=8 cannot be shared equally by ep=3 ranks"),
         (Layout(tp=2, dp=3, ep=3), {"num_experts": 9}, "ep=3 must divide tp=2 or be a multiple of it"),
-        (Layout(dp=2, ep=4), {}, "ranks repeat each other; raise dp to 4"),
+        (Layout(dp=2, ep=4), {}, "replicas would have copies; raise dp to 4"),
         (Layout(pp=6), {}, "pp=6 stages for 5 layers"),
     ],
     ids=str,

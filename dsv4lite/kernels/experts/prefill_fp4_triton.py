@@ -309,7 +309,7 @@ def _down_kernel(
 
 
 def takes_blocks(given: ExpertInputs) -> bool:
-    """Return whether these kernels know the chip, the format and the sizes."""
+    """Return whether these kernels support the chip, the format and the sizes."""
     w2, (_, hidden, width) = given.w2, given.sizes
     known = isinstance(w2, Tiles) and w2.fp4 and capability_of(given.x.device) == HOPPER
     return known and hidden % (2 * TILE_ROWS) == width % (2 * TILE_COLUMNS) == 0

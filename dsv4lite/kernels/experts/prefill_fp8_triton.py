@@ -239,7 +239,7 @@ def _down_kernel(
 
 
 def takes_blocks(given: ExpertInputs) -> bool:
-    """Return whether these kernels know the chip, the format and the sizes."""
+    """Return whether these kernels support the chip, the format and the sizes."""
     w2 = given.w2
     known = isinstance(w2, Tiles) and not w2.fp4 and capability_of(given.x.device) == HOPPER
     return known and given.sizes[1] % (4 * TILE_ROWS) == 0

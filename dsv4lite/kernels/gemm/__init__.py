@@ -28,7 +28,7 @@ from dsv4lite.kernels.dispatch import op
 from dsv4lite.kernels.quantize import FP8_GROUP, dequantize_fp8, e8m0_to_float, quantize_fp8
 
 ROW_TILE = 16
-MANY_ROWS = 512  # above, kernels sum in one part if any order of summation will do
+MANY_ROWS = 512  # above, kernels sum in one part if any order of summation is allowed
 
 
 def matmul_rows(x_MK: Tensor, w_NK: Tensor, row_tile: int | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from dsv4lite.kernels.gemm import scale_rows
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 
-_LEAST_CAPABILITY = 89  # knows e4m3
+_LEAST_CAPABILITY = 89  # the first with e4m3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def _strip(
     """Return the products, float32 [OUTS], of a row with the weights' rows from ``first`` on."""
     row = first + tl.arange(0, OUTS)
     acc = tl.zeros((OUTS, COLUMNS), tl.float32)
-    for c in tl.range(0, K // COLUMNS, num_stages=1, loop_unroll_factor=2):  # the next columns are asked for meanwhile
+    for c in tl.range(0, K // COLUMNS, num_stages=1, loop_unroll_factor=2):  # prefetches the next columns
         column = c * COLUMNS + tl.arange(0, COLUMNS)
         block = column // 128
         weights = tl.load(w + row[:, None] * K + column[None, :]).to(tl.float32)
@@ -109,7 +109,7 @@ def _row_groups_kernel(
     y = _strip(x + first // N * x_group, x, w, ws, first, K, OUTS, COLUMNS, False, True)
     let_successor_in()
     tl.store(numbers + first + tl.arange(0, OUTS), y)
-    tl.debug_barrier()  # all threads have written when one of them says so
+    tl.debug_barrier()  # the writes of all threads precede the count
     block = first // 128
     arrived = tl.atomic_add(arrivals + block, 1, sem="acq_rel", scope="gpu")
     if arrived == 128 // OUTS - 1:
@@ -119,11 +119,11 @@ def _row_groups_kernel(
         bits = fp8_scale_bits(rounded)
         tl.store(codes + column[None, :], e4m3_bytes(fp8_scaled(rounded, bits), knows_e4m3()))
         tl.store(scales + block + tl.arange(0, 1), (bits >> 23).to(tl.uint8))
-        tl.store(arrivals + block, 0)  # as the next product finds it
+        tl.store(arrivals + block, 0)  # counters are zero between kernels
 
 
 def _takes_row(x: Tensor, w_codes: Tensor, w_scales: Tensor, strip: Strip) -> bool:
-    """Return whether ``x`` [M, ...] is one row, and FP8 weights [..., N, K] are whole strips on a chip that knows their numbers."""
+    """Return whether ``x`` [M, ...] is one row, and FP8 weights [..., N, K] are whole strips on a chip with e4m3."""
     whole = _fits(strip, w_codes.shape[-2], w_codes.shape[-1]) and scale_rows(w_codes, w_scales) == FP8_GROUP
     return len(x) == 1 and whole and capability_of(x.device) >= _LEAST_CAPABILITY
 

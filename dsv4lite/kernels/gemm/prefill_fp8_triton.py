@@ -129,7 +129,7 @@ def _many_rows_fp8_kernel(x, xs, w, ws, out, M, N, blocks, part, FOLD: gl.conste
 
 
 def takes_many_fp8(x: Tensor, w: Tensor, scale_of: int) -> bool:
-    """Return whether this kernel knows the chip and the sizes, and there are enough rows and tiles."""
+    """Return whether this kernel supports the chip and the sizes, and there are enough rows and tiles."""
     (rows, inputs), outs = x.shape, w.shape[0]
     known = x.dtype == torch.float8_e4m3fn and capability_of(x.device) == HOPPER and scale_of == _TILE.value
     # Rows with the same next power of two take the same kernel, or warming up would need a step for each.

@@ -76,7 +76,7 @@ def _many_rows_kernel(
             # matmul_rows(x[:, group].float(), w[group].float())
             a = x.load([group, m, k]).reshape(BM, BK)
             b = w.load([group, k, n]).reshape(BK, BN) if BY_INPUT else w.load([group, n, k]).reshape(BN, BK).T
-            if not compiled():  # the interpreter does not know products of bfloat16
+            if not compiled():  # the interpreter has no products of bfloat16
                 a, b = a.to(tl.float32), b.to(tl.float32)
             total = tl.dot(a, b, total)
         # In halves: shared memory has no room for a whole tile of results beside the stages.

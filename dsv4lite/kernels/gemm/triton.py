@@ -228,7 +228,7 @@ mov.b32 {$0, $1}, t;
 
 @triton.jit
 def _e4m3_pairs_to_bf16(pairs):
-    # Two codes in an int16 are what the matrix unit wants in one register: nothing is taken apart or put together.
+    # The two codes of an int16 become one register of the matrix unit's operand, so no bytes are moved.
     if compiled():
         first, second = tl.inline_asm_elementwise(
             _WIDEN_PAIR, "=h,=h,h", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
@@ -258,7 +258,7 @@ def _finish(
         _store(out, acc, rm, rn, M, N, row_stride, SWAP)
     else:
         _store(parts + split * M.to(tl.int64) * row_stride, acc, rm, rn, M, N, row_stride, SWAP)
-        tl.debug_barrier()  # all threads have written when one of them says so
+        tl.debug_barrier()  # the writes of all threads precede the count
         arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
             ROWS: tl.constexpr = rm.shape[0] if rm.shape[0] < 32 else 32  # at a time, for all their parts fit into registers
@@ -272,10 +272,10 @@ def _finish(
                     total += tl.load(part + at, mask=inside, other=0.0, cache_modifier=".cg")
                 total = as_stored(total, out)
                 tl.store(out + at, total, mask=inside)
-            tl.store(arrivals, 0)  # as the next product finds it
+            tl.store(arrivals, 0)  # counters are zero between kernels
 
 
-# The interpreter knows neither assembly nor products of bfloat16.
+# The interpreter supports neither assembly nor products of bfloat16.
 @triton.jit
 def _add_product(
     acc, a, b, sx, sw, FP8_X: tl.constexpr, SCALE_ROWS: tl.constexpr, SWAP: tl.constexpr
@@ -527,7 +527,7 @@ def _results_of(x_MGK: Tensor, w_GNK: Tensor) -> tuple[int, int, int]:
 
 
 def _fp8_operands(x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor) -> Operands:
-    """Return FP8 inputs and weights as ``_launch`` takes them: as bytes, if the chip does not know e4m3."""
+    """Return FP8 inputs and weights as ``_launch`` takes them: as bytes, if the chip lacks e4m3."""
     rows, inputs = x_codes.shape
     assert x_scales.shape == (rows, ceil_div(inputs, FP8_GROUP)) and w_codes.shape[1] == inputs, (x_scales.shape, w_codes.shape)
     x, w = x_codes.contiguous(), w_codes

@@ -246,7 +246,7 @@ def _load(
 
 @gluon.jit
 def _zero(x):
-    """Return zero. The compiler does not know it, so it does not keep the descriptors of all tiles in registers over a loop."""
+    """Return zero, but hide it from the compiler, which would keep the descriptors of all tiles in registers over a loop."""
     return gl.inline_asm_elementwise("and.b32 $0, $1, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -451,7 +451,7 @@ def _absorbed_kernel(
 
 
 def takes_absorbed(given: LatentAttentionInputs) -> bool:
-    """Return whether this kernel knows the chip and the sizes."""
+    """Return whether this kernel supports the chip and the sizes."""
     q_THC, sizes = given.q_THC, (given.up_HCL.shape[2], given.rope)
     return q_THC.dtype == torch.bfloat16 and sizes == (_LATENT.value, _ROPE.value) and capability_of(q_THC.device) == HOPPER
 

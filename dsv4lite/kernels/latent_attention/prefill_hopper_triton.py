@@ -276,7 +276,7 @@ def _round_kernel(
 
 
 def takes_round(given: LatentAttentionInputs, sequences: int) -> bool:
-    """Return whether this kernel knows the chip and the sizes, and the step is large enough for its number of sequences."""
+    """Return whether this kernel supports the chip and the sizes, and the step is large enough for its number of sequences."""
     q_THC, sizes = given.q_THC, (given.nope, given.rope, given.up_HCL.shape[1] - given.nope)
     known = q_THC.dtype == torch.bfloat16 and sizes == (_NOPE, _ROPE, _VALUE) and capability_of(q_THC.device) == HOPPER
     aligned = describable(q_THC) and given.up_HCL.shape[2] % 8 == 0  # rows begin at multiples of 16 bytes

@@ -13,7 +13,7 @@ from dsv4lite.weights.quant import Numerics, Rounded
 
 
 class Streams:
-    """The residual streams between sub-layers. A sub-layer's output is written when the next one enters: one pass over them."""
+    """The residual streams between sub-layers. A sub-layer's output is added when the next one enters, in one pass over them."""
 
     def __init__(self, streams_TND: Tensor, config: V4Config, numerics: Numerics) -> None:
         self.value_TND = streams_TND
@@ -32,7 +32,7 @@ class Streams:
         return x_TD, rounded
 
     def leave(self, output_TD: Tensor) -> None:
-        """Accept the sub-layer's output, to be written later."""
+        """Keep the sub-layer's output until ``enter`` or ``final`` adds it to the streams."""
         assert self._mix is not None and self._pending is None
         self._pending = (output_TD, self._mix)
 
