@@ -280,7 +280,7 @@ def own_thread(device: torch.device, *, deterministic: bool) -> Iterator[None]:
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Run the CPU operations of this thread on one thread; other threads, also later ones, keep their number.
+    """Run the CPU operations of this thread on one thread; other threads keep their number. ``UnsupportedError`` if PyTorch cannot.
 
     With several threads the matrix library splits a product among them, so that the sum of a row depends on its place.
     ``torch.set_num_threads`` would change the number for the whole process.

@@ -213,6 +213,7 @@ def score_job(
 
     Raises:
         UnsupportedError: ``params`` have a setting that a given completion cannot be scored with.
+        InvalidRequestError: ``params``, ``top_logprobs`` or ``replay`` is malformed.
     """
     given = _params(info, params)
     limit = min(info.max_logprobs, info.model.vocab_size)

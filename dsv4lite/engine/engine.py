@@ -169,6 +169,7 @@ class Engine:
         Raises:
             CheckpointError, ConfigError, CapacityError: The model cannot be loaded; everything is freed.
             UnsupportedError: The chip, the driver or Triton cannot run the model.
+            EngineDeadError: Another error, its cause.
         """
         assert self._thread is None, "an engine starts once"
         self._deliver, self._deliver_failure = deliver, deliver_failure

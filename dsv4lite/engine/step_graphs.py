@@ -250,7 +250,7 @@ class StepGraphs:
                 fill_storage(tensor)
 
     def dry_run(self, shape: GraphShape) -> Tensor:
-        """Run a step of padding and everything that may run after it; return its inputs. Its kernels may be only recorded."""
+        """Run a step of padding and all that may follow it; return its ``step_inputs``. Its kernels may be only recorded."""
         inputs = self._inputs((), shape).to(self._cache.device)
         output = self._forward(inputs, shape, dry=True)
         if isinstance(output, StepOutput):

@@ -86,7 +86,7 @@ class Model(Protocol):
         """Skip layers that launch the same kernels as other layers; for dry runs, whose results are not used."""
 
     def empty_taps(self, tokens: int) -> Tensor:
-        """Allocate ``Batch.taps_TK`` for ``tokens`` tokens."""
+        """Allocate ``Batch.taps_TK`` [tokens, K], in the dtype of ``numerics``."""
 
     def take_part(self, most_tokens: int | None = None) -> None:
         """Run this rank's experts on other ranks' tokens; this rank has none in this step."""
@@ -113,7 +113,7 @@ class MtpModel(Model, Protocol):
         """Store the block's kv rows, given the model's residual [T, …]; ``batch`` has the *next* token at each position."""
 
     def mtp_forward(self, hidden: Tensor, batch: Any, cache: LayerCache) -> Tensor:
-        """Run the block on the same arguments; return its residual."""
+        """Run the block on the same arguments; return its residual [T, …]."""
 
     def mtp_logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [T, V] of the token after the next."""

@@ -196,7 +196,7 @@ class Keys:
 
 
 def token_id(raw: Mapping[str, Any], key: str, vocab_size: int, *, default: int) -> int | None:
-    """Return a token id, the first one if the value is a list; ``None`` for an explicit null."""
+    """Return a token id, the first one if the value is a list, ``None`` for an explicit null; else raise ``ConfigError``."""
     value = raw.get(key, default)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
@@ -205,7 +205,7 @@ def token_id(raw: Mapping[str, Any], key: str, vocab_size: int, *, default: int)
 
 
 def mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a JSON object; an empty one for null or an absent key."""
+    """Return a JSON object, an empty one for null or an absent key; raise ``ConfigError`` for other values."""
     value = {} if raw.get(key) is None else raw[key]
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key}={shown(value)} must be an object")
@@ -213,7 +213,7 @@ def mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def list_of(raw: Mapping[str, Any], key: str, kind: type) -> list[Any] | None:
-    """Return a list of values of one type; ``None`` for null or an absent key."""
+    """Return a list of values of one type, ``None`` for null or an absent key; raise ``ConfigError`` for other values."""
     value = raw.get(key)
     if value is not None and not (isinstance(value, list | tuple) and all(type(item) is kind for item in value)):
         raise ConfigError(f"{key}={shown(value)} must be a list of {kind.__name__}")

@@ -24,7 +24,7 @@ from dsv4lite.parallel.mesh import Axis
 
 
 def all_reduce_parts(axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = None) -> Tensor:
-    """Return the sum of all ranks' parts, rounded once.
+    """Return the sum of all ranks' parts, of any shape, rounded once.
 
     Args:
         part: This rank's part, float32; may be overwritten.
@@ -108,7 +108,7 @@ def reduce_scatter_experts(axis: Axis, parts: ExpertSum, tokens: int, dtype: tor
 
 
 def rounded_sum(part_TD: Tensor, also_TD: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the sum of float32 numbers and ``also_TD``, if any, rounded once, in one launch."""
+    """Return the sum of two float32 tensors [T, D] (or the first alone), rounded once to ``dtype``, in one launch."""
     if also_TD is None:
         return part_TD.to(dtype)
     return torch.add(part_TD, also_TD, out=torch.empty_like(part_TD, dtype=dtype))

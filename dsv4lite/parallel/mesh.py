@@ -116,7 +116,7 @@ class Axis:
         return self.begin_reduce_scatter(x).wait() if self.size > 1 else x
 
     def begin_reduce_scatter(self, x: Tensor) -> Transfer:
-        """Begin ``reduce_scatter``; ``x`` must not be written to before ``wait``."""
+        """Begin ``reduce_scatter``; ``x`` must not be written to before ``wait``. ``ConfigError`` if the rows are not divisible."""
         if len(x) % self.size:
             raise ConfigError(
                 f"axis {self.name}: rows of {list(x.shape)} cannot be scattered over {self.size} ranks in equal parts"
@@ -162,7 +162,7 @@ class Axis:
         return _Transfer(x, [self._group.send([_plain(x)], to, 0)])
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Receive a contiguous tensor from a rank along the axis."""
+        """Receive into the contiguous tensor ``x`` from the rank ``source`` along the axis; return ``x``."""
         self._group.recv([_plain(x)], source, 0).wait()
         return x
 

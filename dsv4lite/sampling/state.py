@@ -254,7 +254,7 @@ def failed(error: Exception) -> RequestFailedError:
 
 
 def with_tokens(mask: Tensor, token_ids: Sequence[int]) -> Tensor:
-    """Return a copy of a mask in which these tokens are set as well."""
+    """Return a mask, bool [V] on the CPU, in which these tokens are set as well; the same mask for no tokens."""
     if not token_ids:
         return mask
     return mask.index_fill(0, torch.tensor(token_ids, dtype=torch.int64, device="cpu"), 1)

@@ -75,7 +75,7 @@ class DeltaSource:
                 continue
             sent.add(matrix)
             for partner in unchanged.pop(matrix, ()):
-                yield partner, self._before[partner]  # which has the bits of the source's tensor, so that one need not be kept
+                yield partner, self._before[partner]  # has equal bits, so the source's tensor need not be kept
             yield from changes
 
     def _changes(self, name: str, given: Any) -> list[tuple[str, Any]]:

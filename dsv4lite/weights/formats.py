@@ -140,7 +140,7 @@ class PackedCut:
     parts: Mapping[str, Wanted | HeldTensor]
 
     def read(self, tensors: Mapping[str, Tensor]) -> FourBit | Tensor:
-        """Return the matrix, given the tensors by leaf.
+        """Return the matrix, floats [out, in] or a ``FourBit``, given the tensors by leaf.
 
         Raises:
             CheckpointError: The format cannot read them.

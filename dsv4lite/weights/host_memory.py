@@ -35,7 +35,7 @@ class HostMemory:
         self._used: list[int] = []  # bytes of each piece that are taken
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor whose contents are undefined.
+        """Return a contiguous tensor in host memory, whose contents are undefined, valid until ``clear`` or ``free``.
 
         Raises:
             CapacityError: The host has too little memory, or the limit of locked memory is too low.

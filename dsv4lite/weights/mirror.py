@@ -58,12 +58,12 @@ class Mirror:
                     resident[begin:end].copy_(host[begin:end], non_blocking=True)
 
     def _settle(self, most: int) -> None:
-        """Write places to host memory, which they have since ``_copy``, until at most ``most`` wait on their device."""
+        """Write the oldest places of ``_held`` to their host memory, until at most ``most`` are left."""
         while len(self._held) > most:
             self._write(*self._held.pop(next(iter(self._held))))
 
     def _copy(self, place: Tensor) -> Tensor:
-        """Return the contents of a place, on its device, as what was stored so far will make them."""
+        """Return the contents that a place would have after ``send`` now, on its device."""
         if held := self._held.pop(place.data_ptr(), None):
             return held[1]
         copy = place.clone()

@@ -81,7 +81,7 @@ class LatentAttentionInputs(NamedTuple):
     sin: Tensor | None = None
 
     def angles(self) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, as kernels take them."""
+        """Return cos and sin [T, rope / 2]; without rotation other tensors, which kernels do not read."""
         if self.cos is None or self.sin is None:
             return self.q_THC, self.q_THC
         assert self.cos.is_contiguous() and self.sin.is_contiguous()

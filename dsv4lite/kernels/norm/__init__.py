@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def rms_norm_heads(q_THC: Tensor, eps: float) -> Tensor:
-    """Normalise each head of ``q`` without a weight.
+    """Normalise each head of ``q`` [T, H, C] without a weight.
 
     In bfloat16 every step rounds, as in the official code: the factor is common to a head, so rounding it once or five times
     changes the whole head (specification 3.3).

@@ -68,7 +68,7 @@ def scores_of(logits_TE: Tensor, scoring: str) -> Tensor:
 
 
 def in_top_groups(selection_TE: Tensor, router: Router) -> Tensor:
-    """Return the selection scores, with minus infinity for experts outside of a token's groups."""
+    """Return the selection scores [T, E], with minus infinity for experts outside of a token's groups."""
     if router.groups == router.top_groups:
         return selection_TE
     grouped_TGE: Tensor = torch.unflatten(selection_TE, -1, (router.groups, -1))
@@ -114,13 +114,13 @@ class Copies(NamedTuple):
 
 
 def own_slots(slots_TK: Tensor, first: int, count: int) -> Tensor:
-    """Return slots relative to a rank's first; ``count``, the number of its slots, for slots of other ranks."""
+    """Return slots [T, K] relative to a rank's first; slots of other ranks become ``count``, the number of its slots."""
     # The mask turns negative differences into large numbers.
     return ((slots_TK - first) & torch.iinfo(torch.int64).max).clamp_(max=count)
 
 
 def take_copies(chosen_TK: Tensor, copies: Copies) -> Tensor:
-    """Count the chosen experts, and return their slots; token t takes copy t modulo the number of copies."""
+    """Count the chosen experts int64 [T, K], and return their slots; token t takes copy t modulo the number of copies."""
     # In a dry run, which records kernels, ``chosen_TK`` is uninitialized.
     chosen_TK = chosen_TK.clamp(0, len(copies.copies_E) - 1)
     if copies.load_E is not None:

@@ -382,7 +382,7 @@ class DeepseekV4(Decoder):
         return self.config.ratios[layer], self.config.hashed(layer), layer in self.targets
 
     def empty_taps(self, tokens: int) -> Tensor:
-        """Allocate the taps of ``tokens`` tokens: for each target layer, the mean of the streams after it, side by side."""
+        """Allocate taps [tokens, layers * D]: for each target layer, the mean of the streams after it, side by side."""
         width = len(self.targets) * self.config.hidden_size
         return torch.empty(tokens, width, dtype=self.numerics.dtype, device=self.numerics.device)
 
