@@ -916,7 +916,7 @@ class Session:
         limit = self.config.max_queued_requests
         return QueueFullError(
             f"max_num_seqs={self.config.max_num_seqs} requests run and max_queued_requests={limit} wait already; "
-            f"retry in about {retry_after:.2g} s, or leave wait=True",
+            f"retry in about {retry_after:.2g} s, or call with wait=True",
             limit=limit,
             retry_after=retry_after,
         )

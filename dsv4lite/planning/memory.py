@@ -187,7 +187,7 @@ def choose_numerics(config: EngineConfig, source: ModelSource, device: torch.dev
     if model.quantized:
         if config.dtype == "float32":
             raise UnsupportedError(
-                "dtype='float32' with a quantized checkpoint: its arithmetic is defined in bfloat16; leave dtype='auto'"
+                "dtype='float32' with a quantized checkpoint: its arithmetic is defined in bfloat16; use dtype='auto'"
             )
         dtype = torch.bfloat16
     elif source.form is not None and config.dtype == "auto":

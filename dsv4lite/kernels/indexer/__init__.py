@@ -103,7 +103,7 @@ class IndexInputs(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of scores, and of every step towards them."""
+        """Dtype of scores and of their intermediate results."""
         return torch.float32 if self.float32 else self.iq_THC.dtype
 
     @property

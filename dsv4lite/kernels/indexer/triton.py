@@ -49,7 +49,7 @@ fma.rn.bf16x2 s, s, f, z; fma.rn.bf16x2 $1, s, $6, z;
 shl.b32 s, t, 8; shl.b32 m, t, 2; and.b32 m, m, 0x01C001C0; lop3.b32 s, s, 0x80008000, m, 0xEA;
 fma.rn.bf16x2 s, s, f, z; fma.rn.bf16x2 $3, s, $6, z;
 }""")
-# 1 if the first number is less than the second, for numbers of 16 and of 32 bits. What becomes of a comparison takes longer.
+# 1 if the first number is less than the second, for numbers of 16 and of 32 bits. A comparison in Triton takes longer.
 _LESS_16 = tl.constexpr("{ .reg .b32 t; sub.u32 t, $1, $2; shr.u32 $0, t, 31; }")
 _LESS_32 = tl.constexpr("{ .reg .pred p; setp.lt.u32 p, $1, $2; selp.u32 $0, 1, 0, p; }")
 
