@@ -220,6 +220,17 @@ def test_matrix_is_quantized_by_blocks_and_restored_exactly(shape: tuple[int, in
         assert dequantize_matrix(*quantize_matrix(again, fp4=fp4)).equal(restored)
 
 
+@pytest.mark.parametrize("fp4", [False, True])
+@pytest.mark.parametrize("exponent", [-120, -40, -20])
+def test_matrix_of_small_numbers_is_restored_exactly(exponent: int, fp4: bool) -> None:
+    """The floor of activations' scales, 1e-4 / 448, is not that of weights."""
+    made = torch.randn(130, 288, generator=torch.Generator().manual_seed(1))
+    codes, scale = quantize_matrix(made, fp4=fp4)
+    small = (scale.float() * 2.0**exponent).to(torch.float8_e8m0fnu)
+    numbers = dequantize_matrix(codes, small)
+    assert dequantize_matrix(*quantize_matrix(numbers, fp4=fp4)).equal(numbers)
+
+
 # The kernel.
 
 

@@ -17,7 +17,8 @@ from dsv4lite.kernels.dispatch import op
 FP8_GROUP = 128  # activations have a scale per 128 channels, weights per 128 x 128
 FP8_MAX = 448.0
 FP4_MAX = 6.0
-FP8_AMAX_FLOOR = 1e-4
+FP8_AMAX_FLOOR = 1e-4  # of activations
+FP8_WEIGHT_AMAX_FLOOR = 448.0 * 2.0**-126
 FP4_AMAX_FLOOR = 6.0 * 2.0**-126
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -64,10 +65,10 @@ def quantize_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return codes.flatten(-2)[..., : x.shape[-1]], (bits >> 23).to(torch.uint8)
 
 
-def _fp8_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def _fp8_groups(x: Tensor, group: int, floor: float = FP8_AMAX_FLOOR) -> tuple[Tensor, Tensor]:
     """Return codes [..., groups, group] and the bits of their scales [..., groups]."""
     y = _groups(x, group)
-    bits = scale_bits(y.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR), FP8_MAX)
+    bits = scale_bits(y.abs().amax(-1).clamp_min(floor), FP8_MAX)
     return (y * _scale_and_inverse(bits)[1]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), bits
 
 
@@ -172,7 +173,7 @@ def quantize_matrix(weight: Tensor, *, fp4: bool) -> tuple[Tensor, Tensor]:
     rows, cols = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -cols % FP8_GROUP, 0, -rows % FP8_GROUP))
     blocks = padded.unflatten(0, (-1, FP8_GROUP)).unflatten(2, (-1, FP8_GROUP)).transpose(1, 2)
-    codes, bits = _fp8_groups(blocks.flatten(2), FP8_GROUP**2)
+    codes, bits = _fp8_groups(blocks.flatten(2), FP8_GROUP**2, FP8_WEIGHT_AMAX_FLOOR)
     whole = codes.view(blocks.shape).transpose(1, 2).reshape(padded.shape)[:rows, :cols]
     return whole.contiguous(), (bits[..., 0] >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
 
