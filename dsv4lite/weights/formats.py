@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4lite.errors import CheckpointError, UnsupportedError, shown
+from dsv4lite.errors import CheckpointError, ConfigError, DSV4LiteError, UnsupportedError, described, shown
 from dsv4lite.kernels.four_bit import FourBit, round_four_bit
 from dsv4lite.kernels.quantize import pack_fp4
 from dsv4lite.parallel.shard import Cut
@@ -71,6 +71,29 @@ class QuantFormat:
     group: int = 0
     scales: str = ""
     quantize: Callable[[Tensor], FourBit | Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        leaves = [part.leaf for part in self.parts]
+        if not self.parts or sorted(axis for axis, _ in self.parts[0].dims) != [OUT, IN]:
+            raise ConfigError(
+                f"QuantFormat {self.name!r}: the first of parts={leaves} must have a dimension for OUT and one for IN"
+            )
+        for part in self.parts:
+            if any(axis not in (OUT, IN) or type(per) is not int or per < 1 for axis, per in part.dims):
+                rule = "each must be (OUT or IN, an integer of at least 1)"
+                raise ConfigError(f"QuantFormat {self.name!r}: part {part.leaf!r} has dims={shown(part.dims)}; {rule}")
+        if self.group and self.scales not in leaves:
+            raise ConfigError(
+                f"QuantFormat {self.name!r}: scales={self.scales!r} with group={self.group}: it must be one of {leaves}"
+            )
+
+    def checked(self, made: object, shape: tuple[int, ...]) -> FourBit | Tensor:
+        """Return what ``read`` or ``quantize`` has made; raise ``ValueError`` unless it is a matrix of this shape."""
+        of_kind = isinstance(made, FourBit) or (isinstance(made, Tensor) and made.is_floating_point() and made.itemsize > 1)
+        if isinstance(made, FourBit | Tensor) and of_kind and tuple(made.shape) == shape:
+            return made
+        given = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else shown(made)
+        raise ValueError(f"the format {self.name!r} made {given}; it must make floats {list(shape)}, or a FourBit of this shape")
 
     @property
     def block(self) -> tuple[int, int]:
@@ -145,8 +168,9 @@ class PackedCut:
         Raises:
             CheckpointError: The format cannot read them.
         """
+        form = self.info.format
         try:
-            return self.info.format.read(tensors)
+            return form.checked(form.read(tensors), _shape(form.parts[0], tensors))
         except ValueError as error:
             raise CheckpointError(f"{self.info.name}: {error}") from error
 
@@ -167,7 +191,15 @@ def find_format(raw: Mapping[str, Any], given: Mapping[str, QuantMethod]) -> Qua
     if not isinstance(method, str) or method not in methods:
         known = ", ".join(("fp8", *methods))
         raise UnsupportedError(f"{_method(quantization)} is not supported (known: {known}); set quant_formats for others")
-    return methods[method](quantization)
+    try:
+        form = methods[method](quantization)
+    except DSV4LiteError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"quant_formats: the function for {_method(quantization)} failed: {described(error)}") from error
+    if not isinstance(form, QuantFormat):
+        raise ConfigError(f"quant_formats: the function for {_method(quantization)} returned {shown(form)}, not a QuantFormat")
+    return form
 
 
 def assemble(headers: Mapping[str, Described], form: QuantFormat) -> tuple[dict[str, Header], dict[str, list[str]], list[str]]:
@@ -199,7 +231,7 @@ def assemble(headers: Mapping[str, Described], form: QuantFormat) -> tuple[dict[
     return found, incomplete, problems
 
 
-def _shape(part: Part, parts: Mapping[str, Described]) -> tuple[int, int]:
+def _shape(part: Part, parts: Mapping[str, Described] | Mapping[str, Tensor]) -> tuple[int, int]:
     sizes = {axis: size * per for size, (axis, per) in zip(parts[part.leaf].shape, part.dims, strict=True)}
     return sizes[OUT], sizes[IN]
 

@@ -369,7 +369,10 @@ class Transaction:
         if isinstance(own, QuantFormat):
             if not packed:
                 assert own.quantize is not None and isinstance(weight, Tensor)
-                weight = own.quantize(weight.to(self._device))
+                try:
+                    weight = own.checked(own.quantize(weight.to(self._device)), slot.shape)
+                except ValueError as error:
+                    raise _refused(mismatched=[f"{name}: {error}"]) from error
         elif own is not None and scale is None:
             assert isinstance(weight, Tensor)
             weight, scale = quantize_matrix(weight.to(self._device), fp4=own.form is FORMATS["fp4"])

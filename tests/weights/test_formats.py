@@ -22,13 +22,14 @@ from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.planning.memory import choose_numerics, plan_memory
 from dsv4lite.request import SamplingParams
 from dsv4lite.weights.delta import DeltaSource
+from dsv4lite.weights.formats import IN, OUT, Part, QuantFormat
 from dsv4lite.weights.formats import awq as awq_method
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.weights.update import NamedTensors
-from tests.e2e.engines import opened, prompts_of, write_tokenizer
+from tests.e2e.engines import opened, prompts_of, unopened, write_tokenizer
 from tests.e2e.updates import load
 from tests.mla import BLOCKS
-from tests.packings import Packing, Packs, awq, compressed, gptq, is_packed, nvfp4, write_packed, write_random_packed
+from tests.packings import Packed, Packing, Packs, awq, compressed, gptq, is_packed, nvfp4, write_packed, write_random_packed
 from tests.tiny import write_checkpoint
 
 PACKINGS: Mapping[str, Packing] = {
@@ -275,6 +276,79 @@ def test_format_of_the_documentation_serves_and_updates(tmp_path: Path) -> None:
     assert "bfloat16 matrices, bfloat16 experts, bfloat16 KV rows" in plan.planned_for
     with pytest.raises(ConfigError, match=r"known: fp8, awq, gptq.*quant_formats"), opened(first.folder):
         pass
+
+
+CODES, ROW_SCALE = Part("codes", ("I8",), ((OUT, 1), (IN, 1))), Part("row_scale", ("F32",), ((OUT, 1),))
+
+
+def int8_rows(weight: Tensor) -> Packed:
+    scale = weight.abs().amax(1) / 127
+    codes = (weight / scale[:, None]).round()
+    return {"codes": codes.to(torch.int8), "row_scale": scale}, codes * scale[:, None]
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Packs:
+    """A checkpoint in a format of the host's own."""
+    return write_packed(tmp_path_factory.mktemp("own"), Packing({"quant_method": "int8_rows"}, int8_rows))
+
+
+def own_format(**settings: Any) -> Any:
+    def method(quantization: Mapping[str, Any]) -> QuantFormat:
+        given = {"parts": (CODES, ROW_SCALE), "read": lambda parts: parts["codes"].float() * parts["row_scale"][:, None]}
+        return QuantFormat(**{"name": "int8 rows", **given, **settings})
+
+    return {"dtype": "float32", "quant_formats": {"int8_rows": method}}
+
+
+@pytest.mark.parametrize(
+    ("read", "given"),
+    [
+        (lambda parts: parts["codes"][:1].float(), r"torch.float32 \[1, 384\]"),  # would be copied to every row
+        (lambda parts: parts["codes"].float().t(), r"torch.float32 \[384, 256\]"),
+        (lambda parts: parts["codes"].int(), r"torch.int32 \[256, 384\]"),
+        (lambda parts: None, "None"),
+    ],
+)
+def test_what_an_own_format_makes_of_a_matrix_is_checked(own: Packs, read: Any, given: str) -> None:
+    wanted = rf"weight: the format 'int8 rows' made {given}; it must make floats \[256, 384\]"
+    with pytest.raises(CheckpointError, match=wanted), opened(own.folder, **own_format(read=read)):
+        pass
+
+
+def test_what_an_own_format_makes_of_an_update_is_checked(own: Packs) -> None:
+    name = "layers.0.ffn.w1.weight"
+    for staged in (True, False):
+        with unopened(own.folder, **own_format(quantize=lambda weight: weight[:1])) as llm:
+            with pytest.raises(WeightUpdateError, match=rf"{name}: the format 'int8 rows' made torch.float32 \[1, 256\]"):
+                with llm.update_weights(1, staged=staged) as update:
+                    update.load(NamedTensors({name: own.numbers[name]}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"parts": ()}, r"parts=\[\] must have a dimension for OUT and one for IN"),
+        ({"parts": (ROW_SCALE, CODES)}, r"the first of parts=\['row_scale', 'codes'\] must have"),
+        ({"parts": (CODES, Part("row_scale", ("F32",), ((OUT, 0),)))}, "part 'row_scale' has dims=.* at least 1"),
+        ({"group": 32}, r"scales='' with group=32: it must be one of \['codes', 'row_scale'\]"),
+    ],
+)
+def test_description_of_an_own_format_is_checked(own: Packs, settings: Any, wanted: str) -> None:
+    with pytest.raises(ConfigError, match=f"QuantFormat 'int8 rows': .*{wanted}"):
+        plan_memory(str(own.folder), device="cpu", **own_format(**settings))
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted"),
+    [
+        (lambda quantization: None, "returned None, not a QuantFormat"),
+        (lambda q: q["group_size"], "failed: KeyError: 'group_size'"),
+    ],
+)
+def test_method_of_the_hosts_own_that_makes_no_format_is_named(own: Packs, method: Any, wanted: str) -> None:
+    with pytest.raises(ConfigError, match=f"quant_formats: the function for .*quant_method='int8_rows' {wanted}"):
+        plan_memory(str(own.folder), device="cpu", quant_formats={"int8_rows": method})
 
 
 # Broken checkpoints.
