@@ -173,12 +173,22 @@ def write_packed(path: Path, packing: Packing, *, seed: int = 0, unpacked: tuple
     return Packs(write_tokenizer(path / "packed", raw["vocab_size"]), path / "plain", numbers, theirs)
 
 
-def write_random_packed(folder: Path, raw: Mapping[str, Any], packing: Packing, *, seed: int = 0) -> dict[str, Tensor]:
-    """Write a model of random weights whose MTP block alone is not packed, but in bfloat16; return the numbers by official name."""
+def write_random_packed(
+    folder: Path, raw: Mapping[str, Any], packing: Packing, *, seed: int = 0, packed: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """Write a model of random weights whose MTP block alone is not packed, but in bfloat16; return the numbers by official name.
+
+    Args:
+        folder: Where.
+        raw: Its config.
+        packing: Of its matrices.
+        seed: Of the weights.
+        packed: Further matrices that are packed.
+    """
     config = parse_config(raw)
     specs, numbers, parts = official_shapes(config), random_checkpoint(config, seed=seed), {}
     for name, tensor in numbers.items():
-        if is_packed(name, specs[name].kind) and not name.startswith("mtp."):
+        if name in packed or (is_packed(name, specs[name].kind) and not name.startswith("mtp.")):
             parts[name], numbers[name] = packing.pack(tensor)
         elif specs[name].kind != "f32":
             numbers[name] = tensor.bfloat16().float()

@@ -120,13 +120,13 @@ class ModelSource:
         if self.checkpoint is None or described is None:
             return described
         for kind, name in self.family.drafters.items():
-            if name in self.checkpoint.headers and kind != described:
+            if name in self.headers and kind != described:
                 raise CheckpointError(
                     f"{self.folder}: config.json describes a drafter of kind {described!r}, but the tensors are of kind {kind!r}; "
                     "take the config.json that came with them",
                     problems=[f"{name}: unexpected"],
                 )
-        return described if self.family.drafters[described] in self.checkpoint.headers else None
+        return described if self.family.drafters[described] in self.headers else None
 
     @classmethod
     def open(cls, config: EngineConfig, *, fetch: bool = True) -> ModelSource:

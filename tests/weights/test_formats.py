@@ -174,6 +174,14 @@ def test_random_weights_have_the_format_of_the_config(tmp_path: Path) -> None:
     assert 0.5 < values.std() * values.shape[1] ** 0.5 < 2
 
 
+def test_drafter_whose_projection_is_packed_drafts(tmp_path: Path) -> None:
+    write_random_packed(tmp_path, {**BLOCKS, "quantization_config": None}, PACKINGS["awq"], packed=("mtp.0.eh_proj.weight",))
+    with opened(tmp_path, dtype="float32", speculative=MTP(1, adaptive=False)) as llm:
+        llm.generate(PROMPT, GREEDY)
+        found = llm.stats().speculation
+    assert found is not None and found.drafted > 0
+
+
 # Updates.
 
 
