@@ -26,6 +26,7 @@ class NameTables:
             ``scale``.
         max_experts: Most experts of a stacked tensor.
         hidden_layers: Number of hidden layers, if the drafter's blocks are numbered after them under ``layers.N.``.
+        drafter_blocks: Most such blocks; layers after them are no part of the model.
     """
 
     top: Mapping[str, str] = field(default_factory=dict)
@@ -33,6 +34,7 @@ class NameTables:
     stacked: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
     max_experts: int = 0
     hidden_layers: int | None = None
+    drafter_blocks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ def translate(name: str, shape: Sequence[int], tables: NameTables) -> list[Piece
         return []
     if tables.hidden_layers is not None and parts[0] == "layers" and len(parts) > 1 and parts[1].isdecimal():
         drafter_block = int(parts[1]) - tables.hidden_layers
-        parts[:2] = parts[:2] if drafter_block < 0 else ["mtp", str(drafter_block)]
+        parts[:2] = ["mtp", str(drafter_block)] if 0 <= drafter_block < tables.drafter_blocks else parts[:2]
     if parts[0] == "mtp" and (any("emb" in part for part in parts) or (parts[-1] == "weight" and parts[-2].endswith("head"))):
         return []
     parts[-1] = _LEAF.get(parts[-1], parts[-1])

@@ -22,6 +22,7 @@ from dsv4lite.__main__ import main
 from dsv4lite.layout import Layout
 from dsv4lite.text.tokenizer import Tokenizer
 from tests.e2e.engines import MODEST, SMALL, opened, write_model
+from tests.mla import write_random_model
 
 HANG_S = 300  # far more than any start takes on a busy machine
 CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
@@ -426,3 +427,11 @@ def test_any_change_opens_or_is_a_typed_error(workbench: Path, name: str, data: 
             assert loaded.vocab_size <= SMALL["vocab_size"]
     finally:
         path.write_bytes(before)
+
+
+def test_config_with_too_few_layers_is_refused(tmp_path: Path) -> None:
+    """The layer after the last may be an MTP block, those after it cannot."""
+    write_random_model(tmp_path, "v3", num_hidden_layers=5)
+    with pytest.raises(CheckpointError, match=r"layers\.3\.attn_norm\.weight: unexpected"):
+        with opened(tmp_path, hf_overrides={"num_hidden_layers": 2}):
+            pass

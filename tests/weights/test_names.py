@@ -130,7 +130,7 @@ def test_stacked_experts_of_a_wrong_shape_are_refused(shape: tuple[int, ...]) ->
     ],
 )
 def test_names_of_mla_releases_have_official_ones(name: str, ours: str) -> None:
-    assert translate(name, (4, 4), mla_names({"num_hidden_layers": 61})) == [Piece(name=ours)]
+    assert translate(name, (4, 4), mla_names({"num_hidden_layers": 61, "num_nextn_predict_layers": 2})) == [Piece(name=ours)]
 
 
 @pytest.mark.parametrize(
@@ -147,3 +147,10 @@ def test_copies_and_frequencies_of_mla_releases_are_skipped(name: str) -> None:
 
 def test_layer_after_the_last_is_no_drafter_where_the_config_does_not_say_how_many_there_are() -> None:
     assert translate("model.layers.61.enorm.weight", (4,), mla_names({})) == [Piece(name="layers.61.enorm.weight")]
+
+
+@pytest.mark.parametrize("blocks", [None, 0, 1])
+def test_layers_after_the_drafter_are_no_part_of_the_model(blocks: int | None) -> None:
+    tables = mla_names({"num_hidden_layers": 61, "num_nextn_predict_layers": blocks})
+    assert translate("model.layers.61.enorm.weight", (4,), tables) == [Piece(name="mtp.0.enorm.weight")]
+    assert translate("model.layers.62.enorm.weight", (4,), tables) == [Piece(name="layers.62.enorm.weight")]

@@ -41,6 +41,11 @@ _NAMES = NameTables(top=_TOP, block=_BLOCK, stacked=_STACKED, max_experts=MOST_E
 
 
 def mla_names(raw: Mapping[str, Any]) -> NameTables:
-    """Return the tables for a config; its number of hidden layers tells MTP blocks, which are numbered after them, apart."""
-    layers = raw.get("num_hidden_layers")
-    return replace(_NAMES, hidden_layers=layers if type(layers) is int else None)
+    """Return the tables for a config; its number of hidden layers tells MTP blocks, which are numbered after them, apart.
+
+    Some configs do not count the one MTP block that their checkpoints have.
+    """
+    layers, blocks = raw.get("num_hidden_layers"), raw.get("num_nextn_predict_layers")
+    return replace(
+        _NAMES, hidden_layers=layers if type(layers) is int else None, drafter_blocks=max(1, blocks) if type(blocks) is int else 1
+    )
