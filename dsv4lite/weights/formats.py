@@ -172,7 +172,7 @@ class PackedCut:
         try:
             return form.checked(form.read(tensors), _shape(form.parts[0], tensors))
         except ValueError as error:
-            raise CheckpointError(f"{self.info.name}: {error}") from error
+            raise CheckpointError("a packed matrix cannot be read:", problems=[f"{self.info.name}: {error}"]) from error
 
 
 def find_format(raw: Mapping[str, Any], given: Mapping[str, QuantMethod]) -> QuantFormat | None:

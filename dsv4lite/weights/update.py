@@ -275,6 +275,10 @@ class Transaction:
                 if isinstance(weight, Tensor) and weight.is_meta:
                     weight = self._patched(name, slot, weight)
                 self._accept(name, slot, weight, scale, packed=isinstance(found.assignments[name].weight, PackedCut))
+        except CheckpointError as error:
+            if not error.problems:  # of a file
+                raise
+            raise _refused(mismatched=error.problems) from error
         finally:
             self._synchronize()  # the device reads the tensors' memory and writes the staging memory, which others use next
 

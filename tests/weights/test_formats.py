@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dsv4lite.config import MTP, EngineConfig
@@ -25,7 +25,7 @@ from dsv4lite.weights.delta import DeltaSource
 from dsv4lite.weights.formats import IN, OUT, Part, QuantFormat
 from dsv4lite.weights.formats import awq as awq_method
 from dsv4lite.weights.source import ModelSource
-from dsv4lite.weights.update import NamedTensors
+from dsv4lite.weights.update import DiskSource, NamedTensors
 from tests.e2e.engines import opened, prompts_of, unopened, write_tokenizer
 from tests.e2e.updates import load
 from tests.mla import BLOCKS
@@ -229,6 +229,19 @@ def test_delta_brings_all_tensors_of_the_packed_matrices_that_changed(tmp_path: 
             load(llm, version, NamedTensors(sent), partial=partial)
             sums.append(llm.weight_checksums())
     assert sums[0] != sums[1] == sums[2]
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_packed_tensors_that_cannot_be_read_are_refused_as_an_update(tmp_path: Path, disk: bool) -> None:
+    folder = write_packed(tmp_path, PACKINGS["gptq"]).folder
+    wrong = {name: tensor.flip(0) if name == Q_A + "g_idx" else tensor for name, tensor in tensors_of(folder)}
+    save_file({name: tensor.contiguous() for name, tensor in wrong.items()}, tmp_path / "model.safetensors")
+    with opened(folder) as llm:
+        before = llm.generate(PROMPT, GREEDY).token_ids
+        with pytest.raises(WeightUpdateError, match="update does not fit") as caught:
+            load(llm, 1, DiskSource(str(tmp_path)) if disk else NamedTensors(wrong))
+        assert "layers.0.attn.wq_a.weight: g_idx is not in the order of the inputs" in caught.value.mismatched[0]
+        assert llm.generate(PROMPT, GREEDY).token_ids == before
 
 
 def test_floats_are_rounded_to_symmetric_int4_of_compressed_tensors(tmp_path: Path) -> None:
