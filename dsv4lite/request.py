@@ -867,13 +867,7 @@ def check_request(
     length, generate = len(prompt_token_ids), completion_from is None
     if length == 0:
         raise InvalidRequestError("the prompt is empty; give at least one token", parameter="prompt", value=prompt_token_ids)
-    # Prompts are long and mostly valid: ids are checked one by one only to name the first that is wrong.
-    if set(map(type, prompt_token_ids)) != {int} or min(prompt_token_ids) < 0 or max(prompt_token_ids) >= vocab_size:
-        for i, t in enumerate(prompt_token_ids):
-            if not is_integer(t) or not 0 <= t < vocab_size:
-                name = "prompt" if completion_from is None or i < completion_from else "completion"
-                message = f"{name} token id {shown(t)} is outside the vocabulary [0, {vocab_size})"
-                raise InvalidRequestError(message, parameter=name, value=t)
+    check_vocabulary(prompt_token_ids, vocab_size, completion_from)
     if length >= max_model_len + (not generate):  # the last token of a scored completion is not run
         message = f"prompt and completion have {length} tokens, more than max_model_len={max_model_len}; score a shorter one"
         if generate:
@@ -894,6 +888,22 @@ def check_request(
         rule = f"must be at most {limit}: the engine's max_logprobs, or the size of the vocabulary"
         require(value is None or value <= limit, name, value, rule)
     check_token_ids(params, vocab_size)
+
+
+def check_vocabulary(token_ids: Sequence[int], vocab_size: int, completion_from: int | None = None) -> None:
+    """Check that the vocabulary has all ids of a prompt, and of a completion from ``completion_from`` on.
+
+    Raises:
+        InvalidRequestError: Names the first that it does not have.
+    """
+    # Prompts are long and mostly valid: ids are checked one by one only to name the first that is wrong.
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return
+    for i, t in enumerate(token_ids):
+        if not is_integer(t) or not 0 <= t < vocab_size:
+            name = "prompt" if completion_from is None or i < completion_from else "completion"
+            message = f"{name} token id {shown(t)} is outside the vocabulary [0, {vocab_size})"
+            raise InvalidRequestError(message, parameter=name, value=t)
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:

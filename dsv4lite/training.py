@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -10,16 +11,17 @@ from typing import Unpack, cast
 import torch
 from torch import Tensor
 
+from dsv4lite.api.prepare import check_params
 from dsv4lite.checks import require
 from dsv4lite.config import EngineConfig, EngineSettings
 from dsv4lite.device import choose_device, single_threaded
 from dsv4lite.engine.choices import check_replay, replayed_choices
 from dsv4lite.engine.contract import ExecutionContract
-from dsv4lite.errors import UnsupportedError
+from dsv4lite.errors import ContextLengthError, InvalidRequestError, UnsupportedError, shown
 from dsv4lite.kernels.sampling import scale
 from dsv4lite.models.family import TrainableModel
 from dsv4lite.planning.memory import choose_numerics
-from dsv4lite.request import Replay, SamplingParams
+from dsv4lite.request import Replay, SamplingParams, check_vocabulary
 from dsv4lite.sampling.sampler import MAX_TEMPERATURE, MIN_TEMPERATURE
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.weights.update import checksum
@@ -82,12 +84,19 @@ def completion_logprobs(
         replay: Choices of the rollout to repeat. Settings that forbid or truncate tokens need it.
 
     Raises:
+        InvalidRequestError: An argument is of a wrong kind, the vocabulary lacks a token id, or the replay does not fit.
+        ContextLengthError: Prompt and completion are longer than the model's positions.
         UnsupportedError: ``params`` ask for processed values with penalties or a bias, or need a ``replay`` that is not given.
     """
-    require(len(prompt) > 0, "prompt", prompt, "must not be empty")
-    require(len(completion) > 0, "completion", completion, "must not be empty")
+    check_params(params)
+    require(replay is None or isinstance(replay, Replay), "replay", replay, "must be a Replay or None")
+    prompt, completion = _ids("prompt", prompt), _ids("completion", completion)
+    numerics, limit, length = model.numerics, model.config.max_positions, len(prompt) + len(completion)
+    check_vocabulary([*prompt, *completion], model.config.vocab_size, len(prompt))
+    if length > limit:
+        message = f"prompt and completion have {length} tokens, more than the model's {limit} positions; shorten them"
+        raise ContextLengthError(message, length=length, limit=limit)
     token_ids, given = [*prompt, *completion[:-1]], None
-    numerics = model.numerics
     if replay is not None:
         check_replay(replay, model.config, len(prompt), len(completion))
         given = replayed_choices([(0, len(token_ids), replay)], model.config, len(token_ids), numerics.device)
@@ -98,6 +107,17 @@ def completion_logprobs(
             logits = _processed(logits, params, replay)
         targets = torch.tensor(completion, dtype=torch.int64, device=logits.device)
         return torch.log_softmax(logits, dim=-1).gather(-1, targets[:, None])[:, 0]
+
+
+def _ids(name: str, given: Sequence[int]) -> list[int]:
+    """Return token ids, which may be a tensor of one dimension, as integers."""
+    try:
+        ids = list(map(operator.index, given))
+    except TypeError:
+        message = f"{name}={shown(given)} must be a sequence of token ids"
+        raise InvalidRequestError(message, parameter=name, value=given) from None
+    require(len(ids) > 0, name, given, "must not be empty")
+    return ids
 
 
 def _processed(logits: Tensor, params: SamplingParams, replay: Replay | None) -> Tensor:

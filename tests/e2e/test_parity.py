@@ -14,7 +14,7 @@ from dsv4lite.__main__ import main
 from dsv4lite.config import NGram, tiny_model
 from dsv4lite.debug.parity import compare_sides
 from dsv4lite.engine.contract import ExecutionContract
-from dsv4lite.errors import ConfigError, InvalidRequestError
+from dsv4lite.errors import ConfigError, ContextLengthError, InvalidRequestError
 from dsv4lite.llm import LLM
 from dsv4lite.models.deepseek_v4 import model as v4
 from dsv4lite.request import SamplingParams
@@ -65,6 +65,34 @@ def test_trainer_has_the_bits_of_decoding_and_scoring(checkpoint: Path, dtype: A
         trained = completion_logprobs(policy, *pair, params)
         assert trained.requires_grad and one.logprobs is not None
         assert torch.equal(trained, one.logprobs.sampled) and torch.equal(trained, score.sampled)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(({"prompt": [5, -100]}, "prompt token id -100"), ({"completion": [5, -100]}, "completion token id -100")),
+        *(({"prompt": [96]}, "prompt token id 96"), ({"completion": [96]}, "completion token id 96")),
+        *(({"completion": [5, 1.7]}, "completion"), ({"prompt": "text"}, "prompt"), ({"completion": None}, "completion")),
+        ({"params": {"temperature": 1.0}}, "SamplingParams.from_dict"),
+        ({"replay": {}}, "must be a Replay"),
+    ],
+    ids=str,
+)
+def test_trainer_refuses_what_scoring_refuses(model: Path, changes: dict[str, Any], message: str) -> None:
+    """An id below 0, as trainers pad with, took a row from the end of the embedding."""
+    policy = load_model(model, device="cpu")
+    assert policy.config.vocab_size == 96
+    with pytest.raises(InvalidRequestError, match=message) as error:
+        completion_logprobs(policy, **{"prompt": SHORT, "completion": [5, 6], **changes})
+    assert error.value.parameter in changes
+
+
+def test_trainer_takes_ids_as_a_tensor_and_no_more_than_the_model_has_positions(model: Path) -> None:
+    policy = load_model(model, device="cpu", hf_overrides={"max_position_embeddings": 9})
+    values = completion_logprobs(policy, SHORT, [5, 6])
+    assert torch.equal(completion_logprobs(policy, torch.tensor(SHORT), torch.tensor([5, 6])), values)
+    with pytest.raises(ContextLengthError, match="10 tokens, more than the model's 9 positions"):
+        completion_logprobs(policy, SHORT, [5, 6, 7])
 
 
 @DTYPES
