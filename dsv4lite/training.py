@@ -11,7 +11,6 @@ from typing import Unpack, cast
 import torch
 from torch import Tensor
 
-from dsv4lite.api.prepare import check_params
 from dsv4lite.checks import require
 from dsv4lite.config import EngineConfig, EngineSettings
 from dsv4lite.device import choose_device, single_threaded
@@ -88,7 +87,8 @@ def completion_logprobs(
         ContextLengthError: Prompt and completion are longer than the model's positions.
         UnsupportedError: ``params`` ask for processed values with penalties or a bias, or need a ``replay`` that is not given.
     """
-    check_params(params)
+    rule = "must be SamplingParams or None; SamplingParams.from_dict reads a mapping"
+    require(params is None or isinstance(params, SamplingParams), "params", params, rule)
     require(replay is None or isinstance(replay, Replay), "replay", replay, "must be a Replay or None")
     prompt, completion = _ids("prompt", prompt), _ids("completion", completion)
     numerics, limit, length = model.numerics, model.config.max_positions, len(prompt) + len(completion)
