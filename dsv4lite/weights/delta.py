@@ -85,7 +85,7 @@ class DeltaSource:
         if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
             return [(name, given)]
         old = old.detach().to(new.device)
-        if old.flatten().view(torch.uint8).equal(new.flatten().view(torch.uint8)):
+        if old.unsqueeze(-1).view(torch.uint8).equal(new.unsqueeze(-1).view(torch.uint8)):  # of any strides
             return []
         if new.dtype in _DTYPES and not name.endswith(_SCALES) and name.rpartition(".")[2] not in self._leaves:
             offsets, values = _changed(new, old, self._block)
@@ -119,8 +119,7 @@ def _grid(bytes_: Tensor, rows: int, columns: int) -> Tensor:
 
 def _changed(new: Tensor, old: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return offsets and values of the blocks that differ."""
-    size = new.dtype.itemsize
-    grids = [_grid(_matrix(m).contiguous().view(torch.uint8).unflatten(1, (-1, size)), *block) for m in (new, old)]
+    grids = [_grid(_matrix(m).unsqueeze(-1).view(torch.uint8), *block) for m in (new, old)]
     where = (grids[0] != grids[1]).flatten(2).any(2).nonzero()
     values = grids[0][where[:, 0], where[:, 1]].contiguous().view(new.dtype).squeeze(-1)
     return where * torch.tensor(block, dtype=torch.int64, device=where.device), values

@@ -79,7 +79,7 @@ class Mirror:
             part = flat[at // size : (at + end - begin) // size]
             if part.is_cuda or part.dtype != place.dtype:  # the device casts faster, a segment at a time to need little memory
                 part = part.to(place.device).to(place.dtype)
-            host[begin:end].copy_(part.contiguous().view(torch.uint8), non_blocking=True)  # a given tensor may have any strides
+            host[begin:end].view(place.dtype).copy_(part, non_blocking=True)  # a part of any strides, which bytes cannot view
             ends[begin] = end
 
     def _parts(self, place: Tensor) -> Iterator[tuple[_Segment, int, int, int]]:

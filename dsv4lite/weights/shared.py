@@ -135,7 +135,7 @@ class SharedWeights:
             raise
 
     def _share(self, name: str, tensor: Tensor, on_host: bool) -> SharedTensor:
-        data = tensor.flatten().view(torch.uint8)
+        data = tensor.unsqueeze(-1).view(torch.uint8).flatten()
         place: CudaPlace | HostPlace
         if tensor.is_cuda and not on_host:
             self._held.append(data)

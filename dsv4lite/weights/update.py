@@ -187,7 +187,7 @@ def broadcast_weights(
         if not held:
             return
         for _, tensor in held:
-            dist.broadcast(tensor.flatten().view(torch.uint8), source, group)
+            dist.broadcast(tensor.unsqueeze(-1).view(torch.uint8).flatten(), source, group)
 
 
 def buckets(tensors: Iterable[tuple[str, Given]]) -> Iterator[Bucket]:

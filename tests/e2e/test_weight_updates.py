@@ -24,6 +24,8 @@ from dsv4lite.errors import EngineStateError, InvalidRequestError, WeightsNotLoa
 from dsv4lite.kernels.quantize import dequantize_matrix
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import Phase, SamplingParams
+from dsv4lite.weights.delta import DeltaSource
+from dsv4lite.weights.shared import IPCSource, SharedWeights
 from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors
 from tests.e2e.engines import MODEST, SMALL, engine_of, opened, write_tokenizer
 from tests.e2e.updates import (
@@ -247,6 +249,17 @@ def test_module_of_a_trainer_is_a_source(tmp_path: Path) -> None:
 def test_model_of_this_package_is_a_source(llm: LLM, models: tuple[Path, Path], fresh: Any) -> None:
     with opened(models[1], **EXACT) as other:
         load(llm, 1, ModuleSource(engine_of(other)._runner.model))  # type: ignore[union-attr, arg-type]
+    assert same(ask(llm), fresh[1][0])
+
+
+@pytest.mark.parametrize("way", ["tensors", "shared", "delta"])
+def test_tensors_of_any_strides_are_taken(llm: LLM, models: tuple[Path, Path], fresh: Any, way: str) -> None:
+    """Every second number of a tensor of twice the size, also where that is one number."""
+    old, new = ({name: torch.stack([x, x], -1)[..., 0] for name, x in read(model).items()} for model in models)
+    with SharedWeights(new.items() if way == "shared" else ()) as shared:
+        sources = {"tensors": NamedTensors(new), "shared": IPCSource(shared.handles), "delta": DeltaSource(NamedTensors(new), old)}
+        with llm.update_weights(1, partial=True) as update:
+            update.load(sources[way])
     assert same(ask(llm), fresh[1][0])
 
 
