@@ -101,7 +101,8 @@ def completion_logprobs(
         check_replay(replay, model.config, len(prompt), len(completion))
         given = replayed_choices([(0, len(token_ids), replay)], model.config, len(token_ids), numerics.device)
     on_one = numerics.deterministic and numerics.device.type == "cpu"
-    with single_threaded() if on_one else nullcontext():
+    exact = torch.autocast(numerics.device.type, enabled=False)  # trainers compute their losses in blocks of autocast
+    with single_threaded() if on_one else nullcontext(), exact:
         logits = model.logits(model.one_pass(token_ids, given=given)[len(prompt) - 1 :])
         if params is not None and params.logprobs_mode == "processed":
             logits = _processed(logits, params, replay)

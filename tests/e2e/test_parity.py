@@ -95,6 +95,17 @@ def test_trainer_takes_ids_as_a_tensor_and_no_more_than_the_model_has_positions(
         completion_logprobs(policy, SHORT, [5, 6, 7])
 
 
+def test_trainer_has_the_bits_of_scoring_inside_autocast(checkpoint: Path) -> None:
+    """Trainers of transformers compute losses there; the pass failed, or computed in bfloat16."""
+    policy = load_model(checkpoint, device="cpu")
+    with opened(checkpoint, deterministic=True) as llm:
+        score = llm.score(LONG, SHORT)
+    with torch.autocast("cpu", torch.bfloat16):
+        values = completion_logprobs(policy, LONG, SHORT)
+        values.sum().backward()
+    assert torch.equal(values, score.sampled)
+
+
 @DTYPES
 def test_every_part_has_equal_bits(checkpoint: Path, family: str, dtype: Any) -> None:
     report = compare_sides(str(checkpoint), device="cpu", dtype=dtype, tokens=160)
