@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dsv4lite.checks import is_integer, require
 from dsv4lite.weights.checkpoint import TensorInfo, read_tensors
 from dsv4lite.weights.formats import PACKED_LEAVES
 from dsv4lite.weights.loader import weight_name
@@ -45,6 +46,9 @@ class DeltaSource:
         block: Rows and columns of the blocks that are compared. An engine that stores a matrix in FP8 or FP4 requires multiples of
             its scale blocks, 128 x 128 or 1 x 32.
         leaves: Last parts of the names of a packed matrix's tensors; for a format of the host's own, those of its ``parts``.
+
+    Raises:
+        InvalidRequestError: ``before`` is no mapping, or ``block`` is not two sizes.
     """
 
     def __init__(
@@ -55,6 +59,10 @@ class DeltaSource:
         block: tuple[int, int] = (128, 128),
         leaves: Collection[str] = PACKED_LEAVES,
     ) -> None:
+        sizes = tuple(block) if isinstance(block, (tuple, list)) else ()
+        good = len(sizes) == 2 and all(is_integer(n) and n > 0 for n in sizes)
+        require(good, "block", block, "must be two integers above 0: the rows and the columns of a block")
+        require(isinstance(before, Mapping), "before", before, "must map names to tensors")
         self._source, self._before, self._block, self._leaves = source, before, block, frozenset(leaves)
 
     def tensors(self) -> Iterator[tuple[str, Any]]:

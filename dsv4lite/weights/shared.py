@@ -127,7 +127,7 @@ class SharedWeights:
         self._held: list[Tensor] = []
         self._file, self._path = _open_memory()
         try:
-            for name, tensor in tensors:
+            for name, tensor in map(as_pair, tensors):
                 check_item(name, tensor, Tensor)
                 self.handles.append(self._share(name, tensor.detach().contiguous(), on_host))
         except BaseException:
@@ -180,6 +180,18 @@ class IPCSource:
         for handle in self._handles:
             further = tuple(place for copy in copies for place in copy.get(handle.name, ()))
             yield handle.name, replace(handle, places=handle.places + further)
+
+
+def as_pair(item: Any) -> tuple[Any, Any]:
+    """Return an item of a source, a pair.
+
+    Raises:
+        WeightUpdateError: It is something else, such as a name where a mapping was given in place of its items.
+    """
+    if isinstance(item, (tuple, list)) and len(item) == 2:
+        return item[0], item[1]
+    problem = f"{shown(item)}: expected a pair of a name and a tensor; those of a mapping are its items()"
+    raise WeightUpdateError("the update does not fit the model:", mismatched=[problem])
 
 
 def check_item(name: object, given: object, kinds: type | UnionType) -> None:

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsv4lite.errors import WeightUpdateError
+from dsv4lite.errors import InvalidRequestError, WeightUpdateError
 from dsv4lite.llm import LLM
 from dsv4lite.weights.delta import DeltaSource
 from dsv4lite.weights.shared import HostPlace, IPCSource, SharedTensor, SharedWeights
 from dsv4lite.weights.update import DiskSource, NamedTensors
-from tests.e2e.engines import MODEST
+from tests.e2e.engines import MODEST, opened
 from tests.e2e.updates import ask, quantized_tensors, read, same, write_quantized
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -103,6 +103,24 @@ def test_shared_memory_is_the_one_that_was_shared() -> None:
 def test_only_dense_tensors_with_memory_are_shared(given: Any) -> None:
     with pytest.raises(WeightUpdateError, match=r"x.*, expected a "):
         SharedWeights([("x", given)])
+
+
+@pytest.mark.parametrize(
+    "items", [{"weight": torch.ones(1)}, [("weight", torch.ones(1), 1)], ["ab"]], ids=["dict", "three", "text"]
+)
+def test_items_that_are_no_pairs_are_named(items: Any, models: tuple[Path, Path]) -> None:
+    """A mapping in place of its items, for example; a name of two letters was taken for a pair."""
+    with pytest.raises(WeightUpdateError, match="expected a pair of a name and a tensor"):
+        SharedWeights(items)
+    with opened(models[0]) as llm, pytest.raises(WeightUpdateError, match="expected a pair of a name and a tensor"):
+        with llm.update_weights(1, partial=True) as update:
+            update.load(NamedTensors(iter(items)))
+
+
+@pytest.mark.parametrize("arguments", [{"block": (0, 8)}, {"block": 8}, {"block": (8, 8, 8)}, {"before": []}], ids=str)
+def test_deltas_of_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=next(iter(arguments))):
+        DeltaSource(NamedTensors({}), **{"before": {}, **arguments})
 
 
 def test_copies_on_other_gpus_belong_to_their_tensor() -> None:
