@@ -6,7 +6,7 @@ import operator
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Unpack, cast
+from typing import Protocol, Unpack, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,6 +28,11 @@ from dsv4lite.weights.update import checksum
 _EDITS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
 _FILTERS = ("top_k", "top_p", "min_p")  # without effect on greedy sampling
 _TRUNCATIONS = (*_FILTERS, "min_tokens", "bad_words_ids", "allowed_token_ids", "thinking_budget", "structured_outputs")
+
+
+@runtime_checkable
+class _HasOnePass(Protocol):
+    def one_pass(self, token_ids: Sequence[int]) -> Tensor: ...
 
 
 def load_model(model: str | os.PathLike[str], **settings: Unpack[EngineSettings]) -> TrainableModel:
@@ -54,7 +59,12 @@ def load_model(model: str | os.PathLike[str], **settings: Unpack[EngineSettings]
 
 
 def execution_contract(model: TrainableModel) -> ExecutionContract:
-    """Return all that the model's bits depend on; an engine of one rank with equal weights and settings has an equal contract."""
+    """Return all that the model's bits depend on; an engine of one rank with equal weights and settings has an equal contract.
+
+    Raises:
+        InvalidRequestError: The model is not one of this package.
+    """
+    _check_model(model)
     sums = {
         name: f"{checksum(slot.values().float(), tuple(slice(0, n) for n in slot.shape), slot.shape):016x}"
         for name, slot in model.slots().items()
@@ -87,6 +97,7 @@ def completion_logprobs(
         ContextLengthError: Prompt and completion are longer than the model's positions.
         UnsupportedError: ``params`` ask for processed values with penalties or a bias, or need a ``replay`` that is not given.
     """
+    _check_model(model)
     rule = "must be SamplingParams or None; SamplingParams.from_dict reads a mapping"
     require(params is None or isinstance(params, SamplingParams), "params", params, rule)
     require(replay is None or isinstance(replay, Replay), "replay", replay, "must be a Replay or None")
@@ -108,6 +119,11 @@ def completion_logprobs(
             logits = _processed(logits, params, replay)
         targets = torch.tensor(completion, dtype=torch.int64, device=logits.device)
         return torch.log_softmax(logits, dim=-1).gather(-1, targets[:, None])[:, 0]
+
+
+def _check_model(model: object) -> None:
+    good = isinstance(model, _HasOnePass)
+    require(good, "model", type(model), "must be what load_model returns; models of other libraries differ")
 
 
 def _ids(name: str, given: Sequence[int]) -> list[int]:

@@ -87,6 +87,14 @@ def test_trainer_refuses_what_scoring_refuses(model: Path, changes: dict[str, An
     assert error.value.parameter in changes
 
 
+@pytest.mark.parametrize("other", [None, torch.nn.Linear(2, 2)], ids=["None", "module"])
+def test_models_of_others_are_refused(other: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="must be what load_model returns"):
+        completion_logprobs(other, SHORT, SHORT)
+    with pytest.raises(InvalidRequestError, match="must be what load_model returns"):
+        execution_contract(other)
+
+
 def test_trainer_takes_ids_as_a_tensor_and_no_more_than_the_model_has_positions(model: Path) -> None:
     policy = load_model(model, device="cpu", hf_overrides={"max_position_embeddings": 9})
     values = completion_logprobs(policy, SHORT, [5, 6])
