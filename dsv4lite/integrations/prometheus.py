@@ -48,12 +48,13 @@ class EngineCollector(Collector):
 
     Args:
         llm: The engine.
-        labels: Labels of all metrics, such as ``{"model": "v4-flash"}``, by which several engines in one registry differ.
+        labels: Labels of all metrics, such as ``{"model": "v4-flash"}``, by which several engines in one registry differ. Values
+            become texts, as with the package's own metrics.
     """
 
-    def __init__(self, llm: LLM | AsyncLLM, labels: Mapping[str, str] | None = None) -> None:
+    def __init__(self, llm: LLM | AsyncLLM, labels: Mapping[str, object] | None = None) -> None:
         self._llm = llm
-        self._labels = dict(labels or {})
+        self._labels = {name: str(value) for name, value in (labels or {}).items()}
 
     def describe(self) -> Iterator[Metric]:
         """Yield nothing: metrics of several engines in one registry have the same names and differ by labels."""

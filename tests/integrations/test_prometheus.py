@@ -18,6 +18,16 @@ def registry() -> Any:
     return pytest.importorskip("prometheus_client").CollectorRegistry(auto_describe=True)
 
 
+def test_values_of_labels_become_texts(registry: Any, tmp_path: Path) -> None:
+    """A number, such as a rank, failed every scrape of the whole registry."""
+    from prometheus_client import generate_latest
+
+    from dsv4lite.integrations.prometheus import EngineCollector
+
+    registry.register(EngineCollector(LLM(write_model(tmp_path), **MODEST), {"rank": 0}))
+    assert 'dsv4lite_weight_version{rank="0"} 0.0' in generate_latest(registry).decode()
+
+
 def test_scrape_has_the_engine_s_counters_and_state(registry: Any, tmp_path: Path) -> None:
     from prometheus_client import generate_latest
 
