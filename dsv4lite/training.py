@@ -6,7 +6,7 @@ import operator
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Protocol, Unpack, cast, runtime_checkable
+from typing import Unpack, cast
 
 import torch
 from torch import Tensor
@@ -28,11 +28,6 @@ from dsv4lite.weights.update import checksum
 _EDITS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
 _FILTERS = ("top_k", "top_p", "min_p")  # without effect on greedy sampling
 _TRUNCATIONS = (*_FILTERS, "min_tokens", "bad_words_ids", "allowed_token_ids", "thinking_budget", "structured_outputs")
-
-
-@runtime_checkable
-class _HasOnePass(Protocol):
-    def one_pass(self, token_ids: Sequence[int]) -> Tensor: ...
 
 
 def load_model(model: str | os.PathLike[str], **settings: Unpack[EngineSettings]) -> TrainableModel:
@@ -122,8 +117,8 @@ def completion_logprobs(
 
 
 def _check_model(model: object) -> None:
-    good = isinstance(model, _HasOnePass)
-    require(good, "model", type(model), "must be what load_model returns; models of other libraries differ")
+    rule = "must be what load_model returns; models of other libraries differ"
+    require(hasattr(model, "one_pass"), "model", type(model), rule)
 
 
 def _ids(name: str, given: Sequence[int]) -> list[int]:
