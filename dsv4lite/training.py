@@ -118,7 +118,7 @@ def completion_logprobs(
 
 def _check_model(model: object) -> None:
     rule = "must be what load_model returns; models of other libraries differ"
-    require(hasattr(model, "one_pass"), "model", type(model), rule)
+    require(isinstance(model, TrainableModel), "model", type(model), rule)
 
 
 def _ids(name: str, given: Sequence[int]) -> list[int]:
