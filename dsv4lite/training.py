@@ -6,7 +6,7 @@ import operator
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Unpack, cast
+from typing import Protocol, Unpack, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,6 +28,11 @@ from dsv4lite.weights.update import checksum
 _EDITS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
 _FILTERS = ("top_k", "top_p", "min_p")  # without effect on greedy sampling
 _TRUNCATIONS = (*_FILTERS, "min_tokens", "bad_words_ids", "allowed_token_ids", "thinking_budget", "structured_outputs")
+
+
+@runtime_checkable
+class _HasOnePass(Protocol):
+    def one_pass(self, token_ids: Sequence[int]) -> Tensor: ...
 
 
 def load_model(model: str | os.PathLike[str], **settings: Unpack[EngineSettings]) -> TrainableModel:
@@ -117,8 +122,8 @@ def completion_logprobs(
 
 
 def _check_model(model: object) -> None:
-    rule = "must be what load_model returns; models of other libraries differ"
-    require(isinstance(model, TrainableModel), "model", type(model), rule)
+    good = isinstance(model, _HasOnePass)
+    require(good, "model", type(model), "must be what load_model returns; models of other libraries differ")
 
 
 def _ids(name: str, given: Sequence[int]) -> list[int]:

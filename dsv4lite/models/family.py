@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -99,7 +99,6 @@ class Model(Protocol):
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
-@runtime_checkable
 class TrainableModel(Model, Protocol):
     """A model with a forward pass for trainers, which is differentiable for unquantized checkpoints."""
 
