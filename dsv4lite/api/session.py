@@ -224,7 +224,7 @@ class Session:
             return Phase.CLOSED
         if self._phase is not Phase.READY:
             return self._phase
-        if self._failure is not None:  # a caller may have the engine's error before home has it
+        if self._failure is not None:  # a caller may have the engine's error before the loop has it
             return Phase.FAILED
         if self._released:
             return Phase.ASLEEP

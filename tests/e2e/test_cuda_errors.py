@@ -200,7 +200,7 @@ def test_compiled_kernels_of_another_user_are_refused(gpu: Fake, tmp_path: Path,
     if tmp_path.stat().st_uid == 0:  # whose files are trusted; give them to another
         (tmp_path / "kernels").mkdir()
         os.chown(tmp_path / "kernels", 12345, -1)
-    with pytest.raises(ConfigError, match=r"belongs to user \d+, so that others"):
+    with pytest.raises(ConfigError, match=r"belongs to user \d+, so that users other than"):
         Probe.of(cached_in(tmp_path / "kernels"), torch.device("cuda"))
 
 
