@@ -719,7 +719,7 @@ def _openai_logprobs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt on its way to the engine: token ids only, validated, and of types that all processes know.
+    """A prompt on its way to the engine: token ids only, validated, and of types that every process can unpickle.
 
     Attributes:
         request_id: Unique in the engine.
@@ -733,7 +733,7 @@ class Request:
         replay: Choices to make again, of a completion that is scored.
         generate: ``False`` only scores the prompt: its last token is not run and nothing is sampled.
         arrival: ``time.monotonic()`` second of submission.
-        drawn_as: The caller's id, which names the output, and the random stream if there is no seed; empty if it is ``request_id``.
+        given_id: The caller's id, if it may differ from ``request_id``; else empty.
     """
 
     request_id: str
@@ -749,7 +749,12 @@ class Request:
     replay: Replay | None = None
     generate: bool = True
     arrival: float = 0.0
-    drawn_as: str = ""
+    given_id: str = ""
+
+    @property
+    def caller_id(self) -> str:
+        """The caller's id, which names the output, and the random stream if there is no seed."""
+        return self.given_id or self.request_id
 
 
 class TokenLogprob(NamedTuple):

@@ -64,7 +64,7 @@ class Collector:
             streaming: The deltas will be read, so they carry log-probabilities if those were asked for.
         """
         self._request = request
-        self._request_id = request.drawn_as or request.request_id
+        self._request_id = request.caller_id
         self._index = index
         names = [f"call_{self._request_id}_{i}_" for i in range(request.params.n)]
         self._completions = [

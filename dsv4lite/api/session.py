@@ -447,7 +447,7 @@ class Session:
                 # A caller may reuse its id once its request has ended; the engine may not have ended that request yet.
                 engine_id = f"{request_id}~{next(self._reuses)}"
             deadline = None if options.deadline is None else arrival + options.deadline
-            request = replace(request, request_id=engine_id, drawn_as=request_id, arrival=arrival, deadline=deadline)
+            request = replace(request, request_id=engine_id, given_id=request_id, arrival=arrival, deadline=deadline)
             collector = Collector(request, tokenizer, index=options.index, parser=job.parser, streaming=wake is not None)
             ticket = Ticket(request_id, request, collector, wake, request.params.n)
             self._visible[request_id] = self._queue[engine_id] = ticket

@@ -23,7 +23,8 @@ from dsv4lite.engine.packing import PageTables, pack, step_batch, step_inputs
 from dsv4lite.engine.step_graphs import GraphShape
 from dsv4lite.errors import ConfigError
 from dsv4lite.kernels.spans import place_spans
-from dsv4lite.models.family import Batch, Family, Model
+from dsv4lite.models.batch import Batch
+from dsv4lite.models.family import Family, Model
 from dsv4lite.paging import window_pages
 from dsv4lite.scheduling.step_plan import StepPlan, StepShape
 from dsv4lite.speculation.drafters import draft, make_drafter

@@ -16,7 +16,8 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import send
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.spans import FIELDS, PlacedSpans
-from dsv4lite.models.family import Batch, Model
+from dsv4lite.models.batch import Batch
+from dsv4lite.models.family import Model
 from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.scheduling.sequence import NO_SLOT
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, NO_PAGE, SequencePlan, StepPlan

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from dsv4lite.engine.packing import known_tokens
-from dsv4lite.models.family import Batch, Model
+from dsv4lite.models.batch import Batch
+from dsv4lite.models.family import Model
 from dsv4lite.paging import PAGE_TOKENS, window_pages
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape
 from dsv4lite.state.paging import PagingSizes, read_paging, write_paging

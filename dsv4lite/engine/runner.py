@@ -23,7 +23,8 @@ from dsv4lite.engine.step_costs import measure_steps
 from dsv4lite.engine.step_graphs import GraphShape, StepGraphs, StepOutput
 from dsv4lite.kernels.dispatch import send
 from dsv4lite.kernels.sampling import argmax_finite, token_logprobs
-from dsv4lite.models.family import Batch, Model
+from dsv4lite.models.batch import Batch
+from dsv4lite.models.family import Model
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.pipeline import StageLink, TokenBroadcast
 from dsv4lite.planning.workspace import SCORED_ROWS, scored_logits

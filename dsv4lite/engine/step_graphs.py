@@ -32,7 +32,8 @@ from dsv4lite.engine.prompt_graphs import PromptGraphs, PromptShape
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.rows import EVERYTHING, Needs, RowMasks
 from dsv4lite.kernels.spans import PlacedSpans, place_spans
-from dsv4lite.models.family import Batch, Model
+from dsv4lite.models.batch import Batch
+from dsv4lite.models.family import Model
 from dsv4lite.paging import window_pages
 from dsv4lite.sampling.sampler import Sampler
 from dsv4lite.scheduling.step_plan import SequencePlan, StepShape

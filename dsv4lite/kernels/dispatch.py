@@ -14,6 +14,7 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 Choice = TypeVar("Choice")
+F = TypeVar("F", bound=Callable[..., object])
 
 GPU_TYPE = "cuda"  # type of the devices that run kernels; ``warmup.pretended`` and tests replace it
 
@@ -106,12 +107,16 @@ def on_gpu(device: torch.device) -> bool:
     return device.type == GPU_TYPE
 
 
+def asked_by_kernels(question: F) -> F:
+    """Let kernels call a function: Triton's compiler passes ``_semantic``, and takes the result as a constant."""
+    question.__triton_builtin__ = True  # type: ignore[attr-defined]
+    return question
+
+
+@asked_by_kernels
 def compiled(_semantic: Any = None) -> bool:
-    """Inside a kernel: return whether it is compiled. The interpreter knows neither assembly nor products of bfloat16."""
+    """Return whether the kernel is compiled. The interpreter supports neither assembly nor products of bfloat16."""
     return _semantic is not None
-
-
-compiled.__triton_builtin__ = True  # type: ignore[attr-defined]  # Triton's compiler calls it and passes ``_semantic``
 
 
 def use_triton(*arguments: object) -> bool:

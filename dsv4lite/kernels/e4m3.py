@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import capability_of, compiled, on_gpu
+from dsv4lite.kernels.dispatch import asked_by_kernels, capability_of, compiled, on_gpu
 
 
 def native_e4m3(x: Tensor) -> bool:
@@ -19,12 +19,10 @@ def native_e4m3(x: Tensor) -> bool:
     return on_gpu(x.device) and capability_of(x.device) >= 89
 
 
-def knows_e4m3(_semantic: Any = None) -> bool:
-    """Inside a kernel: return whether its chip has e4m3 conversions; false in the interpreter."""
+@asked_by_kernels
+def has_e4m3(_semantic: Any = None) -> bool:
+    """Return whether the kernel's chip has e4m3 conversions; false in the interpreter."""
     return _semantic is not None and int(_semantic.builder.options.arch.removeprefix("sm")) >= 89
-
-
-knows_e4m3.__triton_builtin__ = True  # type: ignore[attr-defined]  # Triton's compiler calls it and passes ``_semantic``
 
 
 @triton.jit

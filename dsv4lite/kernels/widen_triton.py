@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4lite.kernels.e4m3 import knows_e4m3
+from dsv4lite.kernels.e4m3 import has_e4m3
 
 # Widens the eight numbers of a word of FP4 codes: magnitudes select bytes of their groups' tables, then signs are added.
 _WIDEN = tl.constexpr("""{
@@ -74,7 +74,7 @@ def widen_fp4(piece, first, second, TILES: tl.constexpr):
         piece: uint8 [TILES, 2048].
         first, second: 4 times the relative exponents of the first 32 and of the other columns' scales, int32 [TILES * 64].
     """
-    if knows_e4m3():
+    if has_e4m3():
         a, b = widen_words(place(piece, TILES), first[:, None], second[:, None])
         numbers = side_by_side(a, b).to(tl.float8e5, bitcast=True)
     else:
@@ -101,7 +101,7 @@ def _scaled_e2m1(magnitude, exponent):
 @triton.jit
 def widen_fp8(code):
     """Return e4m3 bytes as e4m3, or as float16 divided by 2^8 on chips without it."""
-    if knows_e4m3():
+    if has_e4m3():
         numbers = code.to(tl.float8e4nv, bitcast=True)
     else:
         wide = code.to(tl.uint16)

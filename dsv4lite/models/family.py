@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dsv4lite.errors import ConfigError, UnsupportedError, shown
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.models.batch import Batch as Batch
+from dsv4lite.models.batch import Batch
 from dsv4lite.models.choices import Choices
 from dsv4lite.models.config import DrafterKind, ModelConfig, PassBytes
 from dsv4lite.models.deepseek_mla import config as mla_config

@@ -231,7 +231,7 @@ def state_of(request: Request, index: int, default_seed: int, sibling: SequenceS
     bad_words, look_back = _bad_words(params, sibling)
     return SequenceState(
         params=params,
-        stream=random_stream(params.seed, index, default_seed=default_seed, request_id=request.drawn_as or request.request_id),
+        stream=random_stream(params.seed, index, default_seed=default_seed, request_id=request.caller_id),
         stop_ids=tuple(sorted(stop_ids)),
         stops_from=len(prompt) + params.min_tokens,
         prompt=prompt,

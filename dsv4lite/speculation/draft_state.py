@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import send
-from dsv4lite.models.family import Batch
+from dsv4lite.models.batch import Batch
 from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.scheduling.step_plan import NO_PAGE, UNKNOWN, SequencePlan, StepPlan
 

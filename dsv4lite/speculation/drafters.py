@@ -12,7 +12,8 @@ from torch import Tensor
 from dsv4lite.config import MTP, DSpark
 from dsv4lite.kernels.dispatch import send
 from dsv4lite.kernels.paging import Paging
-from dsv4lite.models.family import Batch, BlockModel, MtpModel
+from dsv4lite.models.batch import Batch
+from dsv4lite.models.family import BlockModel, MtpModel
 from dsv4lite.paging import PAGE_TOKENS, WINDOW_PAGE_TOKENS
 from dsv4lite.scheduling.step_plan import UNKNOWN, StepPlan, StepShape
 from dsv4lite.speculation.draft_state import Choose, DraftState

@@ -21,7 +21,7 @@ from dsv4lite.checks import is_integer, require
 from dsv4lite.weights.checkpoint import TensorInfo, read_tensors
 from dsv4lite.weights.formats import PACKED_LEAVES
 from dsv4lite.weights.loader import weight_name
-from dsv4lite.weights.shared import SharedTensor
+from dsv4lite.weights.shared import SharedTensor, bytes_of
 
 MARK = "@"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)  # of tensors that may come in blocks
@@ -93,7 +93,7 @@ class DeltaSource:
         if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
             return [(name, given)]
         old = old.detach().to(new.device)
-        if old.unsqueeze(-1).view(torch.uint8).equal(new.unsqueeze(-1).view(torch.uint8)):  # of any strides
+        if bytes_of(old).equal(bytes_of(new)):
             return []
         if new.dtype in _DTYPES and not name.endswith(_SCALES) and name.rpartition(".")[2] not in self._leaves:
             offsets, values = _changed(new, old, self._block)
@@ -127,7 +127,7 @@ def _grid(bytes_: Tensor, rows: int, columns: int) -> Tensor:
 
 def _changed(new: Tensor, old: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return offsets and values of the blocks that differ."""
-    grids = [_grid(_matrix(m).unsqueeze(-1).view(torch.uint8), *block) for m in (new, old)]
+    grids = [_grid(bytes_of(_matrix(m)), *block) for m in (new, old)]
     where = (grids[0] != grids[1]).flatten(2).any(2).nonzero()
     values = grids[0][where[:, 0], where[:, 1]].contiguous().view(new.dtype).squeeze(-1)
     return where * torch.tensor(block, dtype=torch.int64, device=where.device), values

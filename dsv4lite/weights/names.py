@@ -71,7 +71,8 @@ def translate(name: str, shape: Sequence[int], tables: NameTables) -> list[Piece
         return []
     if tables.hidden_layers is not None and parts[0] == "layers" and len(parts) > 1 and parts[1].isdecimal():
         drafter_block = int(parts[1]) - tables.hidden_layers
-        parts[:2] = ["mtp", str(drafter_block)] if 0 <= drafter_block < tables.drafter_blocks else parts[:2]
+        if 0 <= drafter_block < tables.drafter_blocks:
+            parts[:2] = ["mtp", str(drafter_block)]
     if parts[0] == "mtp" and (any("emb" in part for part in parts) or (parts[-1] == "weight" and parts[-2].endswith("head"))):
         return []
     parts[-1] = _LEAF.get(parts[-1], parts[-1])

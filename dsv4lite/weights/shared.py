@@ -135,7 +135,7 @@ class SharedWeights:
             raise
 
     def _share(self, name: str, tensor: Tensor, on_host: bool) -> SharedTensor:
-        data = tensor.unsqueeze(-1).view(torch.uint8).flatten()
+        data = bytes_of(tensor).flatten()
         place: CudaPlace | HostPlace
         if tensor.is_cuda and not on_host:
             self._held.append(data)
@@ -180,6 +180,11 @@ class IPCSource:
         for handle in self._handles:
             further = tuple(place for copy in copies for place in copy.get(handle.name, ()))
             yield handle.name, replace(handle, places=handle.places + further)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of the numbers of a tensor of any strides, a view, uint8 [..., bytes of a number]."""
+    return tensor.unsqueeze(-1).view(torch.uint8)
 
 
 def as_pair(item: Any) -> tuple[Any, Any]:

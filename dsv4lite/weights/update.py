@@ -29,7 +29,7 @@ from dsv4lite.weights.loader import MATRIX_FORMATS, OwnFormat, fit, read_assigne
 from dsv4lite.weights.mirror import Mirror
 from dsv4lite.weights.names import NameTables
 from dsv4lite.weights.quant import Slot
-from dsv4lite.weights.shared import SharedTensor, as_pair, check_item
+from dsv4lite.weights.shared import SharedTensor, as_pair, bytes_of, check_item
 from dsv4lite.weights.tensors import FORMATS
 
 Given = Tensor | TensorInfo | SharedTensor
@@ -156,7 +156,7 @@ class ProcessGroupSource:
                 return
             for name, dtype, shape in headers[0]:
                 tensor = torch.empty(shape, dtype=dtype, device=self._device)
-                dist.broadcast(tensor.flatten().view(torch.uint8), self._source, self._group)
+                dist.broadcast(bytes_of(tensor).flatten(), self._source, self._group)
                 yield name, tensor
 
 
@@ -187,7 +187,7 @@ def broadcast_weights(
         if not held:
             return
         for _, tensor in held:
-            dist.broadcast(tensor.unsqueeze(-1).view(torch.uint8).flatten(), source, group)
+            dist.broadcast(bytes_of(tensor).flatten(), source, group)
 
 
 def buckets(tensors: Iterable[tuple[str, Given]]) -> Iterator[Bucket]:

@@ -24,8 +24,9 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope, rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import RowStore, UnquantizedRow
+from dsv4lite.models.batch import Batch
 from dsv4lite.models.config import ModelConfig, PassBytes
-from dsv4lite.models.family import Batch, Family
+from dsv4lite.models.family import Family
 from dsv4lite.models.partial_sums import embedding, gather_columns
 from dsv4lite.models.shard import ModelShard
 from dsv4lite.paging import PAGE_TOKENS

@@ -39,16 +39,16 @@ REGISTERS = 1 << 16  # of a multiprocessor; a thread has at most 255, which coun
 MOST = {80: 2, 89: 1, 90: 4, 100: 1, 120: 1}  # specializations of one kernel
 # Constants with which a source is compiled to another kernel: for FP8 or bfloat16, packed or unquantized rows, one product or two.
 KINDS = {
-    "_product_kernel": "FP8_X",
-    "_row_kernel": "PAIR",
-    "_attend_kernel": "PACKED",
-    "_merge_kernel": "FILLS",
-    "_weight_only_kernel": "GROUP",
-    "_latent_kernel": "KIND",
-    "_heads_kernel": "FP4_LOG",
-    "route_kernel": "GROUPED",
-    "_store_tiles_kernel": "FP4",
-    **dict.fromkeys(("_absorbed_kernel", "_latent_rows_kernel", "_key_kernel", "_scores_kernel"), "FP8"),
+    "_product_kernel": ("FP8_X",),
+    "_row_kernel": ("PAIR",),
+    "_attend_kernel": ("PACKED",),
+    "_merge_kernel": ("FILLS",),
+    "_weight_only_kernel": ("GROUP", "SWIGLU"),
+    "_latent_kernel": ("KIND",),
+    "_heads_kernel": ("FP4_LOG",),
+    "route_kernel": ("GROUPED",),
+    "_store_tiles_kernel": ("FP4",),
+    **dict.fromkeys(("_absorbed_kernel", "_latent_rows_kernel", "_key_kernel", "_scores_kernel"), ("FP8",)),
 }
 # Of modules whose kernels need e4m3, or run on Hopper alone.
 ONLY = {
@@ -102,10 +102,11 @@ def chosen(every: list[Specialization], most: int) -> list[Specialization]:
 
 
 def by_kind(every: list[Specialization]) -> list[list[Specialization]]:
-    """Return specializations by the constant of ``KINDS``."""
+    """Return specializations by the constants of ``KINDS``."""
     kinds: dict[object, list[Specialization]] = {}
     for one in every:
-        kinds.setdefault(constants_of(one).get(KINDS.get(one.name, "")), []).append(one)
+        constants = constants_of(one)
+        kinds.setdefault(tuple(constants.get(name) for name in KINDS.get(one.name, ())), []).append(one)
     return list(kinds.values())
 
 

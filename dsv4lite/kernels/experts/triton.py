@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import by_most, ceil_div
-from dsv4lite.kernels.e4m3 import as_stored, e4m3_bytes, fp8_scale_bits, fp8_scaled, knows_e4m3, native_e4m3, to_bf16
+from dsv4lite.kernels.e4m3 import as_stored, e4m3_bytes, fp8_scale_bits, fp8_scaled, has_e4m3, native_e4m3, to_bf16
 from dsv4lite.kernels.experts import HALF_ROWS, TILE_ROWS, ExpertInputs, ExpertSum, Tiles, prefill_fp4_triton, prefill_fp8_triton
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
 from dsv4lite.kernels.experts.weight_only_triton import weight_only_outputs_triton
@@ -55,7 +55,7 @@ def block_for(pairs: int, experts: int) -> BlockConfig:
 @triton.jit
 def _inputs(x, valid):
     """Return 128 columns of the inputs, [128, rows]; ``x`` points to e4m3, or to its bytes on chips without e4m3."""
-    if knows_e4m3():
+    if has_e4m3():
         numbers = tl.load(x, mask=valid[None, :], other=0.0)
     else:
         numbers = widen_fp8(tl.load(x, mask=valid[None, :], other=0))
@@ -87,7 +87,7 @@ def _tile_product(
         codes, scales: Of the stack of matrices.
         tile: The first tile's number in the stack.
     """
-    EXPONENT: tl.constexpr = (14 if FP4 else 0) + (0 if knows_e4m3() else 8 if FP4 else 16)  # of 2 that widened operands lack
+    EXPONENT: tl.constexpr = (14 if FP4 else 0) + (0 if has_e4m3() else 8 if FP4 else 16)  # of 2 that widened operands lack
     if FP4:
         tiles = tile + tl.arange(0, TILES) * CHUNKS
         codes += tiles[:, None] * 4096 + tl.arange(0, 2048)[None, :]
@@ -135,7 +135,7 @@ def _quantize_last(
         at = pair[:, None] * WIDTH + group * 128 + tl.arange(0, 128)[None, :]
         y = tl.load(u + at, mask=valid[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
         bits = fp8_scale_bits(y)
-        tl.store(u_codes + at, e4m3_bytes(fp8_scaled(y, bits), knows_e4m3()), mask=valid[:, None])
+        tl.store(u_codes + at, e4m3_bytes(fp8_scaled(y, bits), has_e4m3()), mask=valid[:, None])
         tl.store(u_words + (block * (WIDTH // 128) + group) * ROWS + tl.arange(0, ROWS), bits)
         if done is not None:
             tl.debug_barrier()  # all threads have written before one of them counts the group

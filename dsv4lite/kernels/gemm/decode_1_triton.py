@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import capability_of
-from dsv4lite.kernels.e4m3 import as_stored, e4m3_bytes, e8m0, fp8_scale_bits, fp8_scaled, knows_e4m3, to_bf16
+from dsv4lite.kernels.e4m3 import as_stored, e4m3_bytes, e8m0, fp8_scale_bits, fp8_scaled, has_e4m3, to_bf16
 from dsv4lite.kernels.gemm import scale_rows
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
@@ -117,7 +117,7 @@ def _row_groups_kernel(
         # Reference: quantize_fp8(y.to(x.dtype), FP8_GROUP)
         rounded = to_bf16(tl.load(numbers + column, cache_modifier=".cg")).to(tl.float32)[None, :]
         bits = fp8_scale_bits(rounded)
-        tl.store(codes + column[None, :], e4m3_bytes(fp8_scaled(rounded, bits), knows_e4m3()))
+        tl.store(codes + column[None, :], e4m3_bytes(fp8_scaled(rounded, bits), has_e4m3()))
         tl.store(scales + block + tl.arange(0, 1), (bits >> 23).to(tl.uint8))
         tl.store(arrivals + block, 0)  # counters are zero between kernels
 

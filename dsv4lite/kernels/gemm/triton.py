@@ -277,9 +277,7 @@ def _finish(
 
 # The interpreter supports neither assembly nor products of bfloat16.
 @triton.jit
-def _add_product(
-    acc, a, b, sx, sw, FP8_X: tl.constexpr, SCALE_ROWS: tl.constexpr, SWAP: tl.constexpr
-):  # fmt: skip
+def _add_product(acc, a, b, sx, sw, FP8_X: tl.constexpr, SCALE_ROWS: tl.constexpr, SWAP: tl.constexpr):
     """Return ``acc`` and the product of 128 inputs of some rows, ``a``, and of some weights, ``b``, with their scales."""
     if FP8_X:
         if a.dtype == tl.uint8:  # on a chip without e4m3
@@ -318,8 +316,7 @@ def _operands(xp, wp, kb, here, rk, K, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
 def product_tile(
     pid, split, x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
-    SPLITS: tl.constexpr, FP8_X: tl.constexpr = True, x_row=0, x_group=0, groups=1,
-    TURN: tl.constexpr = 1,
+    SPLITS: tl.constexpr, FP8_X: tl.constexpr = True, x_row=0, x_group=0, groups=1, TURN: tl.constexpr = 1,
 ):  # fmt: skip
     """Compute tile ``pid`` of the result, or its part number ``split``.
 
@@ -400,8 +397,7 @@ def product_tile(
 def _product_kernel(
     x, xs, w, ws, parts, out, arrivals, M, N, K, blocks, part, x_row, x_group, groups,
     BM: tl.constexpr, BN: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, FOLD: tl.constexpr,
-    SPLITS: tl.constexpr, FP8_X: tl.constexpr,
-    TURN: tl.constexpr, OVERLAPS_NEXT: tl.constexpr, OVERLAPS_PREVIOUS: tl.constexpr,
+    SPLITS: tl.constexpr, FP8_X: tl.constexpr, TURN: tl.constexpr, OVERLAPS_NEXT: tl.constexpr, OVERLAPS_PREVIOUS: tl.constexpr,
 ):  # fmt: skip
     if not OVERLAPS_PREVIOUS:
         wait_for_predecessor()

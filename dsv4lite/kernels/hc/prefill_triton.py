@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import by_most, ceil_div, compiled, power_of_2
-from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, knows_e4m3, to_bf16
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, has_e4m3, to_bf16
 from dsv4lite.kernels.hc import KERNEL_STREAMS, HcEntered, HcInputs, HcMix, has_kernel
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
@@ -279,7 +279,7 @@ def _softmax(a, b, c, d, eps):
 @triton.jit
 def _inverse(x):
     """Return ``1 / x`` within one unit in the last place, for numbers far from the limits of float32."""
-    if knows_e4m3():  # older chips divide
+    if has_e4m3():  # older chips divide
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     return 1.0 / x
 
@@ -367,7 +367,7 @@ def normed(v, squares, weight, norm_eps, WIDTH: tl.constexpr):
 def store_fp8(v, codes, scales, token, column, group, WIDTH: tl.constexpr):
     # Reference: quantize_fp8(x, 128)
     bits = fp8_scale_bits(v)
-    tl.store(codes + column, e4m3_bytes(fp8_scaled(v, bits), knows_e4m3()), mask=column < WIDTH)
+    tl.store(codes + column, e4m3_bytes(fp8_scaled(v, bits), has_e4m3()), mask=column < WIDTH)
     groups = (WIDTH + 127) // 128
     tl.store(scales + token * groups + group, (bits >> 23).to(tl.uint8), mask=group < groups)
 

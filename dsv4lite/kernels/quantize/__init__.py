@@ -18,8 +18,8 @@ FP8_GROUP = 128  # activations have a scale per 128 channels, weights per 128 x 
 FP8_MAX = 448.0
 FP4_MAX = 6.0
 FP8_AMAX_FLOOR = 1e-4  # of activations
-FP8_WEIGHT_AMAX_FLOOR = 448.0 * 2.0**-126
-FP4_AMAX_FLOOR = 6.0 * 2.0**-126
+FP8_WEIGHT_AMAX_FLOOR = FP8_MAX * 2.0**-126
+FP4_AMAX_FLOOR = FP4_MAX * 2.0**-126
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

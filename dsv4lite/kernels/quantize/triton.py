@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import ceil_div
-from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, knows_e4m3
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, has_e4m3
 from dsv4lite.kernels.rows.triton import store_fp4
 
 _TILE = 2048  # channels per program
@@ -25,7 +25,7 @@ def quantize_kernel(x, codes, scales, row_stride, N: tl.constexpr, GROUP: tl.con
     # Reference: codes, bits = _fp8_groups(x, group)
     y = tl.load(x + row * row_stride + column, mask=column < N, other=0.0).to(tl.float32)
     bits = fp8_scale_bits(y)
-    tl.store(codes + row * N + column, e4m3_bytes(fp8_scaled(y, bits), knows_e4m3()), mask=column < N)
+    tl.store(codes + row * N + column, e4m3_bytes(fp8_scaled(y, bits), has_e4m3()), mask=column < N)
     tl.store(scales + row * GROUPS + group, (bits >> 23).to(tl.uint8), mask=group < GROUPS)
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import ceil_div
-from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, knows_e4m3, to_bf16
+from dsv4lite.kernels.e4m3 import e4m3_bytes, fp8_scale_bits, fp8_scaled, has_e4m3, to_bf16
 from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.rows.triton import rounded
 
@@ -38,7 +38,7 @@ def swiglu_groups(h, codes, scales, token, group, width, groups, limit, ALIGNED:
     # quantize_fp8(swiglu(gate, up, limit).to(h_TI.dtype), FP8_GROUP)
     y = to_bf16(swiglu_of(gate, up, limit, True)).to(tl.float32)
     bits = fp8_scale_bits(y)
-    tl.store(codes + token * width + column, e4m3_bytes(fp8_scaled(y, bits), knows_e4m3()), mask=inside)
+    tl.store(codes + token * width + column, e4m3_bytes(fp8_scaled(y, bits), has_e4m3()), mask=inside)
     tl.store(scales + token * groups + group, (bits >> 23).to(tl.uint8), mask=group < groups)
 
 
