@@ -21,6 +21,8 @@ from dsv4lite.kernels.routing import Copies, Router, route, take_copies
 from dsv4lite.kernels.swiglu import swiglu_halves, swiglu_quantize
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.models.partial_sums import (
+    ALL_TOKENS,
+    TokenShard,
     all_gather_rows,
     all_reduce_experts,
     all_reduce_parts,
@@ -63,6 +65,7 @@ class Tokens(NamedTuple):
         most_tokens: Largest number of tokens on any rank that shares the experts; ``None`` if it is not known.
         given_TK: Experts to take instead of the router's; the router chooses where a number is negative.
         own: Which of the tokens are this rank's.
+        shard: Which of these tokens the layer returns, of many.
     """
 
     x_TD: Tensor
@@ -73,6 +76,7 @@ class Tokens(NamedTuple):
     most_tokens: int | None = None
     given_TK: Tensor | None = None
     own: slice = slice(None)
+    shard: TokenShard = ALL_TOKENS
 
     def record(self, chosen_TK: Tensor) -> None:
         """Write the chosen experts to ``routed_TK``, unless that is ``None``."""
@@ -228,7 +232,7 @@ class MoE(nn.Module):
         )
 
     def forward(self, tokens: Tokens) -> Tensor:
-        """Return [T, D], in the dtype of the input."""
+        """Return [T, D], of a shard only its rows, in the dtype of the input."""
         tokens = tokens._replace(rounded=self.experts.rounded(tokens.x_TD, tokens.rounded))
         count = tokens.most_tokens if self.gathers else len(tokens.x_TD)
         return by_most(self.regimes, count)(self, tokens)
@@ -239,7 +243,7 @@ class MoE(nn.Module):
 
     def _all_reduced(self, tokens: Tokens, run: Callable[[MoE, Tokens], ExpertSum]) -> Tensor:
         """Run this rank's experts, and add up the outputs of the ranks that work on the same tokens."""
-        return all_reduce_experts(self.shard.mesh.peers, run(self, tokens), tokens.x_TD.dtype)
+        return all_reduce_experts(self.shard.mesh.peers, run(self, tokens), tokens.x_TD.dtype, tokens.shard)
 
     def _all_gathered(self, tokens: Tokens, run: Callable[[MoE, Tokens], ExpertSum]) -> Tensor:
         """Run this rank's experts on all ranks' tokens, ``most_tokens`` of each."""
@@ -296,7 +300,7 @@ class MoE(nn.Module):
         if shared_TD is not None and len(shared_TD) < len(x_TD):
             sums_TD[own] += shared_TD
             shared_TD = None
-        return all_reduce_parts(self.shard.mesh.peers, sums_TD, x_TD.dtype, shared_TD)
+        return all_reduce_parts(self.shard.mesh.peers, sums_TD, x_TD.dtype, shared_TD, tokens.shard)
 
     def _projected(self, tokens: Tokens) -> tuple[Tensor | None, Tensor]:
         """Return the shared expert's gate and up [T, 2 I], if this rank computes it, and the router's logits [T, E]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,32 +14,84 @@ from dsv4lite.kernels.peer_memory import (
     TokenRows,
     all_gather,
     all_gather_columns,
+    all_gather_shards,
     all_reduce,
     all_reduce_shards,
     lengthened,
     most_rows,
+    padded,
     part_of_experts,
     reduce_scatter,
+    reduce_scatter_shards,
 )
 from dsv4lite.parallel.mesh import Axis
 
+MOST_WHOLE_TOKENS = 1024
+"""Most tokens of a step whose residual streams every rank holds whole: for few, another launch costs more than half of the work."""
 
-def all_reduce_parts(axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = None) -> Tensor:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenShard:
+    """Which of a step's tokens have their residual streams on this rank ("sequence parallelism"); see ``ALL_TOKENS``.
+
+    Ranks that work on the same tokens hold equal consecutive parts; the last part is padded. Partial results are reduce-scattered
+    to these parts, and what a layer reads is gathered from them: together as many bytes as an all-reduce.
+
+    Attributes:
+        axis: The ranks that share the tokens.
+        tokens: All tokens of the step.
+    """
+
+    axis: Axis = field(default_factory=lambda: Axis("peers"))
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, axis: Axis, tokens: int) -> TokenShard:
+        """Return the shard of a rank in a step of ``tokens`` tokens."""
+        return cls(axis, tokens) if tokens > MOST_WHOLE_TOKENS else ALL_TOKENS
+
+    @property
+    def count(self) -> int:
+        """Tokens of each rank, padding included."""
+        return -(-self.tokens // self.axis.size)
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Return this rank's rows [count, ...] of [T, ...]; padding is zero."""
+        begin = self.axis.rank * self.count
+        return rows if self.axis.size == 1 else padded(rows[begin : begin + self.count], self.count, 0)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return all rows [T, ...], given this rank's."""
+        if self.axis.size == 1:
+            return rows
+        memory = self.axis.memory
+        return (self.axis.all_gather(rows) if memory is None else all_gather_shards(rows, memory.shards))[: self.tokens]
+
+
+ALL_TOKENS = TokenShard()
+"""The streams of all tokens are on this rank, as they are on its peers."""
+
+
+def all_reduce_parts(
+    axis: Axis, part: Tensor, dtype: torch.dtype, also: Tensor | None = None, shard: TokenShard = ALL_TOKENS
+) -> Tensor:
     """Return the sum of all ranks' parts, of any shape, rounded once.
 
     Args:
         part: This rank's part, float32; may be overwritten.
         dtype: Of the result.
         also: A second part of this rank, of the same shape.
+        shard: Return only this shard's rows.
     """
-    found = _peer_all_reduce(axis, part.contiguous(), part.numel(), dtype, also)
+    part = part.contiguous()
+    found = _peer_all_reduce(axis, part, part.numel(), dtype, also, shard)
     if found is not None:
         return found
     if axis.size == 1:
-        return rounded_sum(part, also, dtype)
+        return shard.own(rounded_sum(part, also, dtype))
     if also is not None:
         part = part + also
-    return axis.all_reduce(part).to(dtype)
+    return shard.own(axis.all_reduce(part).to(dtype))
 
 
 def embedding(axis: Axis, table_VD: Tensor, vocab: range, token_ids_T: Tensor) -> Tensor:
@@ -72,11 +125,11 @@ def gather_columns(axis: Axis, product: Callable[[Tensor | None], Tensor], out: 
     return columns if out is None else out.copy_(columns)
 
 
-def all_reduce_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype) -> Tensor:
-    """Return the sum of all ranks' expert outputs, [T, D], rounded once."""
+def all_reduce_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype, shard: TokenShard = ALL_TOKENS) -> Tensor:
+    """Return the sum of all ranks' expert outputs, [T, D], rounded once; of a shard only its rows."""
     tokens, _, hidden = parts.outputs_TKD.shape
-    found = None if hidden % BLOCK else _peer_all_reduce(axis, parts, tokens * hidden, dtype)
-    return all_reduce_parts(axis, part_of_experts(parts), dtype) if found is None else found
+    found = None if hidden % BLOCK else _peer_all_reduce(axis, parts, tokens * hidden, dtype, None, shard)
+    return all_reduce_parts(axis, part_of_experts(parts), dtype, None, shard) if found is None else found
 
 
 def most_peer_tokens(axis: Axis, hidden: int) -> int:
@@ -115,12 +168,14 @@ def rounded_sum(part_TD: Tensor, also_TD: Tensor | None, dtype: torch.dtype) -> 
 
 
 def _peer_all_reduce(
-    axis: Axis, part: Tensor | ExpertSum, numbers: int, dtype: torch.dtype, also: Tensor | None = None
+    axis: Axis, part: Tensor | ExpertSum, numbers: int, dtype: torch.dtype, also: Tensor | None, shard: TokenShard
 ) -> Tensor | None:
     """Return the sum of ``numbers`` numbers through peer memory; ``None`` if there is no such memory, or it does not fit."""
     memory = axis.memory
     if memory is None or numbers == 0:
         return None
+    if shard.axis is axis and dtype == torch.bfloat16 and numbers // shard.tokens % BLOCK == 0:
+        return reduce_scatter_shards(part, memory.shards, shard.count, also)
     if numbers <= memory.inbox.numbers:
-        return all_reduce(part, memory.inbox, dtype, also)
-    return all_reduce_shards(part, memory.shards, also) if dtype == torch.bfloat16 else None
+        return shard.own(all_reduce(part, memory.inbox, dtype, also))
+    return shard.own(all_reduce_shards(part, memory.shards, also)) if dtype == torch.bfloat16 else None

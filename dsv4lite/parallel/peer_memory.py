@@ -27,8 +27,8 @@ log = logging.getLogger("dsv4lite.parallel")
 
 MOST_NUMBERS = 1 << 18
 """Elements of the largest all-reduce in which every rank adds up all elements."""
-SHARDED_NUMBERS = 1 << 22
-"""Elements of a larger all-reduce that one launch processes; each rank adds up a shard of them."""
+SHARDED_NUMBERS = 1 << 24
+"""Elements of a larger all-reduce that one launch processes; each rank adds up a shard of them. More take several launches."""
 SIZES = (2, 4)
 """Numbers of ranks that use it: kernels require a power of two, and more than 4 ranks are not measured."""
 _HANDLE_BYTES = 64

@@ -32,9 +32,11 @@ from dsv4lite.kernels.peer_memory import (
     TokenRows,
     all_gather,
     all_gather_columns,
+    all_gather_shards,
     all_reduce,
     all_reduce_shards,
     reduce_scatter,
+    reduce_scatter_shards,
 )
 from dsv4lite.kernels.quantize import quantize_fp8, quantize_packed_fp4
 from dsv4lite.kernels.routing import Copies, Router
@@ -210,6 +212,9 @@ def _ranks() -> None:
         all_reduce_shards(part, inbox)
         all_reduce_shards(part, inbox, part)
         all_gather_columns(part, inbox)
+        all_gather_shards(bf16, inbox)
+        reduce_scatter_shards(part, inbox, -(-tokens // ranks))
+        reduce_scatter_shards(part, inbox, -(-tokens // ranks), part)
         ids = _empty(tokens, dtype=torch.int64)
         all_gather(TokenRows(bf16, *quantize_fp8(bf16, 128), ids, ids.int()), inbox, tokens)
         slots_TK = _empty(ranks * tokens, chosen, dtype=torch.int64)
@@ -218,6 +223,7 @@ def _ranks() -> None:
             parts = ExpertSum(slots_TK, outputs, _empty(ranks * tokens, hidden, dtype=dtype), 256)
             all_reduce(parts, inbox, torch.bfloat16)
             all_reduce_shards(parts, inbox)
+            reduce_scatter_shards(parts, inbox, tokens)
             reduce_scatter(parts, inbox, tokens, torch.bfloat16)
 
 

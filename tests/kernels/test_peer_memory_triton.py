@@ -20,6 +20,7 @@ from dsv4lite.kernels.peer_memory import (
     all_gather,
     all_gather_columns,
     all_gather_ref,
+    all_gather_shards,
     all_reduce,
     all_reduce_ref,
     all_reduce_shards,
@@ -28,6 +29,7 @@ from dsv4lite.kernels.peer_memory import (
     part_of_experts,
     reduce_scatter,
     reduce_scatter_ref,
+    reduce_scatter_shards,
     shard_numbers,
 )
 from dsv4lite.parallel.mesh import Axis
@@ -194,6 +196,41 @@ def test_columns_come_to_all_ranks_between_shards_of_sums(ranks: int, monkeypatc
         close = 2**-7 if not count and ranks > 2 else 0
         for x in found:
             torch.testing.assert_close(x, wanted, rtol=close, atol=close)
+
+
+def deliver_rows(world: World, sender: int, parts: list[Tensor]) -> None:
+    """Write what a rank will send in its next ``reduce_scatter_shards``, of one launch: its parts of all other ranks' rows."""
+    count = -(-len(parts[0]) // len(parts))
+    rows = pad(parts[sender] + 0.0, (0, 0, 0, len(parts) * count - len(parts[0]))).view(torch.int32).view(len(parts), -1)
+    for block, call in enumerate(world.inboxes[sender].calls[: rows.shape[1] // BLOCK].tolist()):
+        places = slice(block * BLOCK, (block + 1) * BLOCK)
+        for peer, slot in world.shards(call, sender).items():
+            slot[places] = rows[peer, places]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_add_and_gather_their_rows_between_sums_of_all(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ops of shards use one inbox; the last rank's rows, and one rank's sum in the end, are not all there."""
+    world = World.of(ranks)
+    monkeypatch.setattr(kernels, "_RESIDENT", 0 if ranks == 2 else 8)
+    for number, tokens in enumerate((4 * ranks, 3 * ranks + 1, 2, 5 * ranks, ranks + 1)):
+        order = [(number + i) % ranks for i in range(ranks)]
+        parts = [part.view(tokens, BLOCK) for part in parts_of(ranks, tokens * BLOCK, number)]
+        count, also = -(-tokens // ranks), parts[order[0]] * 3 if number % 2 else None
+        for rank in order[1:]:
+            deliver_rows(world, rank, parts)
+        mine = {order[0]: reduce_scatter_shards(parts[order[0]], world.inboxes[order[0]], count, also)}
+        for rank in order[1:]:
+            mine[rank] = reduce_scatter_shards(parts[rank], world.inboxes[rank], count)
+        if also is not None:
+            parts[order[0]] = parts[order[0]] + also
+        every = torch.cat([mine[rank] for rank in range(ranks)])
+        close = 2**-7 if ranks > 2 else 0
+        torch.testing.assert_close(every[:tokens], all_reduce_ref(parts, torch.bfloat16), rtol=close, atol=close)
+        for rank in order[1:]:
+            deliver_columns(world, rank, mine[rank].view(torch.float32).view(1, -1))
+        for rank in order:
+            assert torch.equal(all_gather_shards(mine[rank], world.inboxes[rank]), every), (number, rank)
 
 
 @pytest.mark.parametrize("source", [0, 1])

@@ -234,7 +234,7 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
     class Recorded(Streams):
         def enter(self, *args: Any) -> Any:
             out = super().enter(*args)
-            found.streams.append(self.value_TND)
+            found.streams.append(self.value_PND)
             return out
 
         def leave(self, y_TD: Tensor) -> None:

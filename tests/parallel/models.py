@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.models import moe
+from dsv4lite.models import moe, partial_sums
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
@@ -98,6 +98,13 @@ def logits_near(mesh: Mesh, job: Job) -> Tensor | None:
     """Return the same where rows of any number go through memory of peers, or as if they did."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "most_peer_tokens", lambda *args: 1 << 30)
+        return logits(mesh, job)
+
+
+def logits_sharded(mesh: Mesh, job: Job) -> Tensor | None:
+    """Return the same where steps of more than a few tokens divide the residual streams among the ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partial_sums, "MOST_WHOLE_TOKENS", 9)
         return logits(mesh, job)
 
 

@@ -71,7 +71,7 @@ def layer_outputs(mesh: Mesh, job: Job, inputs: Sequence[Tensor] | None = None) 
     """
     model = build(mesh, job)
     batch, caches = start(model, job.prompts[0])
-    found = [model._initial_streams(batch.token_ids_T)]
+    found = [model._initial_streams(batch)]
     for i, layer in enumerate(model.layers):
         streams = model._streams((inputs or found)[i])
         layer(streams, batch, caches[i])

@@ -124,7 +124,7 @@ def test_plans_count_what_gpus_of_one_machine_open_to_each_other(monkeypatch: py
             without = _working_bytes(*arguments)
         found[str(layout)] = opened[0] - without[0]
         assert opened[1] == without[1]
-    assert list(found.values()) == [opened << 20 for opened in (6 + 36, 12 + 54, 6 + 36, 6 + 36, 12 + 54, 0, 0)]
+    assert list(found.values()) == [opened << 20 for opened in (6 + 144, 12 + 216, 6 + 144, 6 + 144, 12 + 216, 0, 0)]
 
 
 def test_what_does_not_fit_is_said_with_what_would_help(folder: str) -> None:

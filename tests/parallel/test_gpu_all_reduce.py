@@ -14,12 +14,22 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from dsv4lite.kernels.peer_memory import Inbox, all_gather_columns, all_reduce, all_reduce_ref, all_reduce_shards
+from dsv4lite.kernels.peer_memory import (
+    BLOCK,
+    Inbox,
+    all_gather_columns,
+    all_gather_shards,
+    all_reduce,
+    all_reduce_ref,
+    all_reduce_shards,
+    reduce_scatter_shards,
+)
 from dsv4lite.parallel.peer_memory import SHARDED_NUMBERS, PeerMemory
 
 pytestmark = pytest.mark.gpu
 NUMBERS = 1 << 18
 COUNTS = (7, 4096, 8 * 4096, 5000, NUMBERS, 64 * 4096, 1)
+ROWS = (1, 32, 2 * SHARDED_NUMBERS // BLOCK, SHARDED_NUMBERS // BLOCK + 3, 9)
 SHARDED = (2, 4096, NUMBERS + 2, SHARDED_NUMBERS, SHARDED_NUMBERS + 3 * 4096, 5000)
 
 
@@ -53,6 +63,10 @@ def sums(rank: int, size: int, store: dist.TCPStore, answers: Any) -> None:
         columns = all_gather_columns(rows[rank].cuda(), memory.shards)  # calls of both follow each other
         if not torch.equal(columns.cpu(), torch.cat(rows, 1)):
             wrong.append(("columns", count, ""))
+    for seed, rows in enumerate(ROWS * 3):
+        parts = parts_of(size, rows * BLOCK, seed)
+        if not right(in_rows(parts[rank].cuda().view(rows, -1), size, memory), parts, torch.bfloat16):
+            wrong.append(("rows", rows, ""))
     parts = [parts_of(size, count, 99) for count in COUNTS]
     inputs = [each[rank].cuda() for each in parts]
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -60,11 +74,13 @@ def sums(rank: int, size: int, store: dist.TCPStore, answers: Any) -> None:
         for x in inputs:
             all_reduce(x, inbox, torch.float32, x)  # compiled and loaded before it is recorded
         all_reduce_shards(inputs[1].view(2, -1), memory.shards, inputs[1].view(2, -1))
+        in_rows(inputs[2].view(32, -1), size, memory)
         stream.synchronize()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             outputs = [all_reduce(x, inbox, torch.float32, x) for x in inputs]
             sharded = all_reduce_shards(inputs[1].view(2, -1), memory.shards, inputs[1].view(2, -1))
             gathered = all_gather_columns(inputs[2].view(8, -1), memory.shards)
+            from_rows = in_rows(inputs[2].view(32, -1), size, memory)
         for replay in range(200):
             factor = 1.0 + replay % 7
             for x, each in zip(inputs, parts, strict=True):
@@ -74,7 +90,8 @@ def sums(rank: int, size: int, store: dist.TCPStore, answers: Any) -> None:
                 found = [right(y, [2 * factor * p for p in each], torch.float32) for y, each in zip(outputs, parts, strict=True)]
                 found.append(right(sharded.flatten(), [2 * factor * p for p in parts[1]], torch.bfloat16))
                 found.append(torch.equal(gathered.cpu(), torch.cat([(factor * p).view(8, -1) for p in parts[2]], 1)))
-                wrong += [("replay", replay, count) for count, fine in zip((*COUNTS, 0, -1), found, strict=True) if not fine]
+                found.append(right(from_rows, [factor * p for p in parts[2]], torch.bfloat16))
+                wrong += [("replay", replay, count) for count, fine in zip((*COUNTS, 0, -1, -2), found, strict=True) if not fine]
         stream.synchronize()
     answers.put((rank, wrong, [y.tolist() for y in outputs[:3]]))
     if rank == 0:  # one more sum, for which the others never come
@@ -86,6 +103,12 @@ def sums(rank: int, size: int, store: dist.TCPStore, answers: Any) -> None:
         memory.abandon()
         torch.cuda.synchronize()
         answers.put((-1, [] if waits else ["it has not waited"], []))
+
+
+def in_rows(part: Tensor, size: int, memory: PeerMemory) -> Tensor:
+    """Return the sum, of which each rank adds up some rows."""
+    mine = reduce_scatter_shards(part, memory.shards, -(-len(part) // size))
+    return all_gather_shards(mine, memory.shards)[: len(part)].flatten()
 
 
 def right(found: Tensor, parts: list[Tensor], dtype: torch.dtype) -> bool:

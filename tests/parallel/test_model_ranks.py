@@ -13,7 +13,7 @@ from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.weights.dummy import dummy_tensors
 from tests.golden import tiny_checkpoint, tiny_ids
 from tests.parallel.dispatchers import OwnAllGather, OwnLocal
-from tests.parallel.models import PLAIN, QUANTIZED, Job, logits, logits_near, rebalanced, write
+from tests.parallel.models import PLAIN, QUANTIZED, Job, logits, logits_near, logits_sharded, rebalanced, write
 from tests.parallel.ranks import RankError, Ranks
 
 ONE = Layout()
@@ -125,6 +125,37 @@ def test_official_formats_stay_within_their_limits_where_sums_are_cut(
         off = (got - expected).norm(dim=1) / expected.norm(dim=1)
         assert off.median() < 9e-2 and off.quantile(0.9) < 0.25
         assert (got.argmax(1) == expected.argmax(1)).float().mean() > 0.75
+
+
+@pytest.mark.parametrize(
+    ("layout", "dispatcher"),
+    [
+        (Layout(tp=2), "auto"),
+        (Layout(tp=4), "auto"),
+        (Layout(tp=2, ep=4), "all_to_all"),
+        (Layout(ep=2), "local"),
+        (Layout(dp=2, tp=2, ep=4), "all_gather"),
+        (Layout(tp=2, pp=2), "auto"),
+    ],
+    ids=str,
+)
+def test_residual_streams_in_shards_of_tokens_give_the_same_logits(
+    ranks: Ranks,
+    plain_job: Job,
+    plain_expected: list[Tensor],
+    quantized_job: Job,
+    layout: Layout,
+    dispatcher: str,
+) -> None:
+    """Steps of 13, 23 and 30 tokens do not divide evenly; in official formats, bits are those of whole streams."""
+    answers = ranks.run(logits_sharded, replace(plain_job, dispatcher=dispatcher), layout=layout)
+    for rank, got in enumerate(answers):
+        if got is not None:
+            torch.testing.assert_close(got, plain_expected[layout.place(rank).dp], rtol=0, atol=1e-5)
+    if layout.tp <= 2 and layout.ep <= 2:
+        job = replace(quantized_job, dispatcher=dispatcher)
+        for got, whole in zip(ranks.run(logits_sharded, job, layout=layout), ranks.run(logits, job, layout=layout), strict=True):
+            assert (got is None and whole is None) or torch.equal(got, whole)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,19 @@
 """Collectives through peer memory, which all ranks of a machine can write: one launch each.
 
-    all_reduce          out = part of rank 0 + part of rank 1 + …: every rank adds all parts, for few numbers
-    all_reduce_shards   the same in bfloat16: every rank adds one shard of all parts, for many numbers
-    all_gather          rows of rank 0, rows of rank 1, …: every rank gets the tokens of all ranks
-    all_gather_columns  columns of rank 0, columns of rank 1, …: every rank gets whole rows of 32-bit numbers
-    reduce_scatter      out = part of rank 0 + part of rank 1 + … + shared expert, for this rank's tokens
+    all_reduce              out = part of rank 0 + part of rank 1 + …: every rank adds all parts, for few numbers
+    all_reduce_shards       the same in bfloat16: every rank adds one shard of all parts, for many numbers
+    reduce_scatter_shards   the same, but every rank only gets its shard, which is a part of the rows
+    all_gather_shards       rows of rank 0, rows of rank 1, …: every rank gets the rows of all ranks
+    all_gather_columns      columns of rank 0, columns of rank 1, …: every rank gets whole rows of 32-bit numbers
+    all_gather              tokens of rank 0, tokens of rank 1, …: every rank gets the inputs of experts of all ranks
+    reduce_scatter          out = part of rank 0 + part of rank 1 + … + shared expert, for this rank's tokens
 
 All ranks must call the same collectives in the same order, each on one stream. A reference (``x_ref``) takes the arguments of all
 ranks, an op those of its own rank.
 
-Numerics: gathered rows and columns are exact copies, but ``all_gather_columns`` returns +0.0 for -0.0. Sums are float32, rounded
-once to the result's dtype. With two ranks they have the bits of ``a + b``; ``all_reduce`` returns the same bits on all ranks.
+Numerics: gathered rows and columns are exact copies, but ``all_gather_columns`` and ``all_gather_shards`` turn the bits of a
+float32 -0.0 into 0. Sums are float32, rounded once to the result's dtype. With two ranks they have the bits of ``a + b``;
+``all_reduce`` returns the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ TURNS = 3  # buffers per rank, in rotation: while a call fills one of a peer, th
 class Inbox(NamedTuple):
     """A rank's receive buffers and the addresses of those of its peers.
 
-    Every rank has int32 [TURNS, ranks, numbers], filled with ``EMPTY`` before the first call. ``all_reduce_shards`` and
+    Every rank has int32 [TURNS, ranks, numbers], filled with ``EMPTY`` before the first call. The ops of shards and
     ``all_gather_columns`` send nothing to the rank itself: they have [TURNS, ranks - 1, numbers], from the next rank on.
 
     Attributes:
@@ -88,12 +91,26 @@ def all_reduce_shards(part: Tensor | ExpertSum, inbox: Inbox, also: Tensor | Non
 
     Args:
         part: float32 [T, D], D even, contiguous, any number of rows; or the terms of a sum over experts, as for ``all_reduce``.
-        inbox: This rank's, used by this op and ``all_gather_columns`` only.
+        inbox: This rank's, used only by this op, ``reduce_scatter_shards``, ``all_gather_columns`` and ``all_gather_shards``.
         also: Added to ``part``, same shape; only if ``part`` is a tensor.
     """
     from dsv4lite.kernels.peer_memory.triton import all_reduce_shards_triton
 
     return all_reduce_shards_triton(part, inbox, also)
+
+
+def reduce_scatter_shards(part: Tensor | ExpertSum, inbox: Inbox, count: int, also: Tensor | None = None) -> Tensor:
+    """Return the ``count`` rows of a rank of the sum of all ranks' parts, bfloat16, with the bits of ``all_reduce_shards``.
+
+    Args:
+        part: As for ``all_reduce_shards``; D is a multiple of ``BLOCK``.
+        inbox: See ``all_reduce_shards``.
+        count: T / ranks, rounded up. Rows past the last one of ``part`` are undefined.
+        also: Added to ``part``, same shape; only if ``part`` is a tensor.
+    """
+    from dsv4lite.kernels.peer_memory.triton import reduce_scatter_shards_triton
+
+    return reduce_scatter_shards_triton(part, inbox, count, also)
 
 
 def all_reduce_ref(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -139,12 +156,24 @@ def all_gather_columns(part_TC: Tensor, inbox: Inbox, out: Tensor | None = None)
 
     Args:
         part_TC: This rank's columns: float32, or int32 above -2^31; contiguous, of the same shape on all ranks.
-        inbox: This rank's, used by this op and ``all_reduce_shards`` only; a row fits into ``shard_numbers``.
+        inbox: See ``all_reduce_shards``; a row fits into ``shard_numbers``.
         out: Contiguous tensor that receives the result.
     """
     from dsv4lite.kernels.peer_memory.triton import all_gather_columns_triton
 
     return all_gather_columns_triton(part_TC, inbox, out)
+
+
+def all_gather_shards(part: Tensor, inbox: Inbox) -> Tensor:
+    """Return the rows of all ranks in the order of the ranks, [ranks * count, ...].
+
+    Args:
+        part: This rank's ``count`` rows, of the same shape on all ranks; contiguous, whole multiples of 64 bytes.
+        inbox: See ``all_reduce_shards``.
+    """
+    from dsv4lite.kernels.peer_memory.triton import all_gather_shards_triton
+
+    return all_gather_shards_triton(part, inbox)
 
 
 def all_gather_ref(ranks: Sequence[TokenRows], count: int) -> TokenRows:

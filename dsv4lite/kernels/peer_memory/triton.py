@@ -5,8 +5,9 @@ write is visible. A program clears its buffer of the previous call. Peers fill t
 have received this rank's part of the call in between; by then this kernel has ended.
 
 ``all_reduce_shards``: a rank adds one shard of the numbers and sends the sums to its peers, which poll them in the same way. With R
-ranks, each sends 6 (R - 1) / R bytes per number instead of 4 (R - 1). ``all_gather_columns`` sends to the same places and clears
-the same ones, so that calls of both may follow each other.
+ranks, each sends 6 (R - 1) / R bytes per number instead of 4 (R - 1). ``reduce_scatter_shards`` is its first half.
+``all_gather_columns`` and ``all_gather_shards`` send to the same places, and all clear the same ones: their calls may follow each
+other.
 
 ``all_gather`` and ``reduce_scatter``: a number and the count of its call are sent in one 64-bit word, which is written and read
 atomically: the number has arrived when the count has. So any bits can be sent, and nothing has to be cleared. Peers fill a buffer
@@ -81,7 +82,7 @@ def _part_of_block(
     if TOP_K == 0:
         x = tl.load(part + at, mask=inside, other=0.0)
     else:  # HIDDEN is a multiple of BLOCK, so a block belongs to one token
-        column = first % HIDDEN + tl.arange(0, _BLOCK)
+        column = tl.multiple_of(first % HIDDEN, _BLOCK) + tl.arange(0, _BLOCK)
         token = tl.minimum(first, size - 1) // HIDDEN
         x = sum_of_token(part, chosen, token.to(tl.int64), column, EXPERTS, HIDDEN, TOP_K)
     if ADDED:
@@ -136,6 +137,36 @@ def _clear(buffers, peers, number, word, RANKS: tl.constexpr):
     tl.store(buffers + word[None, :], tl.full((RANKS, _BLOCK // 2), _EMPTY, tl.int32), mask=peers)
 
 
+@triton.jit
+def _sum_of_shard(
+    part, chosen, also, addresses, block, turn, rank, shard, size, sent, numbers, sums, RANKS: tl.constexpr, TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr, PATIENCE: tl.constexpr,
+):  # fmt: skip
+    """Return the words of a block's sum of this rank's shard: pairs of bfloat16 numbers, with +0.0 for -0.0.
+
+    Shards begin every ``shard`` numbers. Of ``size`` numbers that there are, the first ``sent`` are sent, which may be more than
+    ``size``: then what is sent of the others is undefined.
+    """
+    HALF: tl.constexpr = _BLOCK // 2
+    number, word = block * _BLOCK + tl.arange(0, _BLOCK), sums + block * HALF + tl.arange(0, HALF)
+    for i in tl.static_range(1, RANKS):
+        first = (rank + i) % RANKS * shard + block * _BLOCK
+        bits = _part_of_block(part, chosen, also, first, size, TOP_K, EXPERTS, HIDDEN, ADDED)
+        to = _buffer_at(addresses, i, turn, rank, numbers, RANKS)
+        tl.store(to + number, bits, mask=first + tl.arange(0, _BLOCK) < sent)
+    sender = tl.arange(0, RANKS)[:, None]
+    _clear(_buffers(addresses, (turn + _TURNS - 1) % _TURNS, rank, numbers, RANKS), sender != rank, number, word, RANKS)
+    first = rank * shard + block * _BLOCK
+    mine = _part_of_block(part, chosen, also, first, size, TOP_K, EXPERTS, HIDDEN, ADDED)
+    wanted = (sender != rank) & (first + tl.arange(0, _BLOCK) < sent)[None, :]
+    source = _buffers(addresses, turn, rank, numbers, RANKS) + number[None, :]
+    arrived = _poll(source, wanted, addresses, RANKS, PATIENCE)
+    total = tl.sum(tl.where(sender == rank, mine[None, :], arrived).to(tl.float32, bitcast=True), axis=0)
+    rounded = to_bf16(total).to(tl.int16, bitcast=True).to(tl.int32)
+    low, high = tl.split(tl.reshape(tl.where(rounded == -32768, 0, rounded), (HALF, 2)))
+    return (high << 16) | (low & 0xFFFF)
+
+
 @triton.jit(do_not_specialize=["rank"])
 def all_reduce_shards_kernel(
     part, chosen, also, out, addresses, calls, tickets, size, rank, numbers, sums, RANKS: tl.constexpr, TOP_K: tl.constexpr,
@@ -147,46 +178,53 @@ def all_reduce_shards_kernel(
     blocks = tl.num_programs(0)
     block = _block_of(tickets, ORDERED)
     call = tl.load(calls + block)
-    turn, before = (call % _TURNS).to(tl.int32), ((call + _TURNS - 1) % _TURNS).to(tl.int32)
-    number, word = block * _BLOCK + tl.arange(0, _BLOCK), sums + block * HALF + tl.arange(0, HALF)
-    for i in tl.static_range(1, RANKS):
-        peer = (rank + i) % RANKS
-        first = (peer * blocks + block) * _BLOCK
-        bits = _part_of_block(part, chosen, also, first, size, TOP_K, EXPERTS, HIDDEN, ADDED)
-        to = _buffer_at(addresses, i, turn, rank, numbers, RANKS)
-        tl.store(to + number, bits, mask=first + tl.arange(0, _BLOCK) < size)
-    sender = tl.arange(0, RANKS)[:, None]
-    _clear(_buffers(addresses, before, rank, numbers, RANKS), sender != rank, number, word, RANKS)
-    source = _buffers(addresses, turn, rank, numbers, RANKS)
-    # Sums of this rank's shard.
-    first = (rank * blocks + block) * _BLOCK
-    mine = _part_of_block(part, chosen, also, first, size, TOP_K, EXPERTS, HIDDEN, ADDED)
-    wanted = (sender != rank) & (first + tl.arange(0, _BLOCK) < size)[None, :]
-    arrived = _poll(source + number[None, :], wanted, addresses, RANKS, PATIENCE)
-    total = tl.sum(tl.where(sender == rank, mine[None, :], arrived).to(tl.float32, bitcast=True), axis=0)
-    rounded = to_bf16(total).to(tl.int16, bitcast=True).to(tl.int32)
-    low, high = tl.split(tl.reshape(tl.where(rounded == -32768, 0, rounded), (HALF, 2)))  # +0.0 instead of -0.0
-    words = (high << 16) | (low & 0xFFFF)
-    at = first // 2 + tl.arange(0, HALF)
+    turn = (call % _TURNS).to(tl.int32)
+    words = _sum_of_shard(
+        part, chosen, also, addresses, block, turn, rank, blocks * _BLOCK, size, size, numbers, sums,
+        RANKS, TOP_K, EXPERTS, HIDDEN, ADDED, PATIENCE,
+    )  # fmt: skip
+    word = sums + block * HALF + tl.arange(0, HALF)
+    at = (rank * blocks + block) * HALF + tl.arange(0, HALF)
     inside = at < size // 2
     for i in tl.static_range(1, RANKS):
         tl.store(_buffer_at(addresses, i, turn, rank, numbers, RANKS) + word, words, mask=inside)
     out = out.to(tl.pointer_type(tl.int32))
     tl.store(out + at, words, mask=inside)
     # Sums of the peers' shards.
+    sender = tl.arange(0, RANKS)[:, None]
     at = (sender * blocks + block) * HALF + tl.arange(0, HALF)[None, :]
     wanted = (sender != rank) & (at < size // 2)
-    arrived = _poll(source + word[None, :], wanted, addresses, RANKS, PATIENCE)
+    arrived = _poll(_buffers(addresses, turn, rank, numbers, RANKS) + word[None, :], wanted, addresses, RANKS, PATIENCE)
     tl.store(out + at, arrived, mask=wanted)
+    tl.store(calls + block, call + 1)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def reduce_scatter_shards_kernel(
+    part, chosen, also, out, addresses, calls, tickets, shard, size, rank, numbers, sums, RANKS: tl.constexpr,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, ADDED: tl.constexpr, PATIENCE: tl.constexpr,
+    ORDERED: tl.constexpr,
+):  # fmt: skip
+    # Ranks send rows past the last token, too: every program must wait for its peers, or this rank could be two calls ahead.
+    HALF: tl.constexpr = _BLOCK // 2
+    block = _block_of(tickets, ORDERED)
+    call = tl.load(calls + block)
+    words = _sum_of_shard(
+        part, chosen, also, addresses, block, (call % _TURNS).to(tl.int32), rank, shard, size, RANKS * shard, numbers, sums,
+        RANKS, TOP_K, EXPERTS, HIDDEN, ADDED, PATIENCE,
+    )  # fmt: skip
+    tl.store(out.to(tl.pointer_type(tl.int32)) + block * HALF + tl.arange(0, HALF), words)
     tl.store(calls + block, call + 1)
 
 
 @triton.jit(do_not_specialize=["size", "columns", "rank"])
 def all_gather_columns_kernel(
     part, out, addresses, calls, tickets, size, columns, rank, numbers, sums,
-    RANKS: tl.constexpr, PATIENCE: tl.constexpr, ORDERED: tl.constexpr,
+    ALIGNED: tl.constexpr, RANKS: tl.constexpr, PATIENCE: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     block = _block_of(tickets, ORDERED)
+    if ALIGNED:  # multiples of 16: now the compiler knows, and a thread moves 16 bytes
+        size, columns = size // 16 * 16, columns // 16 * 16
     call = tl.load(calls + block)
     turn, before = (call % _TURNS).to(tl.int32), ((call + _TURNS - 1) % _TURNS).to(tl.int32)
     number, word = block * _BLOCK + tl.arange(0, _BLOCK), sums + block * (_BLOCK // 2) + tl.arange(0, _BLOCK // 2)
@@ -275,24 +313,59 @@ def all_reduce_shards_triton(part: Tensor | ExpertSum, inbox: Inbox, also: Tenso
     return out
 
 
+def reduce_scatter_shards_triton(part: Tensor | ExpertSum, inbox: Inbox, count: int, also: Tensor | None = None) -> Tensor:
+    """Launch ``reduce_scatter_shards``, in several launches if the rows do not fit into the inbox."""
+    read, shape, sizes = _operands(part, also)
+    (tokens, hidden), ranks, shard = shape, len(inbox.addresses) - 1, shard_numbers(inbox)
+    assert hidden % BLOCK == 0 and count == ceil_div(tokens, ranks), (shape, count)
+    out = torch.empty(count, hidden, dtype=torch.bfloat16, device=read[0].device)
+    rows_per_launch = shard // BLOCK * BLOCK // hidden
+    assert rows_per_launch > 0, (hidden, shard)
+    for begin in range(0, count, rows_per_launch):
+        mine = out[begin : begin + rows_per_launch]
+        blocks = mine.numel() // BLOCK
+        reduce_scatter_shards_kernel[(blocks,)](
+            *(tensor[begin:] for tensor in read), mine, inbox.addresses, inbox.calls, inbox.tickets, count * hidden,
+            (tokens - begin) * hidden, inbox.rank, inbox.numbers, shard,
+            **sizes, **_constants(inbox), ORDERED=_ordered(blocks, out),
+        )  # fmt: skip
+    return out
+
+
 def all_gather_columns_triton(part_TC: Tensor, inbox: Inbox, out: Tensor | None = None) -> Tensor:
     """Launch ``all_gather_columns``, in several launches if the rows do not fit into the inbox."""
     rows, columns = part_TC.shape
-    ranks, shard = len(inbox.addresses) - 1, shard_numbers(inbox)
+    ranks, fit = len(inbox.addresses) - 1, shard_numbers(inbox) // BLOCK * BLOCK
     if out is None:
         out = torch.empty(rows, ranks * columns, dtype=part_TC.dtype, device=part_TC.device)
     assert part_TC.is_contiguous() and out.is_contiguous() and out.shape == (rows, ranks * columns), (part_TC.shape, out.shape)
     assert out.dtype == part_TC.dtype and part_TC.dtype.itemsize == 4, (part_TC.dtype, out.dtype)
-    rows_per_launch = shard // BLOCK * BLOCK // columns
-    assert rows_per_launch > 0, (columns, shard)
+    rows_per_launch = fit // columns
+    assert rows_per_launch > 0, (columns, fit)
     for begin in range(0, rows, rows_per_launch):
-        part = part_TC[begin : begin + rows_per_launch].view(torch.int32)
-        blocks = ceil_div(part.numel(), BLOCK)
-        all_gather_columns_kernel[(blocks,)](
-            part, out[begin:].view(torch.int32), inbox.addresses, inbox.calls, inbox.tickets, part.numel(), columns, inbox.rank,
-            inbox.numbers, shard, **_constants(inbox), ORDERED=_ordered(blocks, out),
-        )  # fmt: skip
+        _gather(part_TC[begin : begin + rows_per_launch], out[begin:], columns, inbox, aligned=False)
     return out
+
+
+def all_gather_shards_triton(part: Tensor, inbox: Inbox) -> Tensor:
+    """Launch ``all_gather_shards``, in several launches if the rows do not fit into the inbox."""
+    words = part.view(torch.int32).flatten()
+    ranks, columns, fit = len(inbox.addresses) - 1, len(words), shard_numbers(inbox) // BLOCK * BLOCK
+    assert part.is_contiguous() and columns % 16 == 0, part.shape
+    out = torch.empty(ranks * len(part), *part.shape[1:], dtype=part.dtype, device=part.device)
+    whole = out.view(torch.int32).flatten()
+    for begin in range(0, columns, fit):
+        _gather(words[begin : begin + fit], whole[begin:], columns, inbox, aligned=True)
+    return out
+
+
+def _gather(part: Tensor, out: Tensor, columns: int, inbox: Inbox, *, aligned: bool) -> None:
+    """Send one launch of whole rows of ``columns`` words, or a part of one row, to all ranks; ``out`` begins at its place."""
+    blocks = ceil_div(part.numel(), BLOCK)
+    all_gather_columns_kernel[(blocks,)](
+        part.view(torch.int32), out.view(torch.int32), inbox.addresses, inbox.calls, inbox.tickets, part.numel(), columns,
+        inbox.rank, inbox.numbers, shard_numbers(inbox), ALIGNED=aligned, **_constants(inbox), ORDERED=_ordered(blocks, out),
+    )  # fmt: skip
 
 
 @triton.jit

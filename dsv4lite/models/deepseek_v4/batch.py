@@ -14,6 +14,8 @@ from torch import Tensor
 from dsv4lite.kernels.dispatch import by_most
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.models import batch
+from dsv4lite.models.partial_sums import ALL_TOKENS, TokenShard
+from dsv4lite.parallel.mesh import Axis
 
 # KV splits per token, by the most tokens of a step: without splits, few tokens do not fill a GPU.
 SPLITS: tuple[tuple[int | None, int], ...] = ((4, 16), (12, 8), (32, 4), (100, 2), (None, 1))
@@ -61,6 +63,7 @@ class Batch(batch.Batch):
         most_unselected: Length up to which each token of a sequence attends to all compressed entries that it sees.
         seen: Positions and pages for attention; ``paging``, except that rows of a draft block also see the later rows of the block.
         ahead: Positions by which the window of such rows is longer: the rows of the block.
+        shard: The tokens whose residual streams this rank holds.
     """
 
     rope_T: tuple[Tensor, Tensor]
@@ -69,6 +72,7 @@ class Batch(batch.Batch):
     most_unselected: int
     seen: Paging
     ahead: int = 0
+    shard: TokenShard = ALL_TOKENS
 
     @property
     def selects(self) -> bool:
@@ -77,9 +81,17 @@ class Batch(batch.Batch):
 
     @classmethod
     def of(
-        cls, token_ids_T: Tensor, paging: Paging, rotary: Rotary, *, max_tokens: int, most_unselected: int, deterministic: bool
+        cls,
+        token_ids_T: Tensor,
+        paging: Paging,
+        rotary: Rotary,
+        peers: Axis,
+        *,
+        max_tokens: int,
+        most_unselected: int,
+        deterministic: bool,
     ) -> Batch:
-        """Compute the angles and choose the KV splits: a deterministic model never splits."""
+        """Compute the angles, divide the tokens among ``peers``, choose the KV splits: a deterministic model never splits."""
         main, compress, *groups = rotary.angles(paging.positions_T)
         paging = replace(paging, splits=1 if deterministic else by_most(SPLITS, len(token_ids_T)))
         return cls(
@@ -91,4 +103,5 @@ class Batch(batch.Batch):
             group_rope_T=dict(zip(rotary.ratios, groups, strict=True)),
             most_unselected=most_unselected,
             seen=paging,
+            shard=TokenShard.of(peers, len(token_ids_T)),
         )

@@ -1,7 +1,8 @@
 """DeepSeek-V4 in the report's order: hyper-connections, compressed sparse attention, mixture of experts, multi-token prediction.
 
-Shape suffixes: T tokens, S sequences, N streams, D model, H heads, C head channels, R low rank, G output groups,
-E experts or entries, K experts per token or selected entries, I expert width, V vocabulary.  Names are those of the checkpoint.
+Shape suffixes: T tokens, P tokens of this rank's shard, S sequences, N streams, D model, H heads, C head channels, R low rank,
+G output groups, E experts or entries, K experts per token or selected entries, I expert width, V vocabulary.
+Names are those of the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dsv4lite.models.deepseek_v4.state import state_spec
 from dsv4lite.models.deepseek_v4.streams import Streams
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.models.moe import MoE, Tokens
-from dsv4lite.models.partial_sums import all_reduce_parts
+from dsv4lite.models.partial_sums import ALL_TOKENS, TokenShard, all_reduce_parts
 from dsv4lite.models.shard import ModelShard, stages
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
@@ -113,8 +114,8 @@ class Attention(nn.Module):
             self.compress_in = Matrix(rows, c.hidden_size, numerics=numerics)
 
     def forward(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch, cache: LayerCache) -> Tensor:
-        """Return the sub-layer's output [T, D]; ``rounded`` is its input in FP8, if the weights are FP8."""
-        return self.project_out(self._attend(x_TD, rounded, batch, cache))
+        """Return the sub-layer's output for the batch's shard [P, D]; ``rounded`` is its input in FP8, if the weights are FP8."""
+        return self.project_out(self._attend(x_TD, rounded, batch, cache), batch.shard)
 
     def _attend(self, x_TD: Tensor, rounded: Rounded | None, batch: Batch, cache: LayerCache) -> Tensor:
         """Return the heads' results [T, H, C], rotated back.
@@ -169,11 +170,11 @@ class Attention(nn.Module):
         # A copy lets the other columns be freed.
         return projected[:, -index_heads:].contiguous() if index_heads else None
 
-    def project_out(self, o_THC: Tensor) -> Tensor:
-        """Return the sub-layer's output [T, D] from the heads' results [T, H, C]."""
+    def project_out(self, o_THC: Tensor, shard: TokenShard = ALL_TOKENS) -> Tensor:
+        """Return the sub-layer's output [P, D] for the tokens of a shard, from the heads' results [T, H, C]."""
         o_TGK = o_THC.reshape(o_THC.shape[0], self.groups, -1)
-        partial_dtype = self.shard.partial_dtype(o_THC.dtype)
-        return all_reduce_parts(self.shard.mesh.tp, grouped_then_linear(o_TGK, self.wo_a, self.wo_b, partial_dtype), o_THC.dtype)
+        part_TD = grouped_then_linear(o_TGK, self.wo_a, self.wo_b, self.shard.partial_dtype(o_THC.dtype))
+        return all_reduce_parts(self.shard.mesh.tp, part_TD, o_THC.dtype, shard=shard)
 
     def slots(self, prefix: str) -> NamedSlots:
         c = self.config
@@ -239,8 +240,8 @@ class Block(nn.Module):
         x_TD, rounded = streams.enter(self.hc_attn.weights, self.attn_norm)
         streams.leave(self.attn(x_TD, rounded, batch, cache))
         x_TD, rounded = streams.enter(self.hc_ffn.weights, self.ffn_norm)
-        tokens = Tokens(x_TD, batch.token_ids_T, routed_TK, rounded, batch.paging.positions_T, batch.most_tokens, given_TK)
-        streams.leave(self.ffn(tokens))
+        given = (routed_TK, rounded, batch.paging.positions_T, batch.most_tokens, given_TK)
+        streams.leave(self.ffn(Tokens(x_TD, batch.token_ids_T, *given, shard=batch.shard)))
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "attn_norm.weight", TensorSlot(self.attn_norm)
@@ -350,8 +351,15 @@ class DeepseekV4(Decoder):
         return state_spec(self.config, self.numerics, self.shard, drafter=drafter)
 
     def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
-        most, deterministic = self.config.most_unselected, self.numerics.deterministic
-        return Batch.of(token_ids_T, paging, self.rotary, max_tokens=max_tokens, most_unselected=most, deterministic=deterministic)
+        return Batch.of(
+            token_ids_T,
+            paging,
+            self.rotary,
+            self.shard.mesh.peers,
+            max_tokens=max_tokens,
+            most_unselected=self.config.most_unselected,
+            deterministic=self.numerics.deterministic,
+        )
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache], streams_TND: Tensor | None = None) -> Tensor:
         """Run a step's tokens through the layers; return the streams [T, N, D] after the last one.
@@ -363,7 +371,7 @@ class DeepseekV4(Decoder):
             caches: State of these layers, then of the drafter's.
             streams_TND: Output of the previous pipeline stage; ``None`` on the first one.
         """
-        streams = self._streams(self._initial_streams(batch.token_ids_T) if streams_TND is None else streams_TND)
+        streams = self._streams(self._initial_streams(batch) if streams_TND is None else batch.shard.own(streams_TND), batch.shard)
         drafter, taps_TK = self.dspark if len(caches) > len(self.layers) else None, batch.taps_TK
         if taps_TK is None and drafter is not None:
             taps_TK = self.empty_taps(len(batch.token_ids_T))
@@ -386,12 +394,12 @@ class DeepseekV4(Decoder):
         width = len(self.targets) * self.config.hidden_size
         return torch.empty(tokens, width, dtype=self.numerics.dtype, device=self.numerics.device)
 
-    def _initial_streams(self, token_ids_T: Tensor) -> Tensor:
-        """Return the initial streams [T, N, D]: N copies of the embedding."""
-        return self.embedded(token_ids_T)[:, None].repeat(1, self.config.streams, 1)
+    def _initial_streams(self, batch: Batch) -> Tensor:
+        """Return the initial streams of the batch's shard [P, N, D]: N copies of the embedding."""
+        return batch.shard.own(self.embedded(batch.token_ids_T))[:, None].repeat(1, self.config.streams, 1)
 
-    def _streams(self, value_TND: Tensor) -> Streams:
-        return Streams(value_TND, self.config, self.numerics)
+    def _streams(self, value_PND: Tensor, shard: TokenShard = ALL_TOKENS) -> Streams:
+        return Streams(value_PND, self.config, self.numerics, shard)
 
     def logits(self, streams_TND: Tensor, *, out: Tensor | None = None) -> Tensor:
         return self._head(streams_TND, self.hc_head, self.norm, out)
@@ -404,16 +412,19 @@ class DeepseekV4(Decoder):
             batch: The same positions, with the *next* token at each.
             cache: The block's own window.
         """
-        mtp = self.mtps[0]
-        streams = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T)))
-        mtp.block(streams, batch, cache)
+        streams, block = self._mtp_streams(streams_TND, batch), self.mtps[0].block
+        block(streams, batch, cache)
         return streams.final()
 
     def mtp_store_kv(self, streams_TND: Tensor, batch: Batch, cache: LayerCache) -> None:
         """Store the MTP block's kv rows of a step's tokens; arguments are those of ``mtp_forward``."""
-        mtp = self.mtps[0]
-        streams, block = self._streams(mtp.mix(streams_TND, self.embedded(batch.token_ids_T))), mtp.block
+        streams, block = self._mtp_streams(streams_TND, batch), self.mtps[0].block
         block.attn.store_kv(*streams.enter(block.hc_attn.weights, block.attn_norm), batch, cache)
+
+    def _mtp_streams(self, streams_TND: Tensor, batch: Batch) -> Streams:
+        """Return the initial streams of the MTP block."""
+        own_PND, own_PD = batch.shard.own(streams_TND), batch.shard.own(self.embedded(batch.token_ids_T))
+        return self._streams(self.mtps[0].mix(own_PND, own_PD), batch.shard)
 
     def mtp_logits(self, streams_TND: Tensor) -> Tensor:
         """Return float32 logits [T, V] of the token after the next, from the MTP block's streams."""

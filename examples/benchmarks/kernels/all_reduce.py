@@ -3,7 +3,8 @@
     python -m examples.benchmarks.kernels.all_reduce [RANKS]
 
 NCCL's all-reduce, alone and with the cast after it, ``all_reduce`` and ``all_reduce_shards``; then the same of what ranks have of
-experts, 6 of each token, and of a shared expert; microseconds of one call within a CUDA graph of several.
+experts, 6 of each token, and of a shared expert, with the same sum in rows of each rank and the gathering of such rows;
+microseconds of one call within a CUDA graph of several.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsv4lite.kernels.experts import ExpertSum
-from dsv4lite.kernels.peer_memory import all_reduce, all_reduce_shards, part_of_experts
+from dsv4lite.kernels.peer_memory import (
+    all_gather_shards,
+    all_reduce,
+    all_reduce_shards,
+    part_of_experts,
+    reduce_scatter_shards,
+)
 from dsv4lite.layout import Layout
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.parallel.peer_memory import PeerMemory
@@ -65,7 +72,7 @@ def main(rank: int, size: int, store: dist.Store) -> None:
         if rank == 0:
             print(f"{kib:>7}{times[0]:>9.2f}{times[1]:>10.2f}{times[2]:>9.2f}{times[3]:>9.2f}", flush=True)
     if rank == 0:
-        print(f"\n{'tokens':>7}{names}", flush=True)
+        print(f"\n{'tokens':>7}{names}{'rows':>9}{'gather':>9}", flush=True)
     for tokens in TOKENS:
         rng, kib = torch.Generator(device).manual_seed(rank), tokens * HIDDEN // 256
         chosen = torch.randint(EXPERTS, (tokens, CHOSEN), device=device)
@@ -78,8 +85,13 @@ def main(rank: int, size: int, store: dist.Store) -> None:
         whole = partial(all_reduce, parts, memory.inbox, torch.bfloat16)
         times += [timed(lambda _, whole=whole: whole(), kib) if kib <= MOST_KIB else float("nan")]
         times += [timed(lambda _, parts=parts: all_reduce_shards(parts, memory.shards), kib)]
+        rows = partial(reduce_scatter_shards, parts, memory.shards, tokens // size)
+        own = rows()
+        gather = partial(all_gather_shards, own, memory.shards)
+        torch.testing.assert_close(gather(), exact, rtol=0 if size == 2 else 1e-2, atol=1e-2)
+        times += [timed(lambda _, call=call: call(), kib) for call in (rows, gather)]
         if rank == 0:
-            print(f"{tokens:>7}{times[0]:>9.2f}{times[1]:>10.2f}{times[2]:>9.2f}{times[3]:>9.2f}", flush=True)
+            print(f"{tokens:>7}{times[0]:>9.2f}{times[1]:>10.2f}" + "".join(f"{time:>9.2f}" for time in times[2:]), flush=True)
     barrier()
 
 
