@@ -54,7 +54,6 @@ OPENING_ENDS = ('">', '" >', *_TAG_MARKERS)
 _VALUE_MARKERS = (f"</{DSML}parameter>", f"</{DSML} parameter>", EOS)
 _INVOKE = re.compile(r'\s*invoke\s+name="(?P<name>.*)', re.DOTALL)
 _PARAMETER = re.compile(r'\s*parameter\s+name="(?P<name>.*?)(?:"\s+string="(?P<string>\w*))?', re.DOTALL)
-_FENCED = re.compile(r"\s*(?P<name>[^\n]*?)\s*\n```(json)?\s*\n(?P<arguments>.*?)\s*```\s*", re.DOTALL)
 _WRAPPERS = ("arguments", "input")
 """Names under which a model may put all arguments as one object."""
 
@@ -271,8 +270,7 @@ class ChatParser:
         before, separator, after = "".join(self._pieces).partition(CALL_SEPARATOR)
         self._pieces = []
         if marker == END_CALL and separator:
-            fenced = _FENCED.fullmatch(after)
-            name, text = (fenced["name"], fenced["arguments"]) if fenced else (before.strip(), after.strip())
+            name, text = _fenced(after) or (before.strip(), after.strip())
             self._add_call(name, text if _is_json(text) and text.startswith("{") else json_text({"arguments": text}))
         self._state = _State.CALL if marker == CALL else _State.CALLS
         if marker in (END_CALLS, EOS):
@@ -293,6 +291,15 @@ class ChatParser:
             self._close_call()
         self._scanner.rest()
         self._state = _State.DONE
+
+
+def _fenced(text: str) -> tuple[str, str] | None:
+    """Return name and arguments of a call with a fence, else ``None``. A regular expression takes cubic time for many blanks."""
+    name, _, rest = text.partition("\n```")
+    body = rest.rstrip().removesuffix("```").removeprefix("json")
+    arguments = body.lstrip()
+    opened = "\n" in body[: len(body) - len(arguments)]
+    return (name.strip(), arguments.rstrip()) if opened and rest.rstrip().endswith("```") and "\n" not in name.strip() else None
 
 
 def _arguments(given: Mapping[str, tuple[str, str | None]], properties: Mapping[str, Any] | None) -> str:

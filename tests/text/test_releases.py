@@ -260,6 +260,8 @@ READ: list[tuple[bool | None, str, str, str, Calls]] = [
     (False, f"{CALLS}{CALL}f{SEP}K{END_CALL}", "", "", [("f", '{"arguments": "K"}')]),
     (False, f"{CALLS}{CALL}f{SEP}[1]{END_CALL}", "", "", [("f", '{"arguments": "[1]"}')]),
     (False, f"{CALLS}{CALL}function{SEP} f \n\n```\n{{}}\n\n```\n{END_CALL}", "", "", [("f", "{}")]),
+    (False, f"{CALLS}{CALL}function{SEP}f\n```json\n  {{}}\n```{END_CALL}", "", "", [("f", "{}")]),
+    (False, f"{CALLS}{CALL}function{SEP}{' ' * 20_000}{END_CALL}", "", "", [("function", '{"arguments": ""}')]),  # in linear time
     (False, f"a{V32_CALLS}", "", f"a{V32_CALLS}", []),  # of other releases
 ]
 
