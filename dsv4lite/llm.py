@@ -575,7 +575,11 @@ class AsyncLLM(BaseLLM):
         """
         self._check("dump_step")
         file = None if file_name(path) else Path(path).absolute()
-        if file is None or not file.parent.is_dir() or file.is_dir() or not os.access(file.parent, os.W_OK):
+        try:
+            good = file is not None and file.parent.is_dir() and not file.is_dir() and os.access(file.parent, os.W_OK)
+        except OSError:  # the name is too long, or a folder above may not be searched
+            good = False
+        if file is None or not good:
             raise ConfigError(f"path={shown(path)} must be a file in a folder that exists and can be written to")
         await self._bridge.wait(self._session.engine("dump_step").dump_step(file))
 
