@@ -248,7 +248,11 @@ class ThreadBridge(Bridge):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # Like the engine's thread, it may be inside torch when the interpreter ends. Later finalizers run first: the engine's does.
         self._at_exit = weakref.finalize(self._thread, self.close)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # an interrupt of its wait: the thread runs, and no caller has this bridge
+            self.close(wait=False)
+            raise
 
     def post(self, callback: Callback) -> bool:
         self._inbox.put(callback)

@@ -249,6 +249,20 @@ def test_keyboard_interrupt_at_the_end_of_the_submission_ends_the_request(
         assert len(lab.engine.submitted) == 1 and not lab.engine.sequences
 
 
+def test_keyboard_interrupt_of_a_start_leaves_no_thread(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, start = set(threading.enumerate()), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            LLM.create("m")
+    until(lambda: set(threading.enumerate()) <= before)
+
+
 def test_deadlines_of_any_length_end_queued_requests_and_hold_up_nothing(lab: Lab, pool: ThreadPoolExecutor) -> None:
     """One of 1e12 seconds, of a request in line, once ended the delivery thread: that request and all later ones hung."""
     lab.held = True
