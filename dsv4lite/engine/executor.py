@@ -245,9 +245,10 @@ class MultiRankExecutor:
     def prepare(self, grammar: StructuredOutputs) -> None:
         """Let the ranks that sample compile a grammar while the leader compiles it, so that no step waits for it."""
         for replica in range(self._layout.dp):
-            process = self._processes.get(self._layout.reporter(replica))
-            if process is not None:
-                self._send(process.work, encode(Step(changes=(("prepare", (grammar,)),), plan=None, shape=None)))
+            reporter = self._layout.reporter(replica)
+            if reporter in self._processes:
+                message = encode(Step(changes=(("prepare", (grammar,)),), plan=None, shape=None))
+                self._send_in_step(reporter, self._processes[reporter], message)
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Announce a sequence before its first step."""
@@ -287,7 +288,7 @@ class MultiRankExecutor:
             message = encode(Step(changes=tuple(changes[replica]), plan=written, shape=shape))
             for rank, process in self._processes.items():
                 if self._layout.place(rank).dp == replica:
-                    self._send(process.work, message)
+                    self._send_in_step(rank, process, message)
             reporter = self._layout.reporter(replica)
             if part is not None and reporter in self._processes:
                 parts.append(partial(self._result, reporter, self._processes[reporter].work.receive))
@@ -406,6 +407,12 @@ class MultiRankExecutor:
                     continue
         for process in processes.values():
             process.end(kill=kill)
+
+    def _send_in_step(self, rank: int, process: RankProcess | ExternalRank, message: bytes) -> None:
+        """Send to a rank that may be in a step: a long message waits until the rank has finished it, and reads."""
+        assert self._watch is not None
+        with self._watch.within(self._config.step_timeout_s, rank, _FINISH):
+            self._send(process.work, message)
 
     def _send(self, channel: Channel, message: bytes) -> None:
         try:

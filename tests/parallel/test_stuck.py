@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.e2e.engines import MODEST, thread_of
 from tests.parallel.ranks import Ranks
 from tests.parallel.requests import PROMPTS
 from tests.parallel.test_external import Job, on_host
-from tests.parallel.trouble import ALARM, Fails, LeaderSleeps, Sleeps
+from tests.parallel.trouble import ALARM, Fails, LeaderSleeps, Sleeps, hold_passes
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -79,6 +80,39 @@ def test_thread_that_does_not_return_from_its_step_does_not_block_close(
     (tmp_path / "alarm").touch()
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_rank_that_is_stuck_does_not_stop_the_leader_in_a_send(model: Path, tmp_path: Path) -> None:
+    """A request that did not fit into the connection's buffer waited for ever for a stage that never read it."""
+    sizes = {"max_model_len": 16384, "max_num_batched_tokens": 1024, "pipeline_parallel_size": 2}
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    requests = (([9] * 10_000, params), (PROMPTS[0], params.replace(stop=("x" * (1 << 20),))))
+    errors: list[BaseException] = []
+
+    def ask(prompt: list[int], params: SamplingParams) -> None:
+        try:
+            llm.generate({"prompt_token_ids": prompt}, params)
+        except EngineDeadError as error:
+            errors.append(error)
+
+    with LLM(str(model), **{**MODEST, **sizes}, step_timeout_s=4.0) as llm:
+        llm.apply(hold_passes, 1, str(tmp_path))
+        threads = [threading.Thread(target=ask, args=request) for request in requests]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.5)  # the second one comes when two steps are in flight: it is sent with the third
+        (tmp_path / "1").touch()
+        for thread in threads:
+            thread.join(20)
+        stuck = [thread.is_alive() for thread in threads]
+        for number in range(2, 40):
+            (tmp_path / str(number)).touch()  # otherwise the engine could not be closed
+        for thread in threads:
+            thread.join()
+    assert stuck == [False, False]
+    assert [str(error).partition(") ")[2] for error in errors] == [
+        "did not finish a step within 4 s: it, or a rank that it waits for, is stuck; phase: step"
+    ] * 2
 
 
 def stumble(model: Path, settings: Job, rank: int) -> list[Failure]:

@@ -1,17 +1,42 @@
-"""Dispatchers that go wrong on one rank: in the first step, for models on a CPU are not warmed up."""
+"""Dispatchers that go wrong on one rank: in the first step, for models on a CPU are not warmed up; and passes that wait."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from dsv4lite.parallel.experts import Dispatched, ExpertRanks, Local, Rows
 
 ALARM = "DSV4LITE_TEST_ALARM"
 """Names a file in the environment; a sleeping rank wakes up when it exists."""
+
+
+def await_file(path: Path) -> None:
+    """Return when a file exists, or after a minute."""
+    until = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def hold_passes(model: Module, rank: int, held: int, folder: str) -> None:
+    """Let each pass of a rank wait for a file named by its number, for ``apply``."""
+
+    def waits(forward: Callable[..., Any], numbers: count[int]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            await_file(Path(folder, str(next(numbers))))
+            return forward(*arguments, **named)
+
+        return run
+
+    if rank == held:
+        model.forward = waits(model.forward, count(1))
 
 
 class Fails(Local):
@@ -36,9 +61,7 @@ class Sleeps(Fails):
     """A worker does not return from its step until it is woken."""
 
     def fall(self) -> None:
-        alarm, until = Path(os.environ[ALARM]), time.monotonic() + 60
-        while not alarm.exists() and time.monotonic() < until:
-            time.sleep(0.01)
+        await_file(Path(os.environ[ALARM]))
         raise ValueError("slept too long")
 
 
