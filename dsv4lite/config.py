@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import pickle
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -255,7 +254,8 @@ def _overrides(value: object) -> str:
     return ""
 
 
-SECONDS = number(lambda value: 0 < value <= threading.TIMEOUT_MAX, f" of seconds above 0, at most {int(threading.TIMEOUT_MAX)}")
+_MOST_SECONDS = 2_147_483  # 24 days: ``poll``, with which the leader waits for its ranks, counts milliseconds in 32 bits
+SECONDS = number(lambda value: 0 < value <= _MOST_SECONDS, f" of seconds above 0, at most {_MOST_SECONDS}")
 _RULES: Mapping[str, Rule] = {
     "model": lambda value: _text("must be a folder or a hub id", str, os.PathLike)(value or None),
     **dict.fromkeys(

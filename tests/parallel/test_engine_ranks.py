@@ -410,6 +410,7 @@ def test_layout_without_devices_is_refused(model: Path) -> None:
         ({"data_parallel_placement": "prefixes"}, "did you mean 'prefix'"),
         ({"step_timeout_s": 0}, "step_timeout_s=0"),
         ({"rank_timeout_s": float("inf")}, "rank_timeout_s=inf"),
+        ({"start_timeout_s": 3_000_000}, "start_timeout_s=3000000 must be a finite number of seconds above 0, at most 2147483"),
         ({"start_timeout_s": "long"}, "start_timeout_s='long'"),
         ({"device_mesh": object(), "process_group": object()}, "give one of them"),
         ({"process_group": object(), "executor": "thread"}, "executor='thread' starts ranks of its own"),
