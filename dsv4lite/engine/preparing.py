@@ -55,6 +55,7 @@ class Preparing:
         Raises:
             InvalidRequestError: Its grammar cannot be compiled.
             UnsupportedError: There is no compiler.
+            EngineStateError: The program ends.
         """
         grammar = request.params.structured_outputs
         assert request.request_id not in self._waiting

@@ -23,7 +23,15 @@ from weakref import WeakValueDictionary, ref
 import torch
 
 from dsv4lite.checks import one_of, plain
-from dsv4lite.errors import DSV4LiteError, InvalidRequestError, RequestFailedError, UnsupportedError, near_match, shown
+from dsv4lite.errors import (
+    DSV4LiteError,
+    EngineStateError,
+    InvalidRequestError,
+    RequestFailedError,
+    UnsupportedError,
+    near_match,
+    shown,
+)
 from dsv4lite.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -55,6 +63,7 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator
 FLEXIBLE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 """The same for ``json_whitespace="flexible"``. Limited, because a model that cannot write what it prefers may write whitespace
 forever."""
+_THREAD = "dsv4lite-grammars"
 _EXCLUSIVE = (
     ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
     ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
@@ -125,6 +134,11 @@ class StructuredOutputs:
         return cls(**settings)
 
 
+def _program_ends() -> bool:
+    """Whether only daemons, and threads that compile grammars, are left; other threads may wait for a grammar until they end."""
+    return not any(t.is_alive() and not t.daemon and t.name != _THREAD for t in threading.enumerate())
+
+
 class GrammarCompiler:
     """Compiles grammars for one vocabulary in a background thread, and caches them. Thread-safe.
 
@@ -167,15 +181,20 @@ class GrammarCompiler:
 
         The future fails with ``InvalidRequestError`` if the schema, expression or grammar is malformed, or uses a feature that
         cannot be enforced.
+
+        Raises:
+            EngineStateError: The program ends, so no grammar is compiled any more.
         """
         with self._lock:
             compiled = self._known.get(spec)
             if compiled is None:
+                if _program_ends():  # an exit handler waits for this request
+                    raise EngineStateError("the program ends: no grammar is compiled any more", state="ready")
                 compiled = self._known[spec] = Future()
                 self._queue.append((spec, ref(compiled)))
                 if not self._working:
                     # Not a daemon, unlike the engine's thread, which starts it: at exit, one in llguidance would crash the process.
-                    threading.Thread(target=self._work, name="dsv4lite-grammars", daemon=False).start()
+                    threading.Thread(target=self._work, name=_THREAD, daemon=False).start()
                     self._working = True
             elif spec in self._recent:
                 self._recent.move_to_end(spec)
@@ -195,7 +214,7 @@ class GrammarCompiler:
     def _work(self) -> None:
         while True:
             with self._lock:
-                if not self._queue or not threading.main_thread().is_alive():
+                if not self._queue or _program_ends():
                     self._queue.clear()
                     self._working = False
                     return

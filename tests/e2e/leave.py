@@ -4,12 +4,14 @@ python leave.py FOLDER end|exit|raise|interrupt ENGINE...   ends this way, with 
 python leave.py FOLDER rank RANK PORT                       two external ranks share an engine; rank 1 ends while rank 0 generates
 python leave.py FOLDER drop ENGINE...                       drops engines and streams, and ends after their threads
 python leave.py FOLDER grammar                              closes an engine, and ends, while a grammar is compiled
+python leave.py FOLDER late thread|handler                  asks for a grammar after the main thread's end
 python leave.py FOLDER fork ENGINE...                       uses and drops the engine in a fork, and then in this process
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import dataclasses
 import gc
 import os
@@ -98,6 +100,25 @@ def grammar() -> None:
     assert output.outputs[0].finish_reason == "deadline"
 
 
+def late(ending: str) -> None:
+    """Ask for a grammar in a thread that outlives the main one, or in an exit handler."""
+    llm = dsv4lite.LLM.create(config("llm"))
+
+    def ask() -> None:
+        if ending == "thread":
+            threading.main_thread().join()
+        try:
+            print(llm.generate(PROMPT, dsv4lite.SamplingParams(max_tokens=4, structured_outputs={"regex": "b{9}"})).text)
+        except dsv4lite.EngineStateError as error:
+            print(error)
+        sys.stdout.flush()
+
+    if ending == "thread":
+        threading.Thread(target=ask).start()
+    else:
+        atexit.register(ask)
+
+
 def refused(call: Any) -> None:
     try:
         call()
@@ -144,8 +165,8 @@ def use_in_a_fork(kind: str) -> None:
 
 
 def main(ending: str, *kinds: str) -> None:
-    if ending in ("drop", "fork", "grammar", "rank"):
-        return {"drop": drop, "fork": fork, "grammar": grammar, "rank": be_rank}[ending](*kinds)
+    if ending in ("drop", "fork", "grammar", "late", "rank"):
+        return {"drop": drop, "fork": fork, "grammar": grammar, "late": late, "rank": be_rank}[ending](*kinds)
     for kind in kinds:
         leave_behind(kind)
     if ending == "exit":

@@ -26,6 +26,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ran(model: Path, *arguments: str) -> tuple[int, str]:
     """Return the exit status of a program and what it wrote to standard error."""
+    status, _, errors = said(model, *arguments)
+    return status, errors
+
+
+def said(model: Path, *arguments: str) -> tuple[int, str, str]:
+    """The same, with what it wrote to standard output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, leave.__file__, str(model), *arguments],
@@ -35,7 +41,7 @@ def ran(model: Path, *arguments: str) -> tuple[int, str]:
         timeout=600,
         env=environment,
     )
-    return done.returncode, done.stderr
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -60,6 +66,15 @@ def test_interpreter_that_ends_while_a_grammar_is_compiled_keeps_its_exit_status
     """llguidance's code, left by a daemon thread during finalization, once crashed the process: status 139."""
     pytest.importorskip("llguidance")
     assert ran(model, "grammar") == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("ending", "answer"), [("thread", "bbbb"), ("handler", "the program ends: no grammar is compiled any more")]
+)
+def test_grammar_after_the_end_of_the_main_thread_does_not_hold_the_program(model: Path, ending: str, answer: str) -> None:
+    """The request once waited for ever, and so did the program."""
+    pytest.importorskip("llguidance")
+    assert said(model, "late", ending) == (0, answer + "\n", "")
 
 
 def test_rank_of_a_host_that_ends_keeps_its_exit_status_and_the_leader_reports_it(model: Path) -> None:
