@@ -26,8 +26,8 @@ from dsv4lite.kernels.peer_memory import (
 )
 from dsv4lite.parallel.mesh import Axis
 
-MOST_WHOLE_TOKENS = 1024
-"""Most tokens of a step whose residual streams every rank holds whole: for few, another launch costs more than half of the work."""
+LEAST_SHARDED = 512
+"""Least tokens of a step whose residual streams the ranks share: with fewer, two more launches take longer than what is saved."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +48,7 @@ class TokenShard:
     @classmethod
     def of(cls, axis: Axis, tokens: int) -> TokenShard:
         """Return the shard of a rank in a step of ``tokens`` tokens."""
-        return cls(axis, tokens) if tokens > MOST_WHOLE_TOKENS else ALL_TOKENS
+        return cls(axis, tokens) if tokens >= LEAST_SHARDED else ALL_TOKENS
 
     @property
     def count(self) -> int:

@@ -104,7 +104,7 @@ def logits_near(mesh: Mesh, job: Job) -> Tensor | None:
 def logits_sharded(mesh: Mesh, job: Job) -> Tensor | None:
     """Return the same where steps of more than a few tokens divide the residual streams among the ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partial_sums, "MOST_WHOLE_TOKENS", 9)
+        patch.setattr(partial_sums, "LEAST_SHARDED", 10)
         return logits(mesh, job)
 
 

@@ -61,7 +61,7 @@ def be_a_rank(rank: int, port: int, folder: Path, settings: dict[str, Any], answ
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Mesh, "from_store", staticmethod(from_store))
-            patch.setattr(partial_sums, "MOST_WHOLE_TOKENS", 16)  # prompts divide the residual streams
+            patch.setattr(partial_sums, "LEAST_SHARDED", 17)  # prompts divide the residual streams
             for name in ("all_gather", "broadcast", "begin_broadcast", "begin_all_gather"):
                 patch.setattr(Axis, name, refused)
             if rank == 0:
