@@ -79,7 +79,7 @@ def test_linear_kernel_agrees(group: int, scale_dtype: torch.dtype, dtype: torch
         x = random(rows, 400, seed=rows).to(dtype)[:, 16:]  # rows of a wider matrix
         got, wanted = launch(four_bit_linear, x, w, torch.float32), four_bit_linear.reference(x, w, torch.float32)
         size = x.abs().float() @ w.dequantize().abs().T
-        assert got.shape == wanted.shape and ((got - wanted).abs() <= (2**-14 if dtype == torch.float32 else 2**-8) * size).all()
+        assert got.shape == wanted.shape and ((got - wanted).abs() <= 2**-14 * size).all()
         if rows == 16:
             assert torch.equal(launch(four_bit_linear, x, w, dtype), got.to(dtype))
 

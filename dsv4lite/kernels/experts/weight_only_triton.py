@@ -4,9 +4,10 @@
     down      one program: one block of rows x 64 columns of the result, one row per token and expert
 
 Grouping and the sum over experts are those of ``triton.py``. Weights are the left operand: 64 of their rows fill the tensor cores
-whatever the number of tokens. A tile of 4-bit weights is dequantized in registers and rounded to the dtype of the inputs. Blocks of
-every size run the same additions in the same order. A float32 product is three TF32 products; the tensor cores truncate their sums,
-which costs a few of float32's last bits.
+whatever the number of tokens. 4-bit weights become numbers that are exact in the dtype of the inputs: int4 codes minus their zero
+point, for one group of inputs at a time, whose scale multiplies the group's sum; or e2m1 times its group's scale, and the row's
+factor multiplies the result. Blocks of every size run the same additions in the same order. A float32 product is three TF32
+products; the tensor cores truncate their sums, which costs a few of float32's last bits.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from dsv4lite.kernels.dispatch import by_most, ceil_div, compiled
 from dsv4lite.kernels.experts import ExpertInputs
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
 from dsv4lite.kernels.four_bit import FourBit
-from dsv4lite.kernels.four_bit.triton import four_bit_weights
+from dsv4lite.kernels.four_bit.triton import int4_tile, nvfp4_tile
 from dsv4lite.kernels.rows.triton import rounded
 from dsv4lite.kernels.swiglu.triton import swiglu_of
 
 _OUTS = tl.constexpr(64)  # columns of one program
-_INPUT_BYTES = 128  # of a row of inputs, per iteration
+_INPUT_BYTES = 128  # of a row of inputs, per iteration; of 4-bit weights twice as many, but of no more than one group of int4
 
 # Limits are pairs per expert.
 UNQUANTIZED_BLOCKS: BlockTable = (
@@ -49,18 +50,23 @@ def _times(w, x, total):
 
 
 @triton.jit
-def _weights(
-    weights, row, k, K: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr, NVFP4: tl.constexpr, WIDE: tl.constexpr
+def _add(
+    weights, row, k, x, total, K: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr, NVFP4: tl.constexpr
 ):  # fmt: skip
-    """Return the weights of some rows for ``INPUTS`` inputs from ``k`` on: float32 if WIDE, else bfloat16."""
+    """Return ``total`` plus the products of ``x`` with some rows of weights, for ``INPUTS`` inputs from ``k`` on."""
     w, scales, offsets = weights
+    WIDE: tl.constexpr = x.dtype == tl.float32
     if GROUP == 0:
         channel = tl.arange(0, INPUTS)
         tile = tl.load(w + row[:, None] * K + channel[None, :] + k, mask=(k + channel < K)[None, :], other=0.0)
-    else:
-        tile = four_bit_weights(w, scales, offsets, row, k, K, INPUTS, GROUP, NVFP4, WIDE)
-        tile = tile.to(tl.float32 if WIDE else tl.bfloat16)
-    return tile
+        total = _times(tile, x, total)
+    elif NVFP4:
+        total = _times(nvfp4_tile(w, scales, row, k, K, INPUTS, GROUP, WIDE), x, total)
+    else:  # the inputs are of one group
+        at = row * (K // GROUP) + k // GROUP
+        tile = int4_tile(w, tl.load(offsets + at).to(tl.int32), row, k, K, INPUTS, WIDE)
+        total += _times(tile, x, tl.zeros(total.shape, tl.float32)) * tl.load(scales + at).to(tl.float32)[:, None]
+    return total
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -88,18 +94,22 @@ def _weight_only_kernel(
     channel = tl.arange(0, INPUTS)
     inputs = x + (pair // TOP_K)[:, None] * x_row + channel[None, :]
     weights = (w, scales, offsets)
-    WIDE: tl.constexpr = x.dtype.element_ty == tl.float32
     total = tl.zeros((_OUTS, ROWS), tl.float32)
     if SWIGLU:
         up = tl.zeros((_OUTS, ROWS), tl.float32)
     for k in tl.range(0, K, INPUTS, num_stages=STAGES):
         # Reference: matmul_rows(x_MK, w[expert], row_tile).to(dtype); float32 if ``partial``; 4-bit: x_MK.float(), w.dequantize()
         a = tl.load(inputs + k, mask=(k + channel < K)[None, :] & valid[:, None], other=0.0)
-        total = _times(_weights(weights, row, k, K, INPUTS, GROUP, NVFP4, WIDE), a, total)
+        total = _add(weights, row, k, a, total, K, INPUTS, GROUP, NVFP4)
         if SWIGLU:
-            up = _times(_weights(weights, row + N, k, K, INPUTS, GROUP, NVFP4, WIDE), a, up)
+            up = _add(weights, row + N, k, a, up, K, INPUTS, GROUP, NVFP4)
+    if NVFP4:
+        total *= tl.load(offsets + row)[:, None]
+        if SWIGLU:
+            up *= tl.load(offsets + row + N)[:, None]
     if SWIGLU:
         # Reference: u_NI = (swiglu(h_NI[:, :width], h_NI[:, width:], limit) * weight_N1).to(dtype)
+        WIDE: tl.constexpr = x.dtype.element_ty == tl.float32
         u = swiglu_of(rounded(total, WIDE), rounded(up, WIDE), limit)
         total = u * tl.load(weight + pair, mask=valid, other=0.0)[None, :]
     total = rounded(total, y.dtype.element_ty == tl.float32).to(y.dtype.element_ty)
@@ -155,7 +165,9 @@ def _launch(
         parts, group, nvfp4 = (w, w, w), 0, False
     assert all(part.is_contiguous() for part in (*parts, y)) and x.shape[1] == w.shape[-1], (x.shape, w.shape)
     assert x.dtype in (torch.bfloat16, torch.float32), x.dtype
-    outs = y.shape[1]
+    outs, inputs = y.shape[1], _INPUT_BYTES // x.dtype.itemsize
+    if group:
+        inputs = 2 * inputs if nvfp4 else min(2 * inputs, group & -group)
     work = (y, y, y) if groups is None else (groups.block_pairs, groups.block_expert, groups.num_blocks)
     _weight_only_kernel[(blocks * ceil_div(outs, _OUTS.value),)](
         x,
@@ -170,7 +182,7 @@ def _launch(
         N=outs,
         TOP_K=top_k,
         ROWS=block.rows,
-        INPUTS=_INPUT_BYTES // x.dtype.itemsize,
+        INPUTS=inputs,
         GROUP=group,
         NVFP4=nvfp4,
         GROUPED=groups is not None,

@@ -6,9 +6,9 @@
 
 Source: AutoAWQ's and GPTQ's ``(q - z) * s``; NVFP4 of compressed-tensors and ModelOpt, whose factor per matrix is stored per row
 here, so that several matrices can be rows of one.  Numerics: ``dequantize`` returns float32 and defines the weights; those of int4
-are exact if scales are float16 or bfloat16. The reference multiplies in float32. The kernel first rounds weights to the dtype of
-``x``: with bfloat16 it differs by at most 2^-8 of the sum of absolute products, |x| @ |w|.T, and one rounding of the result; with
-float32 by 2^-14 of that sum. Its order of summation depends on the weights' shape alone.
+are exact if scales are float16 or bfloat16. The reference multiplies in float32. So does the kernel, without rounding weights:
+scales of int4 multiply a group's sum, factors of NVFP4 the result. They differ by at most 2^-14 of the sum of absolute products,
+|x| @ |w|.T, and one rounding of the result. The kernel's order of summation depends on the weights' shape and groups alone.
 """
 
 from __future__ import annotations

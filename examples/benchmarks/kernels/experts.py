@@ -1,4 +1,6 @@
-"""Time routed experts at V4-Flash's shapes: ``python -m examples.benchmarks.kernels.experts [--sweep]`` on a CUDA device.
+"""Time routed experts at V4-Flash's shapes: ``python -m examples.benchmarks.kernels.experts [FORMAT] [--sweep]`` on a CUDA device.
+
+FORMAT is ``fp4`` (the default), or ``int4`` in groups of 128 or ``nvfp4``, whose inputs are bfloat16.
 
 Checks the result first. Replays a graph that walks through layers of weights, each far larger than the L2 cache.
 """
@@ -6,12 +8,15 @@ Checks the result first. Replays a graph that walks through layers of weights, e
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import torch
 
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_forward, experts_outputs, scale_words, sum_experts
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig
 from dsv4lite.kernels.experts.triton import experts_outputs_triton
+from dsv4lite.kernels.experts.weight_only_triton import weight_only_outputs_triton
+from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.quantize import quantize_fp8
 from examples.benchmarks.kernels.timing import BANDWIDTH, distance, microseconds
 
@@ -42,12 +47,31 @@ def tiles(rows: int, columns: int) -> Tiles:
     )
 
 
+def four_bit(rows: int, columns: int, group: int, scale_dtype: torch.dtype) -> FourBit:
+    """Return random 4-bit matrices in groups."""
+    found = FourBit.empty(EXPERTS, rows, columns, group=group, scale_dtype=scale_dtype, device=torch.device("cuda"))
+    found.codes.random_(0, 256)
+    found.scales.copy_(torch.rand(found.scales.shape, device="cuda") * 0.01 + 0.01)
+    return found._replace(offsets=torch.full_like(found.offsets, 1 if found.nvfp4 else 8))
+
+
+FORMATS = {
+    "fp4": (tiles, experts_outputs_triton),
+    "int4": (partial(four_bit, group=128, scale_dtype=torch.float16), weight_only_outputs_triton),
+    "nvfp4": (partial(four_bit, group=16, scale_dtype=torch.float8_e4m3fn), weight_only_outputs_triton),
+}
+BYTES = {"fp4": 1 / 2 + 1 / 32, "int4": 1 / 2 + 3 / 128, "nvfp4": 1 / 2 + 1 / 16}  # of a weight
+
+
 def main() -> None:
     """Print a table; with ``--sweep`` also other blocks for many tokens."""
-    layers = [(tiles(2 * WIDTH, HIDDEN), tiles(HIDDEN, WIDTH)) for _ in range(COPIES)]
+    name = next((word for word in sys.argv[1:] if word in FORMATS), "fp4")
+    make, outputs = FORMATS[name]
+    layers = [(make(2 * WIDTH, HIDDEN), make(HIDDEN, WIDTH)) for _ in range(COPIES)]
     print(f"{'tokens':>7}{'experts':>9}{'us':>9}{'TB/s':>7}{'roofline':>10}{'TFLOP/s':>9}{'error':>10}")
     for tokens in TOKENS:
-        x = quantize_fp8(torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), 128)
+        given_x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+        x = quantize_fp8(given_x, 128) if name == "fp4" else (given_x, None)
         chosen = torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K).indices.sort(-1).values
         weight = torch.rand(tokens, TOP_K, device="cuda")
         used = len(chosen.unique())
@@ -64,10 +88,10 @@ def main() -> None:
             args: tuple = (*x, chosen, weight),  # type: ignore[type-arg]
         ) -> torch.Tensor:
             given = ExpertInputs(*args, *layers[i], 10.0)
-            return sum_experts(ExpertSum(given.slots_TK, experts_outputs_triton(given, block=block), None, EXPERTS))
+            return sum_experts(ExpertSum(given.slots_TK, outputs(given, block=block), None, EXPERTS))
 
         us = microseconds(run, COPIES)
-        moved = used * 3 * HIDDEN * WIDTH * (0.5 + 1 / 32)
+        moved = used * 3 * HIDDEN * WIDTH * BYTES[name]
         rate, operations = moved / us * 1e6, 6 * tokens * TOP_K * HIDDEN * WIDTH
         speed = f"{us:>9.1f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>10.0%}{operations / us / 1e6:>9.0f}"
         print(f"{tokens:>7}{used:>9}{speed}{error:>10.1e}", flush=True)
