@@ -4,7 +4,9 @@ The changed blocks of a tensor are three named tensors, so that every source and
 
     name@shape    int64 [dimensions]   shape of the whole tensor, seen as a matrix with the columns of its last dimension
     name@offsets  int64 [N, 2]         row and column of the first element of each block
-    name@values   [N, rows, columns]   new values, in the tensor's dtype; values beyond the tensor's edges are ignored
+    name@values   [N, rows, columns]   new values, in the tensor's dtype
+
+A block begins in the tensor; values beyond the tensor's edges are ignored.
 """
 
 from __future__ import annotations
@@ -157,6 +159,11 @@ class Blocks(NamedTuple):
         sizes = tuple(shape.tolist())
         if any(n < 0 for n in sizes) or prod(sizes) >= 1 << 48:
             raise ValueError(f"blocks of a tensor of shape {list(sizes)}")
+        rows, columns = prod(sizes[:-1]), sizes[-1] if sizes else 1
+        ends = torch.tensor((rows, columns), dtype=torch.int64, device=offsets.device)
+        outside = ((offsets < 0) | (offsets >= ends)).any(1)
+        if outside.any():
+            raise ValueError(f"a block begins at {offsets[outside][0].tolist()}, outside of its {rows} rows of {columns} columns")
         return cls(sizes, offsets, values)
 
     def whole(self) -> Tensor:

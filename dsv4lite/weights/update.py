@@ -256,8 +256,8 @@ class Transaction:
         for device in {info.tensor.device for info in given if isinstance(info, HeldTensor) and info.tensor.is_cuda}:
             torch.cuda.synchronize(device)  # another stream may still write them
         try:
-            arrived = official([info for info in given if MARK not in info.name], self._names, "the update")
-            arrived |= self._block_headers([info for info in given if MARK in info.name])
+            changed = self._block_headers([info for info in given if MARK in info.name])
+            arrived = official([*(info for info in given if MARK not in info.name), *changed], self._names, "the update")
             if twice := self._seen.intersection(arrived):
                 raise _refused(unexpected=[f"{name}: given twice" for name in sorted(twice)])
             self._seen.update(arrived)
@@ -327,11 +327,11 @@ class Transaction:
         form = self._quant_format
         return form is not None and self._owner(info) in self._incomplete and form.owns(info.name, info)
 
-    def _block_headers(self, parts: Sequence[Described]) -> dict[str, Described]:
-        """Return a meta tensor, by official name, for each delta that these parts complete."""
+    def _block_headers(self, parts: Sequence[Described]) -> list[Described]:
+        """Return a meta tensor, by the source's name, for each delta that these parts complete."""
         stored = read_tensors([info.cut(()) for info in parts if isinstance(info, TensorInfo)])
         held = [(info.name, info.tensor) for info in parts if isinstance(info, HeldTensor)]
-        headers: dict[str, Described] = {}
+        headers: list[Described] = []
         for name, tensor in chain(held, ((info.name, tensor) for info, tensor in stored)):
             owner, _, part = name.rpartition(MARK)
             if part not in Blocks._fields or owner.endswith(".scale"):
@@ -339,6 +339,8 @@ class Transaction:
             if self._mirror is None:
                 raise _refused(mismatched=[f"{name}: blocks change only some numbers, so they need a staged update"])
             found = self._parts.setdefault(owner, {})
+            if part in found:
+                raise _refused(unexpected=[f"{name}: given twice"])
             found[part] = tensor.clone()
             if len(found) < len(Blocks._fields):
                 continue
@@ -347,9 +349,8 @@ class Transaction:
             except ValueError as error:
                 raise _refused(mismatched=[f"{owner}: {error}"]) from error
             whole: Described = HeldTensor(name=owner, tensor=blocks.whole())
-            pieces = official([whole], self._names, "the update")
-            self._blocks |= dict.fromkeys(pieces, blocks)
-            headers |= pieces
+            self._blocks |= dict.fromkeys(official([whole], self._names, "the update"), blocks)
+            headers.append(whole)
         return headers
 
     def _patched(self, name: str, slot: Slot, place: Tensor) -> Tensor:

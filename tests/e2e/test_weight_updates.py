@@ -353,6 +353,17 @@ def test_tensor_given_twice_is_refused(lasting: LLM) -> None:
         load(lasting, 9, NamedTensors({"norm.weight": NEW["norm.weight"]}), NamedTensors({"norm.weight": NEW["norm.weight"]}))
 
 
+def test_tensor_given_whole_and_in_blocks_at_once_is_refused(lasting: LLM) -> None:
+    """One of the two was dropped without an error."""
+    norm, checksums = NEW["norm.weight"], lasting.weight_checksums()
+    parts = {"shape": torch.tensor(norm.shape), "offsets": torch.tensor([[0, 0]]), "values": norm[None, None, :1] + 1}
+    blocks = [(f"norm.weight@{part}", tensor) for part, tensor in parts.items()]
+    for given in ([*blocks, ("norm.weight", norm)], [("norm.weight", norm), *blocks], blocks * 2, [blocks[0], *blocks]):
+        with pytest.raises(WeightUpdateError, match=r"norm\.weight(@shape)?: given twice"):
+            load(lasting, 9, NamedTensors(given), partial=True)
+    assert lasting.weight_checksums() == checksums
+
+
 def test_source_that_raises_is_the_cause(llm: LLM, fresh: Any) -> None:
     with pytest.raises(WeightUpdateError, match="the source of the update failed: OSError: the disk is gone") as caught:
         load(llm, 1, NamedTensors(raising()))

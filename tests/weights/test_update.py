@@ -345,6 +345,11 @@ REFUSED: dict[str, tuple[dict[str, Tensor], str]] = {
     "another part": ({"norm.weight@sizes": VALUES}, "norm.weight@sizes: unexpected; blocks of weights have shape, offsets, values"),
     "another shape": ({**PARTS, "norm.weight@shape": torch.tensor([3])}, r"norm.weight: shape \[3\], expected \[512\]"),
     "offsets": ({**PARTS, "norm.weight@offsets": torch.tensor([0.0])}, r"norm.weight: shape \[1\] and offsets \[1\]"),
+    "a block before the first column": (
+        {**PARTS, "norm.weight@offsets": torch.tensor([[0, -2]])},
+        r"norm.weight: a block begins at \[0, -2\], outside of its 1 rows of 512 columns",
+    ),
+    "a block after the last row": ({**PARTS, "norm.weight@offsets": torch.tensor([[1, 0]])}, r"norm.weight: a block .* \[1, 0\]"),
     "values": (
         {**PARTS, "norm.weight@values": torch.zeros(2, 4, 4)},
         r"norm.weight: values of blocks are torch.float32 \[2, 4, 4\]",
