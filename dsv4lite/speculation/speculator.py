@@ -130,7 +130,7 @@ class DraftProposer:
                 wanted = min(most, speculator.k)
                 proposed = speculator.propose(seq.seq_id, _ReadOnly(seq.tokens), wanted)
                 drafts = tuple(islice(proposed, wanted + 1))  # a speculator may return an endless iterator
-            except (Exception, SystemExit) as error:  # a function of the host may raise anything
+            except BaseException as error:  # a function of the host may raise anything, ``CancelledError`` too
                 self._disable(seq, speculator, f"raised {shown(error)}")
                 return ()
             wrong = next((t for t in drafts if type(t) is not int or not 0 <= t < self._vocab_size), None)
@@ -166,7 +166,7 @@ class DraftProposer:
         for speculator in self._speculators:
             try:
                 speculator.forget(seq_id)
-            except (Exception, SystemExit):
+            except BaseException:
                 log.warning("%s.forget failed", type(speculator).__name__, exc_info=True)
 
     def stats(self) -> SpeculationStats:

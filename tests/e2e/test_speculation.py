@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import random
@@ -275,10 +276,15 @@ def broke(count: int) -> list[int]:
     raise NoText
 
 
+def cancelled(count: int) -> list[int]:
+    raise asyncio.CancelledError
+
+
 @pytest.mark.parametrize(
     "answer",
     [
         broke,
+        cancelled,
         sys.exit,
         lambda n: None,
         lambda n: [VOCAB],
