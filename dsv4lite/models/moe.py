@@ -28,6 +28,7 @@ from dsv4lite.models.partial_sums import (
     all_reduce_parts,
     most_peer_tokens,
     reduce_scatter_experts,
+    rounded_sum,
 )
 from dsv4lite.models.shard import ModelShard
 from dsv4lite.parallel.eplb import Placement, balance
@@ -300,7 +301,13 @@ class MoE(nn.Module):
         if shared_TD is not None and len(shared_TD) < len(x_TD):
             sums_TD[own] += shared_TD
             shared_TD = None
-        return all_reduce_parts(self.shard.mesh.peers, sums_TD, x_TD.dtype, shared_TD, tokens.shard)
+        peers = self.shard.mesh.peers
+        if shared_TD is not None and peers.size > 1 and self.shard.mesh.layout.copies == 1 and not self.any_order:
+            # Which peer has a token's sums depends on its place in the step: with that peer's part of the shared expert they would
+            # be rounded in another order at another place.
+            sums_TD, shared_TD = (all_reduce_parts(peers, part, torch.float32, shard=tokens.shard) for part in (sums_TD, shared_TD))
+            return rounded_sum(sums_TD, shared_TD, x_TD.dtype)
+        return all_reduce_parts(peers, sums_TD, x_TD.dtype, shared_TD, tokens.shard)
 
     def _projected(self, tokens: Tokens) -> tuple[Tensor | None, Tensor]:
         """Return the shared expert's gate and up [T, 2 I], if this rank computes it, and the router's logits [T, E]."""

@@ -74,6 +74,15 @@ def test_rank_in_a_process_gives_what_one_rank_gives_and_its_loss_names_it(model
     assert not is_alive(pid) and held() <= before
 
 
+@pytest.mark.parametrize("dispatcher", ["local", "all_gather", "all_to_all"])
+def test_two_ranks_give_a_request_the_same_bits_in_company(model: Path, dispatcher: str) -> None:
+    """Wherever the tokens lie in their step: half of them are sent to their experts by one rank, and half by the other."""
+    layout = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "dispatcher": dispatcher}
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=1, prompt_logprobs=1, ignore_eos=True)
+    with LLM(str(model), **MODEST, **layout, deterministic=True, enable_prefix_caching=False) as llm:
+        same_outputs([llm.generate(prompt, params) for prompt in PROMPTS], llm.generate_batch(PROMPTS, params))
+
+
 def refuse(kind: type[Exception]) -> None:
     raise kind("not to be unpickled")
 
