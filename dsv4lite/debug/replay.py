@@ -100,7 +100,7 @@ def replay(
         device: Default is the step's own device if this machine has it, else the CPU in the same arithmetic.
 
     Raises:
-        ConfigError: The file is not a saved step, the step is of another model, or there is no such device.
+        ConfigError: The file is not a saved step, its state does not fit the model, or there is no such device.
         CheckpointError: The model cannot be loaded.
     """
     dump = StepDump.load(path)

@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4lite.kernels.experts import ExpertSum
 from dsv4lite.kernels.peer_memory import (
     BLOCK,
+    GATHERED_BYTES,
     TokenRows,
     all_gather,
     all_gather_columns,
@@ -65,7 +66,9 @@ class TokenShard:
         if self.axis.size == 1:
             return rows
         memory = self.axis.memory
-        return (self.axis.all_gather(rows) if memory is None else all_gather_shards(rows, memory.shards))[: self.tokens]
+        if memory is None or rows[0].nbytes % GATHERED_BYTES:
+            return self.axis.all_gather(rows)[: self.tokens]
+        return all_gather_shards(rows, memory.shards)[: self.tokens]
 
 
 ALL_TOKENS = TokenShard()

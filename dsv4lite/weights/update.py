@@ -108,12 +108,16 @@ class DiskSource:
         """Yield the locations of the tensors, in the order in which they lie on disk.
 
         Raises:
-            CheckpointError: The checkpoint cannot be found or read.
+            CheckpointError: The checkpoint cannot be found or read, or has no tensor whose name begins with the prefix.
         """
         found = read_headers(locate(self._model))
-        for name, info in sorted(found.items(), key=lambda item: (item[1].file, item[1].offset)):
-            if name.removeprefix("model.").startswith(self._prefix):
-                yield name, info
+        wanted = [item for item in found.items() if item[0].removeprefix("model.").startswith(self._prefix)]
+        if not wanted:
+            raise CheckpointError(
+                f"model={self._model!r} has no tensor whose name begins with prefix={self._prefix!r}; "
+                f"it has {', '.join(sorted({name.removeprefix('model.').split('.')[0] + '.' for name in found})[:8])}"
+            )
+        yield from sorted(wanted, key=lambda item: (item[1].file, item[1].offset))
 
 
 class ProcessGroupSource:

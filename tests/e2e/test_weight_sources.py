@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsv4lite.errors import InvalidRequestError, WeightUpdateError
+from dsv4lite.errors import DSV4LiteError, InvalidRequestError, WeightUpdateError
 from dsv4lite.llm import LLM
 from dsv4lite.weights.delta import DeltaSource
 from dsv4lite.weights.shared import HostPlace, IPCSource, SharedTensor, SharedWeights
@@ -115,6 +115,12 @@ def test_items_that_are_no_pairs_are_named(items: Any, models: tuple[Path, Path]
     with opened(models[0]) as llm, pytest.raises(WeightUpdateError, match="expected a pair of a name and a tensor"):
         with llm.update_weights(1, partial=True) as update:
             update.load(NamedTensors(iter(items)))
+
+
+def test_prefix_that_no_tensor_has_is_refused(models: tuple[Path, Path]) -> None:
+    with opened(models[0]) as llm, pytest.raises(DSV4LiteError, match=r"begins with prefix='mpt\.'; it has .*layers\."):
+        with llm.update_weights(1, partial=True) as update:
+            update.load(DiskSource(str(models[0]), prefix="mpt."))
 
 
 @pytest.mark.parametrize("arguments", [{"block": (0, 8)}, {"block": 8}, {"block": (8, 8, 8)}, {"before": []}], ids=str)

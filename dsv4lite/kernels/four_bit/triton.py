@@ -40,6 +40,7 @@ _TWO_SCALES = tl.constexpr("""{
 
 @triton.jit
 def _two(asm: tl.constexpr, codes, other):
+    """Return the bfloat16 numbers of the first and of the second code of each byte, which the assembly makes."""
     return tl.inline_asm_elementwise(asm, "=h,=h,r,r", [codes, other], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1)
 
 

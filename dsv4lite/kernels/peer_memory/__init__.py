@@ -30,6 +30,7 @@ EMPTY = -(1 << 31)
 """The bits of -0.0, which mark "not written yet" in buffers of ``all_reduce``. Parts are sent with +0.0 instead of -0.0."""
 BLOCK = 1024
 """Numbers of one program: 16 bytes for each of its threads."""
+GATHERED_BYTES = 64  # rows that ``all_gather_shards`` gathers are multiples of these
 TURNS = 3  # buffers per rank, in rotation: while a call fills one of a peer, the peer may still read the previous call's
 
 
@@ -168,7 +169,7 @@ def all_gather_shards(part: Tensor, inbox: Inbox) -> Tensor:
     """Return the rows of all ranks in the order of the ranks, [ranks * count, ...].
 
     Args:
-        part: This rank's ``count`` rows, of the same shape on all ranks; contiguous, whole multiples of 64 bytes.
+        part: This rank's ``count`` rows, of the same shape on all ranks; contiguous, each a multiple of ``GATHERED_BYTES``.
         inbox: See ``all_reduce_shards``.
     """
     from dsv4lite.kernels.peer_memory.triton import all_gather_shards_triton
