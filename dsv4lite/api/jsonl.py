@@ -34,6 +34,8 @@ _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _PROMPTS = ("messages", "prompt", "prompt_token_ids")
 _CHAT_KEYS = ("tools", "tool_choice", "reasoning_effort")
 _OUTPUT_PREFIX = b'{"id": "row-'  # of every output line
+# Characters that JSON does not escape, and at which str.splitlines would break an output line in two.
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +222,7 @@ class RowFiles:
         if error is None:
             body = output.to_openai(chat=row.chat, tokenizer=self._tokenizer)
             line["response"] = {"status_code": 200, "request_id": output.request_id, "body": body}
-        data = (json.dumps(line, ensure_ascii=False) + "\n").encode()
+        data = (json.dumps(line, ensure_ascii=False).translate(_LINE_ENDS) + "\n").encode()
         try:
             while data:
                 data = data[self._out.write(data) :]

@@ -133,6 +133,16 @@ def test_malformed_rows_are_named_and_the_others_go_on(llm: LLM, tmp_path: Path)
     assert llm.generate_file(source, target, DEFAULTS).failed == len(bad)  # they still have no answer
 
 
+def test_line_separators_of_unicode_break_no_output(llm: LLM, tmp_path: Path) -> None:
+    """A program that reads the outputs as text sees a line for each, as on the pages."""
+    ids = ["\x85a", "b\u2028\u2029é"]
+    source = written(tmp_path / "in", [{"custom_id": name, "prompt": "abc"} for name in ids])
+    for report in (llm.generate_file(source, tmp_path / "out", DEFAULTS) for _ in range(2)):
+        assert report.rows == report.earlier + report.done == 2
+    text = (tmp_path / "out").read_text(encoding="utf-8")
+    assert sorted(json.loads(line)["custom_id"] for line in text.splitlines()) == sorted(ids) and "é" in text
+
+
 def test_a_run_goes_on_wherever_the_one_before_was_ended(llm: LLM, tmp_path: Path) -> None:
     source, whole, target = written(tmp_path / "in", GOOD * 4), tmp_path / "whole", tmp_path / "out"
     llm.generate_file(source, whole, DEFAULTS)
