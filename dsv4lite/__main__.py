@@ -312,6 +312,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         op, unequal bits or rows that failed; 2 for an error; 128 plus the signal's number after Ctrl-C, or if the reader of the
         output has closed it.
     """
+    if sys.stderr is None:  # it is closed: ``print`` would write to standard output, and a file could get its number
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process
     try:
         args = _parser().parse_args(argv)
         if args.verbose:
