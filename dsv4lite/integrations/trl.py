@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,13 @@ from dsv4lite.request import Logprobs, SamplingParams
 from dsv4lite.weights.update import NamedTensors
 
 Rows = list[list[Any]]
+
+
+class _Engine(LLM):
+    @property
+    def llm_engine(self) -> SimpleNamespace:
+        """What trainers with tools read of vLLM's engine: the length at which they end a conversation."""
+        return SimpleNamespace(model_config=SimpleNamespace(max_model_len=self.memory().max_model_len))
 
 
 class Generation(VLLMGeneration):
@@ -45,7 +53,7 @@ class Generation(VLLMGeneration):
             "max_num_batched_tokens": 4096,
             "max_num_seqs": self.max_num_seqs or 64,
         }
-        self.llm = LLM.create(self.model.name_or_path, **{**settings, **self.SETTINGS})
+        self.llm = _Engine.create(self.model.name_or_path, **{**settings, **self.SETTINGS})
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
         self._llm_weights_sleeping = self.enable_sleep_mode
@@ -74,7 +82,7 @@ class Generation(VLLMGeneration):
         num_generations: int,
         profiler: AbstractContextManager[Any] | None = None,
     ) -> tuple[Rows, Rows, list[Rows] | None, list[Rows] | None]:
-        """Continue prompts, once each: TRL repeats a prompt ``num_generations`` times.
+        """Continue prompts, once each: TRL repeats a prompt ``num_generations`` times. A completion ends at ``max_model_len``.
 
         Returns:
             Ids of prompts and completions; then, for each token of each completion, the requested log-probabilities and the token
@@ -84,11 +92,13 @@ class Generation(VLLMGeneration):
             raise UnsupportedError("dsv4lite with TRL: images")
         if self._llm_weights_sleeping:
             self.sync_weights()
-        params = SamplingParams.from_dict(self._settings())
+        params, longest = SamplingParams.from_dict(self._settings()), self.llm.memory().max_model_len
+        most = params.max_tokens or longest  # with tools a prompt has completions in it, and there may be room for fewer
+        each = [params.replace(max_tokens=max(1, min(most, longest - len(ids)))) for ids in prompts]
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
         with profiler or nullcontext():
-            outputs = self.llm.generate_batch([list(ids) for ids in prompts], params)
+            outputs = self.llm.generate_batch([list(ids) for ids in prompts], each)
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
             self._llm_weights_sleeping = True

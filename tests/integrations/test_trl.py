@@ -96,6 +96,17 @@ def test_settings_that_need_text_are_used(make: Any) -> None:
     assert completion_ids == [[9], [9]] and generation.llm.tokenizer.decode([9]) == "c"
 
 
+def test_conversation_with_tools_goes_on_to_the_longest_length(make: Any) -> None:
+    """TRL's loop of tools reads this length there, and asks for ``max_completion_length`` tokens after each result."""
+    generation = make()
+    generation.sync_weights()
+    longest = generation.llm.llm_engine.model_config.max_model_len
+    assert longest == generation.llm.memory().max_model_len
+    generation.generation_kwargs = {"ignore_eos": True}
+    _, completion_ids, _, _ = generation.generate([PROMPTS[0], *prompts_of((longest - 2,), VOCAB, seed=2)], None, 1)
+    assert [len(ids) for ids in completion_ids] == [6, 2]
+
+
 def test_what_it_does_not_do_is_said_at_once(make: Any) -> None:
     with pytest.raises(UnsupportedError, match="vllm_mode='server'"):
         make(mode="server")
