@@ -23,7 +23,8 @@ from torch import Tensor
 
 from dsv4lite.device import installed_version
 from dsv4lite.engine.step_graphs import GraphShape
-from dsv4lite.errors import ConfigError
+from dsv4lite.errors import CheckpointError, ConfigError
+from dsv4lite.files import open_regular
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.scheduling.step_plan import NO_PAGE, SequencePlan, StepPlan
 from dsv4lite.state.store import StateCache
@@ -137,10 +138,11 @@ class StepDump:
             ConfigError: The file is missing, damaged, or not a saved step of this version.
         """
         try:
+            open_regular(Path(path)).close()  # safetensors would wait for the writer of a FIFO
             with safe_open(path, "pt") as file:
                 text = (file.metadata() or {}).get(_HEADER)
                 rows = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, CheckpointError) as error:
             raise ConfigError(f"dump={str(path)!r} cannot be read: {error}") from error
         if text is None:
             raise ConfigError(f"dump={str(path)!r} is a safetensors file, but not a step that dsv4lite saved")

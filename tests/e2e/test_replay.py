@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -542,7 +543,9 @@ def damaged_files(good: Path, folder: Path) -> Iterator[tuple[Path, str]]:
         (folder / name).write_bytes(data)
         yield folder / name, "cannot be read"
     yield folder / "missing", "cannot be read"
-    yield folder, "cannot be read"
+    yield folder, "cannot be read.*it is a directory"
+    os.mkfifo(folder / "pipe")
+    yield folder / "pipe", "cannot be read.*it is a FIFO"
     for name, metadata in (("foreign", None), ("other", {"format": "pt"})):
         save_file({"a": torch.zeros(3)}, folder / name, metadata)
         yield folder / name, "not a step that dsv4lite saved"
