@@ -51,7 +51,7 @@ class Deaf:
     def send(self, *args: Any) -> Deaf:
         return self
 
-    recv = broadcast = allreduce = send
+    recv = broadcast = allreduce = _allgather_base = send
 
     def wait(self) -> None:
         pass

@@ -15,6 +15,7 @@ from dsv4lite.engine.packing import step_batch, step_inputs
 from dsv4lite.engine.step_graphs import graph_widths
 from dsv4lite.kernels.spans import place_spans
 from dsv4lite.models.deepseek_v4.batch import Batch, Rotary
+from dsv4lite.parallel.mesh import Axis
 from dsv4lite.sampling.samples import HostCopy, Samples
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, SequencePlan, StepPlan
 from dsv4lite.speculation.draft_state import AcceptedLengths, DraftState
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 PAGES, SLOTS = 3, 9
 ONES = torch.ones(2)
 ROTARY = Rotary.of(ONES, ONES, (), CPU)
-MODEL: Any = SimpleNamespace(batch=partial(Batch.of, rotary=ROTARY, most_unselected=0, deterministic=True))
+MODEL: Any = SimpleNamespace(batch=partial(Batch.of, rotary=ROTARY, peers=Axis("tp"), most_unselected=0, deterministic=True))
 NO_ENDS = torch.zeros(3, 8, dtype=torch.int64), torch.zeros(0, 8, dtype=torch.int64)
 TOKENS = st.integers(0, 2)  # few, so that drafts are accepted
 
