@@ -66,7 +66,7 @@ class Tokens(NamedTuple):
         most_tokens: Largest number of tokens on any rank that shares the experts; ``None`` if it is not known.
         given_TK: Experts to take instead of the router's; the router chooses where a number is negative.
         own: Which of the tokens are this rank's.
-        shard: Which of these tokens the layer returns, of many.
+        shard: The tokens whose outputs the layer returns.
     """
 
     x_TD: Tensor
@@ -233,7 +233,7 @@ class MoE(nn.Module):
         )
 
     def forward(self, tokens: Tokens) -> Tensor:
-        """Return [T, D], of a shard only its rows, in the dtype of the input."""
+        """Return [T, D], or the rows of ``tokens.shard``, in the dtype of the input."""
         tokens = tokens._replace(rounded=self.experts.rounded(tokens.x_TD, tokens.rounded))
         count = tokens.most_tokens if self.gathers else len(tokens.x_TD)
         return by_most(self.regimes, count)(self, tokens)

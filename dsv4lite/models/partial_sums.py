@@ -129,7 +129,7 @@ def gather_columns(axis: Axis, product: Callable[[Tensor | None], Tensor], out: 
 
 
 def all_reduce_experts(axis: Axis, parts: ExpertSum, dtype: torch.dtype, shard: TokenShard = ALL_TOKENS) -> Tensor:
-    """Return the sum of all ranks' expert outputs, [T, D], rounded once; of a shard only its rows."""
+    """Return the sum of all ranks' expert outputs, [T, D] or a shard's rows of it, rounded once."""
     tokens, _, hidden = parts.outputs_TKD.shape
     found = None if hidden % BLOCK else _peer_all_reduce(axis, parts, tokens * hidden, dtype, None, shard)
     return all_reduce_parts(axis, part_of_experts(parts), dtype, None, shard) if found is None else found
@@ -173,12 +173,12 @@ def rounded_sum(part_TD: Tensor, also_TD: Tensor | None, dtype: torch.dtype) -> 
 def _peer_all_reduce(
     axis: Axis, part: Tensor | ExpertSum, numbers: int, dtype: torch.dtype, also: Tensor | None, shard: TokenShard
 ) -> Tensor | None:
-    """Return the sum of ``numbers`` numbers through peer memory; ``None`` if there is no such memory, or it does not fit."""
+    """Return the sum of ``numbers`` numbers, or a shard's rows of it, by peer memory; ``None`` if it is absent or too small."""
     memory = axis.memory
     if memory is None or numbers == 0:
         return None
     if shard.axis is axis and dtype == torch.bfloat16 and numbers // shard.tokens % BLOCK == 0:
-        return reduce_scatter_shards(part, memory.shards, shard.count, also)
+        return reduce_scatter_shards(part, memory.shards, also)
     if numbers <= memory.inbox.numbers:
         return shard.own(all_reduce(part, memory.inbox, dtype, also))
     return shard.own(all_reduce_shards(part, memory.shards, also)) if dtype == torch.bfloat16 else None

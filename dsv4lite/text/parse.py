@@ -295,11 +295,11 @@ class ChatParser:
 
 def _fenced(text: str) -> tuple[str, str] | None:
     """Return name and arguments of a call with a fence, else ``None``. A regular expression takes cubic time for many blanks."""
-    name, _, rest = text.partition("\n```")
-    body = rest.rstrip().removesuffix("```").removeprefix("json")
+    name, _, rest = text.rstrip().partition("\n```")
+    body = rest.removesuffix("```").removeprefix("json")
     arguments = body.lstrip()
     opened = "\n" in body[: len(body) - len(arguments)]
-    return (name.strip(), arguments.rstrip()) if opened and rest.rstrip().endswith("```") and "\n" not in name.strip() else None
+    return (name.strip(), arguments.rstrip()) if opened and rest.endswith("```") and "\n" not in name.strip() else None
 
 
 def _arguments(given: Mapping[str, tuple[str, str | None]], properties: Mapping[str, Any] | None) -> str:

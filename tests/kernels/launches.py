@@ -213,8 +213,8 @@ def _ranks() -> None:
         all_reduce_shards(part, inbox, part)
         all_gather_columns(part, inbox)
         all_gather_shards(bf16, inbox)
-        reduce_scatter_shards(part, inbox, -(-tokens // ranks))
-        reduce_scatter_shards(part, inbox, -(-tokens // ranks), part)
+        reduce_scatter_shards(part, inbox)
+        reduce_scatter_shards(part, inbox, part)
         ids = _empty(tokens, dtype=torch.int64)
         all_gather(TokenRows(bf16, *quantize_fp8(bf16, 128), ids, ids.int()), inbox, tokens)
         slots_TK = _empty(ranks * tokens, chosen, dtype=torch.int64)
@@ -223,7 +223,7 @@ def _ranks() -> None:
             parts = ExpertSum(slots_TK, outputs, _empty(ranks * tokens, hidden, dtype=dtype), 256)
             all_reduce(parts, inbox, torch.bfloat16)
             all_reduce_shards(parts, inbox)
-            reduce_scatter_shards(parts, inbox, tokens)
+            reduce_scatter_shards(parts, inbox)
             reduce_scatter(parts, inbox, tokens, torch.bfloat16)
 
 

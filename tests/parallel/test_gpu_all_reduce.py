@@ -65,7 +65,7 @@ def sums(rank: int, size: int, store: dist.TCPStore, answers: Any) -> None:
             wrong.append(("columns", count, ""))
     for seed, rows in enumerate(ROWS * 3):
         parts = parts_of(size, rows * BLOCK, seed)
-        if not right(in_rows(parts[rank].cuda().view(rows, -1), size, memory), parts, torch.bfloat16):
+        if not right(in_rows(parts[rank].cuda().view(rows, -1), memory), parts, torch.bfloat16):
             wrong.append(("rows", rows, ""))
     parts = [parts_of(size, count, 99) for count in COUNTS]
     inputs = [each[rank].cuda() for each in parts]
@@ -74,13 +74,13 @@ def sums(rank: int, size: int, store: dist.TCPStore, answers: Any) -> None:
         for x in inputs:
             all_reduce(x, inbox, torch.float32, x)  # compiled and loaded before it is recorded
         all_reduce_shards(inputs[1].view(2, -1), memory.shards, inputs[1].view(2, -1))
-        in_rows(inputs[2].view(32, -1), size, memory)
+        in_rows(inputs[2].view(32, -1), memory)
         stream.synchronize()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             outputs = [all_reduce(x, inbox, torch.float32, x) for x in inputs]
             sharded = all_reduce_shards(inputs[1].view(2, -1), memory.shards, inputs[1].view(2, -1))
             gathered = all_gather_columns(inputs[2].view(8, -1), memory.shards)
-            from_rows = in_rows(inputs[2].view(32, -1), size, memory)
+            from_rows = in_rows(inputs[2].view(32, -1), memory)
         for replay in range(200):
             factor = 1.0 + replay % 7
             for x, each in zip(inputs, parts, strict=True):
@@ -105,9 +105,9 @@ def sums(rank: int, size: int, store: dist.TCPStore, answers: Any) -> None:
         answers.put((-1, [] if waits else ["it has not waited"], []))
 
 
-def in_rows(part: Tensor, size: int, memory: PeerMemory) -> Tensor:
+def in_rows(part: Tensor, memory: PeerMemory) -> Tensor:
     """Return the sum, of which each rank adds up some rows."""
-    mine = reduce_scatter_shards(part, memory.shards, -(-len(part) // size))
+    mine = reduce_scatter_shards(part, memory.shards)
     return all_gather_shards(mine, memory.shards)[: len(part)].flatten()
 
 

@@ -18,6 +18,7 @@ _TWO_INT4 = tl.constexpr("""{
     mov.b32 {$0, $1}, pair;
 }""")
 # e2m1: from bits 12 and 28. Exponent and mantissa at bit 6 are the value times 2^-126; then times 2^126 and times the scale $3.
+# Products are ``fma`` with -0.0 added, which compute capability 8.0 has.
 _TWO_E2M1 = tl.constexpr("""{
     .reg .b32 pair, sign, power, zero;
     shr.u32 pair, $2, 6;
@@ -70,7 +71,6 @@ def nvfp4_tile(
     if WIDE or not compiled():
         scale = _of_pairs(e4m3_values(scale), INPUTS, GROUP)
         low, high = e2m1_values(pairs & 15) * scale, e2m1_values(pairs >> 4) * scale
-        low, high = low.to(tl.float32 if WIDE else tl.bfloat16), high.to(tl.float32 if WIDE else tl.bfloat16)
     else:
         bits = ((scale.to(tl.int32) & 0x7F) << 4 | (scale.to(tl.int32) & 0x80) << 8) * 0x10001
         scale = tl.inline_asm_elementwise(_TWO_SCALES, "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1)

@@ -100,18 +100,19 @@ def all_reduce_shards(part: Tensor | ExpertSum, inbox: Inbox, also: Tensor | Non
     return all_reduce_shards_triton(part, inbox, also)
 
 
-def reduce_scatter_shards(part: Tensor | ExpertSum, inbox: Inbox, count: int, also: Tensor | None = None) -> Tensor:
-    """Return the ``count`` rows of a rank of the sum of all ranks' parts, bfloat16, with the bits of ``all_reduce_shards``.
+def reduce_scatter_shards(part: Tensor | ExpertSum, inbox: Inbox, also: Tensor | None = None) -> Tensor:
+    """Return this rank's rows [ceil(T / ranks), D] of the sum of all ranks' parts, with the bits of ``all_reduce_shards``.
+
+    Rows past the last one of ``part`` are undefined.
 
     Args:
         part: As for ``all_reduce_shards``; D is a multiple of ``BLOCK``.
         inbox: See ``all_reduce_shards``.
-        count: T / ranks, rounded up. Rows past the last one of ``part`` are undefined.
         also: Added to ``part``, same shape; only if ``part`` is a tensor.
     """
     from dsv4lite.kernels.peer_memory.triton import reduce_scatter_shards_triton
 
-    return reduce_scatter_shards_triton(part, inbox, count, also)
+    return reduce_scatter_shards_triton(part, inbox, also)
 
 
 def all_reduce_ref(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

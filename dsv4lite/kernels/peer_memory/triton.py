@@ -313,11 +313,12 @@ def all_reduce_shards_triton(part: Tensor | ExpertSum, inbox: Inbox, also: Tenso
     return out
 
 
-def reduce_scatter_shards_triton(part: Tensor | ExpertSum, inbox: Inbox, count: int, also: Tensor | None = None) -> Tensor:
+def reduce_scatter_shards_triton(part: Tensor | ExpertSum, inbox: Inbox, also: Tensor | None = None) -> Tensor:
     """Launch ``reduce_scatter_shards``, in several launches if the rows do not fit into the inbox."""
     read, shape, sizes = _operands(part, also)
     (tokens, hidden), ranks, shard = shape, len(inbox.addresses) - 1, shard_numbers(inbox)
-    assert hidden % BLOCK == 0 and count == ceil_div(tokens, ranks), (shape, count)
+    assert hidden % BLOCK == 0, shape
+    count = ceil_div(tokens, ranks)
     out = torch.empty(count, hidden, dtype=torch.bfloat16, device=read[0].device)
     rows_per_launch = shard // BLOCK * BLOCK // hidden
     assert rows_per_launch > 0, (hidden, shard)

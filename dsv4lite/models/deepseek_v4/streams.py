@@ -37,7 +37,8 @@ class Streams:
         )
         if self._shard.axis.size == 1:
             return x_PD, rounded
-        # Rounding again takes less time than gathering codes. The op rounds all the same: without, its input has other bits.
+        # Quantizing again takes less time than gathering codes. ``hc_enter`` quantizes all the same, for the bits of whole streams:
+        # its kernels without codes round some inputs differently.
         x_TD = self._shard.gather(x_PD)
         return x_TD, quantize_fp8(x_TD, ACTIVATION_GROUP) if self._rounded else None
 
