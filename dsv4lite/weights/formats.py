@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dsv4lite.errors import CheckpointError, ConfigError, DSV4LiteError, UnsupportedError, described, shown
 from dsv4lite.kernels.four_bit import FourBit, round_four_bit
-from dsv4lite.kernels.quantize import pack_fp4
+from dsv4lite.kernels.quantize import unpack_fp4
 from dsv4lite.parallel.shard import Cut
 from dsv4lite.weights.checkpoint import Described, HeldTensor, Wanted
 
@@ -305,7 +305,7 @@ def awq(quantization: Mapping[str, Any]) -> QuantFormat:
 
     def read(parts: Mapping[str, Tensor]) -> FourBit:
         codes, zeros = columns(parts["qweight"]), columns(parts["qzeros"])
-        return FourBit(pack_fp4(codes), parts["scales"].t(), zeros)
+        return FourBit.of(codes, parts["scales"].t(), zeros)
 
     packed, scales = (("qweight", 1), ("qzeros", group)), Part("scales", _SCALES, ((IN, group), (OUT, 1)))
     words = (Part(leaf, ("I32",), ((IN, per), (OUT, 8))) for leaf, per in packed)
@@ -329,7 +329,7 @@ def gptq(quantization: Mapping[str, Any]) -> QuantFormat:
         codes, zeros, order = _nibbles(parts["qweight"], 0).t(), _nibbles(parts["qzeros"], 1).t(), parts["g_idx"]
         if not torch.equal(order, torch.arange(len(order), dtype=order.dtype, device=order.device) // group):
             raise ValueError(f"g_idx is not in the order of the inputs, {group} to a group; quantize with desc_act=False")
-        return FourBit(pack_fp4(codes), parts["scales"].t(), zeros if version == "gptq_v2" else zeros + 1 & 15)
+        return FourBit.of(codes, parts["scales"].t(), zeros if version == "gptq_v2" else zeros + 1 & 15)
 
     parts = (
         Part("qweight", ("I32",), ((IN, 8), (OUT, 1))),
@@ -373,8 +373,8 @@ def compressed_tensors(quantization: Mapping[str, Any]) -> QuantFormat:
     def read(parts: Mapping[str, Tensor]) -> FourBit:
         codes, scale = _nibbles(parts["weight_packed"], 1), parts["weight_scale"]
         if symmetric:
-            return FourBit(pack_fp4(codes), scale, torch.full_like(scale, 8, dtype=torch.uint8))
-        return FourBit(pack_fp4(codes), scale, _nibbles(parts["weight_zero_point"], 0))
+            return FourBit.of(codes, scale, torch.full_like(scale, 8, dtype=torch.uint8))
+        return FourBit.of(codes, scale, _nibbles(parts["weight_zero_point"], 0))
 
     return QuantFormat(
         name="int4 of compressed-tensors",
@@ -403,7 +403,8 @@ def _nvfp4(name: str, codes: str, factor: str, *, divides: bool) -> QuantFormat:
 
     def read(parts: Mapping[str, Tensor]) -> FourBit:
         rows, whole = parts[codes], parts[factor].reshape(1, 1)
-        return FourBit(rows, parts["weight_scale"], (1 / whole if divides else whole).expand(len(rows), 1))
+        factors = (1 / whole if divides else whole).expand(len(rows), 1)
+        return FourBit.of(unpack_fp4(rows), parts["weight_scale"], factors)
 
     parts = (
         Part(codes, ("U8",), ((OUT, 1), (IN, 2))),

@@ -165,6 +165,7 @@ def process(config: EngineConfig, llm: LLM, report: Report) -> None:
     ours, theirs = context.Pipe()
     trainer = context.Process(target=_share, args=(config, theirs))
     trainer.start()
+    theirs.close()  # so that ``recv`` raises EOFError if the process fails
     handles = ours.recv()
     print(f"{len(handles)} tensors of another process, {sum(handle.nbytes for handle in handles) / 2**30:.1f} GiB")
     for staged in (True, False):

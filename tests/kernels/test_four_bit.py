@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.experts import ExpertInputs, experts_outputs
-from dsv4lite.kernels.four_bit import FourBit, four_bit_linear, kernels_take, round_four_bit
+from dsv4lite.kernels.four_bit import FourBit, four_bit_linear, round_four_bit
 from dsv4lite.kernels.quantize import e2m1_values
 from tests.kernels.tensors import DEVICE, ON_GPU, kernel_test, launch, random
 
 FORMS = [(128, torch.float16), (64, torch.bfloat16), (32, torch.float32), (16, torch.float16), (16, torch.float8_e4m3fn)]
+KERNEL_FORMS = [form for form in FORMS if form != (16, torch.float16)]  # int4 needs groups of 32 inputs
+SHAPES = [(*form, columns) for form in FORMS for columns in (256, 320, 96, 48) if columns % form[0] == 0]
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = [1, 16, 17, 70, *([129, 4096] if ON_GPU else [])]
 
@@ -20,22 +22,32 @@ def four_bit(*shape: int, group: int, scale_dtype: torch.dtype, seed: int = 0) -
     """Random weights of all codes, with zero points, and scales that differ between groups."""
     generator = torch.Generator().manual_seed(seed)
     w = FourBit.empty(*shape, group=group, scale_dtype=scale_dtype, device=torch.device("cpu"))
-    w.codes.copy_(torch.randint(0, 256, w.codes.shape, generator=generator, dtype=torch.uint8))
+    codes = torch.randint(0, 16, w.shape, generator=generator, dtype=torch.uint8)
     w.scales.copy_((0.1 + torch.rand(w.scales.shape, generator=generator)) / 4)
     w.offsets.copy_(
         torch.rand(w.offsets.shape, generator=generator) if w.nvfp4 else torch.randint(0, 16, w.offsets.shape, generator=generator)
     )
-    return FourBit(*(part.to(DEVICE) for part in w))
+    return FourBit(*(part.to(DEVICE) for part in FourBit.of(codes, w.scales, w.offsets)))
+
+
+def place(column: int, block: int) -> tuple[int, int]:
+    """Word and nibble of an input, by the formula of ``FourBit``; blocks of no inputs mean their own order."""
+    if block == 0:
+        return divmod(column, 8)
+    v, s, h = column % block // 32, column % 32 // 16, column % 16 // 8
+    q, j = column % 8 // 2, column % 2
+    return column // block * (block // 8) + block // 32 * q + v, 4 * j + 2 * s + h
 
 
 def numbers(w: FourBit) -> Tensor:
-    """What the bytes of a matrix stand for, number by number."""
+    """What the words of a matrix stand for, number by number."""
     rows, columns = w.shape
     found = torch.empty(rows, columns)
     for row in range(rows):
         for column in range(columns):
-            byte, group = int(w.codes[row, column // 2]), column // w.group
-            code, scale = byte >> 4 if column % 2 else byte & 15, w.scales[row, group].float()
+            word, nibble = place(column, w.lane_block)
+            code, group = int(w.words[row, word]) >> 4 * nibble & 15, column // w.group
+            scale = w.scales[row, group].float()
             if w.nvfp4:
                 found[row, column] = e2m1_values(torch.tensor(code)) * (scale * w.offsets[row, 0])
             else:
@@ -43,10 +55,10 @@ def numbers(w: FourBit) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize(("group", "scale_dtype"), FORMS)
-def test_numbers_are_those_of_the_bytes(group: int, scale_dtype: torch.dtype) -> None:
-    w = four_bit(5, 256, group=group, scale_dtype=scale_dtype)
-    assert w.shape == (5, 256) and w.group == group
+@pytest.mark.parametrize(("group", "scale_dtype", "columns"), SHAPES)
+def test_numbers_are_those_of_the_words(group: int, scale_dtype: torch.dtype, columns: int) -> None:
+    w = four_bit(5, columns, group=group, scale_dtype=scale_dtype)
+    assert w.shape == (5, columns) and w.group == group
     assert torch.equal(w.dequantize().cpu(), numbers(FourBit(*(part.cpu() for part in w))))
     stack = FourBit(*(torch.stack([part, part.flip(0)]) for part in w))
     assert torch.equal(stack.of_expert(1).dequantize(), w.dequantize().flip(0))
@@ -65,18 +77,23 @@ def test_rounding_keeps_what_is_near_and_restores_its_own_numbers(group: int, sc
     assert again.abs().max() <= 1.07 * weight.abs().max()
 
 
-def test_groups_of_other_sizes_are_left_to_the_reference() -> None:
-    assert [group for group in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256) if kernels_take(group)] == [16, 32, 64, 128, 192, 256]
+def test_kernels_take_blocks_of_lanes_of_one_group() -> None:
+    def block(columns: int, group: int, scale_dtype: torch.dtype = torch.float16) -> int:
+        return four_bit(1, columns, group=group, scale_dtype=scale_dtype).lane_block
+
+    assert [block(4 * group, group) for group in (8, 16, 24, 48)] == [0, 0, 0, 0]
+    assert [block(3 * group, group) for group in (32, 64, 96, 128, 192, 256)] == [32, 64, 32, 128, 64, 128]
+    assert [block(columns, 16, torch.float8_e4m3fn) for columns in (1408, 704, 352, 176)] == [128, 64, 32, 0]
 
 
 @kernel_test
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("group", "scale_dtype"), FORMS)
-def test_linear_kernel_agrees(group: int, scale_dtype: torch.dtype, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("group", "scale_dtype", "columns"), [*((*form, 384) for form in KERNEL_FORMS), (*FORMS[-1], 352)])
+def test_linear_kernel_agrees(group: int, scale_dtype: torch.dtype, columns: int, dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
-    w = four_bit(80, 384, group=group, scale_dtype=scale_dtype)
+    w = four_bit(80, columns, group=group, scale_dtype=scale_dtype)
     for rows in (0, *ROWS) if group == 128 else ROWS[:2]:
-        x = random(rows, 400, seed=rows).to(dtype)[:, 16:]  # rows of a wider matrix
+        x = random(rows, columns + 16, seed=rows).to(dtype)[:, 16:]  # rows of a wider matrix
         got, wanted = launch(four_bit_linear, x, w, torch.float32), four_bit_linear.reference(x, w, torch.float32)
         size = x.abs().float() @ w.dequantize().abs().T
         assert got.shape == wanted.shape and ((got - wanted).abs() <= 2**-14 * size).all()

@@ -7,18 +7,20 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from dsv4lite import LLM
 from dsv4lite.layout import Layout
 from dsv4lite.models.deepseek_mla.config import parse_config as read_mla
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.family import FAMILIES
 from dsv4lite.weights.quant import Numerics
-from examples.benchmarks.engine import MODELS, arguments, flash, pro, roofline_bytes, run, v2_lite
+from examples.benchmarks.engine import MODELS, arguments, configured, flash, pro, roofline_bytes, run, v2_lite
 from examples.benchmarks.rollouts import main as benchmark_rollouts
+from examples.benchmarks.rollouts import process as updates_from_a_process
 from tests import tiny
 from tests.mla import V2_LITE, V3, V32
 
@@ -160,3 +162,9 @@ def test_rollouts_are_measured_phase_by_phase(capsys: pytest.CaptureFixture[str]
     assert all(seconds > 0 for _, seconds in report)
     out = capsys.readouterr().out
     assert "update after it" in out and "2 requests of 60 tokens, none lost; 2 have tokens of both versions" in out
+
+
+def test_process_that_cannot_share_weights_ends_the_measurement() -> None:
+    config = replace(configured(arguments(["--model", "shipped", "--device", "cpu"])), model="/no/such/checkpoint")
+    with pytest.raises(EOFError):
+        updates_from_a_process(config, cast(LLM, None), [])

@@ -79,7 +79,7 @@ def test_numbers_that_stay_packed_are_the_same(packs: Packs) -> None:
     model, _ = built(packs.folder, **stays)
     for name, slot in model.slots().items():
         assert torch.equal(slot.values(), packs.numbers[name].float()), name
-    assert model.blocks[1].ffn.experts.w13.weight.dtype == torch.uint8
+    assert model.blocks[1].ffn.experts.w13.weight.dtype == torch.int32  # eight codes
     assert model.blocks[1].attn.wkv_b.weight.dtype == torch.float32
     with torch.no_grad():
         packed, wide = (m.logits(m.one_pass(PROMPT)) for m in (model, built(packs.plain)[0]))
@@ -490,7 +490,7 @@ def test_drafter_that_is_not_packed_leaves_the_others_packed(tmp_path: Path) -> 
     for name, slot in model.slots().items():
         assert torch.equal(slot.values(), numbers[name]), name
     held = {name: tensor.dtype for name, tensor in model.named_parameters() if name.endswith("ffn.experts.w2.weight")}
-    assert held == {"layers.1.ffn.experts.w2.weight": torch.uint8, "layers.2.ffn.experts.w2.weight": torch.uint8} | {
+    assert held == {"layers.1.ffn.experts.w2.weight": torch.int32, "layers.2.ffn.experts.w2.weight": torch.int32} | {
         "mtp.0.block.ffn.experts.w2.weight": torch.float32
     }
     with opened(tmp_path, dtype="float32", speculative=MTP(1)) as llm:

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.dispatch import op
-from dsv4lite.kernels.four_bit import FourBit, kernels_take
+from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.quantize import (
     FP8_GROUP,
@@ -285,7 +285,7 @@ def experts_forward(given: ExpertInputs, shared_TD: Tensor | None = None) -> Ten
 
 def _suits(given: ExpertInputs) -> bool:
     if isinstance(given.w2, FourBit):
-        taken = isinstance(given.w13, FourBit) and kernels_take(given.w13.group) and kernels_take(given.w2.group)
+        taken = all(isinstance(w, FourBit) and w.lane_block > 0 for w in (given.w13, given.w2))
         return taken and not given.round_inputs
     return not given.round_inputs
 

@@ -31,7 +31,7 @@ class BlockConfig:
         rows: Rows of a block, one for each pair of token and expert.
         tiles: Tiles of 64 weight rows.
         num_stages: Pipeline stages of the loop over weights.
-        unroll: Chunks of 128 inputs per iteration of that loop, with FP4 weights; a stage holds as many chunks.
+        unroll: Chunks of inputs per iteration of that loop, with FP4 or int4 weights; a stage holds as many chunks.
     """
 
     rows: int

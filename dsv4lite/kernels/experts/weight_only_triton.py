@@ -21,12 +21,12 @@ from dsv4lite.kernels.dispatch import by_most, ceil_div, compiled
 from dsv4lite.kernels.experts import ExpertInputs
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
 from dsv4lite.kernels.four_bit import FourBit
-from dsv4lite.kernels.four_bit.triton import int4_tile, nvfp4_tile
+from dsv4lite.kernels.four_bit.triton import NVFP4_LACKS, int4_tile, nvfp4_tile
 from dsv4lite.kernels.rows.triton import rounded
 from dsv4lite.kernels.swiglu.triton import swiglu_of
 
 _OUTS = tl.constexpr(64)  # columns of one program
-_INPUT_BYTES = 128  # of a row of inputs, per iteration; of 4-bit weights twice as many, but of no more than one group of int4
+_INPUT_BYTES = 128  # of a row of inputs, per iteration; of 4-bit weights twice as many, but of no more than one block of lanes
 
 # Limits are pairs per expert.
 UNQUANTIZED_BLOCKS: BlockTable = (
@@ -35,9 +35,9 @@ UNQUANTIZED_BLOCKS: BlockTable = (
 )
 # Limits are rows; for experts, pairs of token and expert per expert.
 FOUR_BIT_BLOCKS: BlockTable = (
-    (16, BlockConfig(rows=16, tiles=1, num_warps=4, num_stages=4)),
-    (64, BlockConfig(rows=64, tiles=1, num_warps=4, num_stages=3)),
-    (None, BlockConfig(rows=128, tiles=1, num_warps=8, num_stages=3)),
+    (16, BlockConfig(rows=16, tiles=1, num_warps=4, num_stages=3, unroll=2)),
+    (32, BlockConfig(rows=32, tiles=1, num_warps=4, num_stages=3)),
+    (None, BlockConfig(rows=64, tiles=1, num_warps=4, num_stages=3)),
 )
 
 
@@ -51,7 +51,7 @@ def _times(w, x, total):
 
 @triton.jit
 def _add(
-    weights, row, k, x, total, K: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr, NVFP4: tl.constexpr
+    weights, row, k, x, total, K: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, NVFP4: tl.constexpr
 ):  # fmt: skip
     """Return ``total`` plus the products of ``x`` with some rows of weights, for ``INPUTS`` inputs from ``k`` on."""
     w, scales, offsets = weights
@@ -61,10 +61,10 @@ def _add(
         tile = tl.load(w + row[:, None] * K + channel[None, :] + k, mask=(k + channel < K)[None, :], other=0.0)
         total = _times(tile, x, total)
     elif NVFP4:
-        total = _times(nvfp4_tile(w, scales, row, k, K, INPUTS, GROUP, WIDE), x, total)
+        total = _times(nvfp4_tile(w, scales, row, k, K, INPUTS, BLOCK, WIDE), x, total)
     else:  # the inputs are of one group
         at = row * (K // GROUP) + k // GROUP
-        tile = int4_tile(w, tl.load(offsets + at).to(tl.int32), row, k, K, INPUTS, WIDE)
+        tile = int4_tile(w, tl.load(offsets + at).to(tl.int32), row, k, K, INPUTS, BLOCK, WIDE)
         total += _times(tile, x, tl.zeros(total.shape, tl.float32)) * tl.load(scales + at).to(tl.float32)[:, None]
     return total
 
@@ -72,12 +72,13 @@ def _add(
 @triton.jit(do_not_specialize=["pairs"])
 def _weight_only_kernel(
     x, w, scales, offsets, block_pairs, block_expert, num_blocks, weight, y, pairs, x_row, limit,
-    K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
-    GROUP: tl.constexpr, NVFP4: tl.constexpr, GROUPED: tl.constexpr, SWIGLU: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, NVFP4: tl.constexpr, GROUPED: tl.constexpr, SWIGLU: tl.constexpr, STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of ``x`` by a matrix [N, K]; if GROUPED by their experts' matrices; if SWIGLU by gate and up, and activate.
 
-    Weights are 4-bit codes with scales and offsets for GROUP inputs, or unquantized if GROUP is 0.
+    Weights are 4-bit codes with scales and offsets for GROUP inputs, in BLOCKs of lanes, or unquantized if GROUP is 0.
     """
     PROGRAMS: tl.constexpr = (N + _OUTS - 1) // _OUTS
     block = (tl.program_id(0) // PROGRAMS).to(tl.int64)
@@ -97,16 +98,16 @@ def _weight_only_kernel(
     total = tl.zeros((_OUTS, ROWS), tl.float32)
     if SWIGLU:
         up = tl.zeros((_OUTS, ROWS), tl.float32)
-    for k in tl.range(0, K, INPUTS, num_stages=STAGES):
+    for k in tl.range(0, K, INPUTS, num_stages=STAGES, loop_unroll_factor=UNROLL):
         # Reference: matmul_rows(x_MK, w[expert], row_tile).to(dtype); float32 if ``partial``; 4-bit: x_MK.float(), w.dequantize()
         a = tl.load(inputs + k, mask=(k + channel < K)[None, :] & valid[:, None], other=0.0)
-        total = _add(weights, row, k, a, total, K, INPUTS, GROUP, NVFP4)
+        total = _add(weights, row, k, a, total, K, INPUTS, GROUP, BLOCK, NVFP4)
         if SWIGLU:
-            up = _add(weights, row + N, k, a, up, K, INPUTS, GROUP, NVFP4)
+            up = _add(weights, row + N, k, a, up, K, INPUTS, GROUP, BLOCK, NVFP4)
     if NVFP4:
-        total *= tl.load(offsets + row)[:, None]
+        total *= (tl.load(offsets + row) * NVFP4_LACKS)[:, None]
         if SWIGLU:
-            up *= tl.load(offsets + row + N)[:, None]
+            up *= (tl.load(offsets + row + N) * NVFP4_LACKS)[:, None]
     if SWIGLU:
         # Reference: u_NI = (swiglu(h_NI[:, :width], h_NI[:, width:], limit) * weight_N1).to(dtype)
         WIDE: tl.constexpr = x.dtype.element_ty == tl.float32
@@ -159,15 +160,16 @@ def _launch(
 ) -> None:
     """Launch a product of ``blocks`` blocks of rows; only the first product of experts has ``weight_TK``."""
     if isinstance(w, FourBit):
-        parts, group, nvfp4 = (w.codes, w.scales.view(torch.uint8) if w.nvfp4 else w.scales, w.offsets), w.group, w.nvfp4
+        parts, group, nvfp4 = (w.words, w.scales.view(torch.int16) if w.nvfp4 else w.scales, w.offsets), w.group, w.nvfp4
     else:
         assert x.dtype == w.dtype, (x.dtype, w.dtype)
         parts, group, nvfp4 = (w, w, w), 0, False
     assert all(part.is_contiguous() for part in (*parts, y)) and x.shape[1] == w.shape[-1], (x.shape, w.shape)
     assert x.dtype in (torch.bfloat16, torch.float32), x.dtype
-    outs, inputs = y.shape[1], _INPUT_BYTES // x.dtype.itemsize
-    if group:
-        inputs = 2 * inputs if nvfp4 else min(2 * inputs, group & -group)
+    outs, inputs, lane_block = y.shape[1], _INPUT_BYTES // x.dtype.itemsize, 0
+    if isinstance(w, FourBit):
+        lane_block = w.lane_block
+        inputs = min(2 * inputs, lane_block)
     work = (y, y, y) if groups is None else (groups.block_pairs, groups.block_expert, groups.num_blocks)
     _weight_only_kernel[(blocks * ceil_div(outs, _OUTS.value),)](
         x,
@@ -184,10 +186,12 @@ def _launch(
         ROWS=block.rows,
         INPUTS=inputs,
         GROUP=group,
+        BLOCK=lane_block,
         NVFP4=nvfp4,
         GROUPED=groups is not None,
         SWIGLU=weight_TK is not None,
         STAGES=block.num_stages,
+        UNROLL=1 if nvfp4 else block.unroll,
         num_warps=block.num_warps,
         num_stages=block.num_stages,
         enable_fp_fusion=True,

@@ -13,6 +13,7 @@ scales of int4 multiply a group's sum, factors of NVFP4 the result. They differ 
 
 from __future__ import annotations
 
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -23,20 +24,33 @@ from dsv4lite.kernels.gemm import matmul_rows
 from dsv4lite.kernels.quantize import FP4_MAX, FP8_MAX, e2m1_codes, e2m1_values, pack_fp4, unpack_fp4
 
 _ZERO, _INT4_MAX = 8, 7  # zero point of symmetric int4 codes, and the largest code minus it
+_BLOCK, _LEAST_BLOCK = 128, 32  # inputs of the largest and of the smallest block whose codes lie in the order of lanes
 
 
 class FourBit(NamedTuple):
     """A matrix [N, K], or a stack of them [E, N, K].
 
+    A thread loads the codes that its lane multiplies as whole words, because a row's codes lie in the order of lanes, block by
+    block of ``lane_block`` inputs: in a block of 32 V inputs, nibble 4 j + 2 s + h of word V q + v belongs to input
+    32 v + 16 s + 8 h + 2 q + j, with q below 4 and j, s and h below 2. ``of`` and ``codes`` convert.
+
     Attributes:
-        codes: uint8 [..., N, K / 2]; the even input is the low nibble.
+        words: int32 [..., N, K / 8].
         scales: [..., N, K / group]: float16, bfloat16 or float32 of int4, float8_e4m3fn of NVFP4.
         offsets: Of int4 zero points, uint8 [..., N, K / group]; of NVFP4 factors of the rows, float32 [..., N, 1].
     """
 
-    codes: Tensor
+    words: Tensor
     scales: Tensor
     offsets: Tensor
+
+    @classmethod
+    def of(cls, codes: Tensor, scales: Tensor, offsets: Tensor) -> FourBit:
+        """Make a matrix, or a stack, of one code per byte, uint8 [..., N, K] in the order of the inputs."""
+        if block := _lane_block(codes.shape[-1], scales):
+            v_s_h_q_j = codes.unflatten(-1, (-1, block // 32, 2, 2, 4, 2))
+            codes = v_s_h_q_j.movedim((-2, -1), (-5, -3)).flatten(-6)  # q, v, j, s, h
+        return cls(pack_fp4(codes).view(torch.int32), scales, offsets)
 
     @classmethod
     def empty(cls, *shape: int, group: int, scale_dtype: torch.dtype, device: torch.device) -> FourBit:
@@ -45,7 +59,7 @@ class FourBit(NamedTuple):
         nvfp4 = scale_dtype == torch.float8_e4m3fn
         groups = columns // group
         return cls(
-            torch.empty(*rows, columns // 2, dtype=torch.uint8, device=device),
+            torch.empty(*rows, columns // 8, dtype=torch.int32, device=device),
             torch.empty(*rows, groups, dtype=scale_dtype, device=device),
             torch.empty(*rows, 1 if nvfp4 else groups, dtype=torch.float32 if nvfp4 else torch.uint8, device=device),
         )
@@ -53,7 +67,7 @@ class FourBit(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical ``(..., N, K)``."""
-        return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
+        return (*self.words.shape[:-1], 8 * self.words.shape[-1])
 
     @property
     def group(self) -> int:
@@ -65,6 +79,20 @@ class FourBit(NamedTuple):
         """Whether codes are e2m1, not integers."""
         return self.scales.dtype == torch.float8_e4m3fn
 
+    @property
+    def lane_block(self) -> int:
+        """Inputs of a block in the order of lanes, all of one group if codes are int4; 0: codes are in the order of the inputs."""
+        return _lane_block(self.shape[-1], self.scales)
+
+    @property
+    def codes(self) -> Tensor:
+        """One code per byte, uint8 [..., N, K], in the order of the inputs."""
+        codes = unpack_fp4(self.words.view(torch.uint8))
+        if block := self.lane_block:
+            q_v_j_s_h = codes.unflatten(-1, (-1, 4, block // 32, 2, 2, 2))
+            codes = q_v_j_s_h.movedim((-5, -3), (-2, -1)).flatten(-6)
+        return codes
+
     def of_expert(self, expert: int) -> FourBit:
         """Return one matrix of a stack."""
         return FourBit(*(part[expert] for part in self))
@@ -75,12 +103,18 @@ class FourBit(NamedTuple):
 
     def dequantize(self) -> Tensor:
         """Return the numbers, float32 [..., N, K]."""
-        codes = unpack_fp4(self.codes).unflatten(-1, (-1, self.group))
+        codes = self.codes.unflatten(-1, (-1, self.group))
         if self.nvfp4:
             numbers = e2m1_values(codes) * (self.scales.float() * self.offsets)[..., None]
         else:
             numbers = (codes.float() - self.offsets.float()[..., None]) * self.scales.float()[..., None]
         return numbers.flatten(-2)
+
+
+def _lane_block(columns: int, scales: Tensor) -> int:
+    nvfp4 = scales.dtype == torch.float8_e4m3fn
+    block = gcd(_BLOCK, columns if nvfp4 else columns // scales.shape[-1])
+    return block if block >= _LEAST_BLOCK else 0
 
 
 def round_four_bit(weight: Tensor, *, group: int, scale_dtype: torch.dtype) -> FourBit:
@@ -97,19 +131,14 @@ def round_four_bit(weight: Tensor, *, group: int, scale_dtype: torch.dtype) -> F
         offsets = (amax.amax(-1, keepdim=True) / (FP4_MAX * FP8_MAX)).clamp_min(tiny)
         scales = (amax / (FP4_MAX * offsets)).clamp(max=FP8_MAX).to(scale_dtype)
         ratio = groups / (scales.float() * offsets).clamp_min(tiny)[..., None]
-        return FourBit(pack_fp4(e2m1_codes(ratio.clamp(-FP4_MAX, FP4_MAX)).flatten(-2)), scales, offsets)
+        return FourBit.of(e2m1_codes(ratio.clamp(-FP4_MAX, FP4_MAX)).flatten(-2), scales, offsets)
     scales = (amax / _INT4_MAX).to(scale_dtype)
     ratio = (groups / scales.float().clamp_min(tiny)[..., None]).round().clamp(-_INT4_MAX, _INT4_MAX)
     codes = (ratio + _ZERO).to(torch.uint8).flatten(-2)
-    return FourBit(pack_fp4(codes), scales, torch.full_like(scales, _ZERO, dtype=torch.uint8))
+    return FourBit.of(codes, scales, torch.full_like(scales, _ZERO, dtype=torch.uint8))
 
 
-def kernels_take(group: int) -> bool:
-    """Return whether the kernels take groups of this many inputs; the references take any."""
-    return group in (16, 32) or group % 64 == 0
-
-
-@op("experts.weight_only_triton:four_bit_linear_triton", suits=lambda x_MK, w, *_, **__: kernels_take(w.group))
+@op("experts.weight_only_triton:four_bit_linear_triton", suits=lambda x_MK, w, *_, **__: w.lane_block > 0)
 def four_bit_linear(x_MK: Tensor, w: FourBit, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:
     """Return ``x @ w.T`` [M, N].
 

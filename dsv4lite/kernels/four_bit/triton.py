@@ -9,77 +9,145 @@ from dsv4lite.kernels.dispatch import compiled
 from dsv4lite.kernels.e4m3 import e4m3_values
 from dsv4lite.kernels.rows.triton import e2m1_values
 
-# Two bfloat16 numbers from two codes. int4: from bits 0 and 16, as the last bits of 128, plus $3, which is -(128 + zero point).
-_TWO_INT4 = tl.constexpr("""{
-    .reg .b32 pair, one;
-    lop3.b32 pair, $2, 0x000F000F, 0x43004300, 0xEA;
+# The eight bfloat16 numbers of a word of codes: those of nibbles t and t + 4, for t from 0 to 3. Nibbles of int4 become the last
+# bits of 128, plus $9, which is -(128 + zero point) twice.
+_EIGHT_INT4 = tl.constexpr("""{
+    .reg .b32 pair, word, one;
     mov.b32 one, 0x3F803F80;
-    fma.rn.bf16x2 pair, pair, one, $3;
+    lop3.b32 pair, $8, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 pair, pair, one, $9;
     mov.b32 {$0, $1}, pair;
+    shr.u32 word, $8, 4;
+    lop3.b32 pair, word, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 pair, pair, one, $9;
+    mov.b32 {$2, $3}, pair;
+    shr.u32 word, $8, 8;
+    lop3.b32 pair, word, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 pair, pair, one, $9;
+    mov.b32 {$4, $5}, pair;
+    shr.u32 word, $8, 12;
+    lop3.b32 pair, word, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 pair, pair, one, $9;
+    mov.b32 {$6, $7}, pair;
 }""")
-# e2m1: from bits 12 and 28. Exponent and mantissa at bit 6 are the value times 2^-126; then times 2^126 and times the scale $3.
-# Products are ``fma`` with -0.0 added, which compute capability 8.0 has.
-_TWO_E2M1 = tl.constexpr("""{
-    .reg .b32 pair, sign, power, zero;
-    shr.u32 pair, $2, 6;
-    and.b32 sign, $2, 0x80008000;
-    lop3.b32 pair, pair, 0x01C001C0, sign, 0xEA;
-    mov.b32 power, 0x7E807E80;
+# Of e2m1, exponent and mantissa at bit 6 are the value times 2^-126; then times 2^118 times the scale. $9 are the e4m3 codes of two
+# scales, of nibbles with t below 2 and of the others; at bits 4 and 20 they are the scales times 2^-120. Products are ``fma`` with
+# -0.0 added, which compute capability 8.0 has.
+_EIGHT_E2M1 = tl.constexpr("""{
+    .reg .b32 pair, sign, zero, none, power, scales;
     mov.b32 zero, 0x80008000;
+    mov.b32 none, 0;
+    prmt.b32 pair, $9, none, 0x4140;
+    shl.b32 sign, pair, 8;
+    and.b32 sign, sign, zero;
+    shl.b32 pair, pair, 4;
+    lop3.b32 pair, pair, 0x07F007F0, sign, 0xEA;
+    mov.b32 power, 0x7F007F00;
     fma.rn.bf16x2 pair, pair, power, zero;
-    fma.rn.bf16x2 pair, pair, $3, zero;
+    mov.b32 power, 0x77007700;
+    fma.rn.bf16x2 scales, pair, power, zero;
+    prmt.b32 power, scales, none, 0x1010;
+    shl.b32 pair, $8, 6;
+    shl.b32 sign, $8, 12;
+    and.b32 sign, sign, zero;
+    lop3.b32 pair, pair, 0x01C001C0, sign, 0xEA;
+    fma.rn.bf16x2 pair, pair, power, zero;
     mov.b32 {$0, $1}, pair;
+    shl.b32 pair, $8, 2;
+    shl.b32 sign, $8, 8;
+    and.b32 sign, sign, zero;
+    lop3.b32 pair, pair, 0x01C001C0, sign, 0xEA;
+    fma.rn.bf16x2 pair, pair, power, zero;
+    mov.b32 {$2, $3}, pair;
+    prmt.b32 power, scales, none, 0x3232;
+    shr.u32 pair, $8, 2;
+    shl.b32 sign, $8, 4;
+    and.b32 sign, sign, zero;
+    lop3.b32 pair, pair, 0x01C001C0, sign, 0xEA;
+    fma.rn.bf16x2 pair, pair, power, zero;
+    mov.b32 {$4, $5}, pair;
+    shr.u32 pair, $8, 6;
+    and.b32 sign, $8, zero;
+    lop3.b32 pair, pair, 0x01C001C0, sign, 0xEA;
+    fma.rn.bf16x2 pair, pair, power, zero;
+    mov.b32 {$6, $7}, pair;
 }""")
-# A scale twice, from its e4m3 code at bits 4 and 20, which is the scale times 2^-120.
-_TWO_SCALES = tl.constexpr("""{
-    .reg .b32 power, zero;
-    mov.b32 power, 0x7B807B80;
-    mov.b32 zero, 0x80008000;
-    fma.rn.bf16x2 $0, $1, power, zero;
-}""")
+NVFP4_LACKS = tl.constexpr(256.0)
+"""Factor that numbers of ``nvfp4_tile`` lack: bfloat16 holds no larger scale that multiplies the smallest numbers exactly."""
 
 
 @triton.jit
-def _two(asm: tl.constexpr, codes, other):
-    """Return the bfloat16 numbers of the first and of the second code of each byte, which the assembly makes."""
-    return tl.inline_asm_elementwise(asm, "=h,=h,r,r", [codes, other], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1)
+def _eight(asm: tl.constexpr, words, other):
+    """Return the numbers of nibbles 0, 4, 1, 5, 2, 6, 3 and 7 of each word, bfloat16, which the assembly makes."""
+    return tl.inline_asm_elementwise(
+        asm, "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r", [words, other],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
-def int4_tile(codes, zero, row, k, K: tl.constexpr, INPUTS: tl.constexpr, WIDE: tl.constexpr):
-    """Return the codes of some rows for ``INPUTS`` inputs from ``k`` on, minus the zero points int32 [rows]; float32 if WIDE."""
-    pairs = tl.load(codes + row[:, None] * (K // 2) + (k // 2 + tl.arange(0, INPUTS // 2))[None, :]).to(tl.int32)
+def _in_order(a0, b0, a1, b1, a2, b2, a3, b3, INPUTS: tl.constexpr):
+    """Return the numbers of nibbles t (``a``) and t + 4 (``b``) of words of ``INPUTS`` inputs, in the order of the inputs."""
+    lower, upper = tl.join(tl.join(a0, b0), tl.join(a1, b1)), tl.join(tl.join(a2, b2), tl.join(a3, b3))
+    numbers = tl.reshape(tl.join(lower, upper), (a0.shape[0], 4, INPUTS // 32, 2, 2, 2))  # row, q, v, j, h, s
+    return tl.reshape(tl.permute(numbers, (0, 2, 5, 4, 1, 3)), (a0.shape[0], INPUTS))
+
+
+@triton.jit
+def _words(words, row, k, K: tl.constexpr, INPUTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the words of ``INPUTS`` inputs of a block in the order of lanes: those of the first lanes first."""
+    word = tl.arange(0, INPUTS // 8)
+    if INPUTS < BLOCK:
+        word = word // (INPUTS // 32) * (BLOCK // 32) + word % (INPUTS // 32) + k % BLOCK // 32
+        k = k // BLOCK * BLOCK
+    return tl.load(words + row[:, None] * (K // 8) + (k // 8 + word)[None, :])
+
+
+@triton.jit
+def int4_tile(words, zero, row, k, K: tl.constexpr, INPUTS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """Return the codes of some rows for ``INPUTS`` inputs from ``k`` on, minus the zero points int32 [rows]; float32 if WIDE.
+
+    ``BLOCK`` is the matrix's ``lane_block``, which ``INPUTS`` divides.
+    """
+    words = _words(words, row, k, K, INPUTS, BLOCK)
     if WIDE or not compiled():
-        low, high = (pairs & 15) - zero[:, None], (pairs >> 4) - zero[:, None]
-        low, high = low.to(tl.float32), high.to(tl.float32)
+        zero = tl.broadcast_to(zero[:, None], words.shape)
+        a0, b0, a1, b1 = _int4(words, zero, 0), _int4(words, zero, 4), _int4(words, zero, 1), _int4(words, zero, 5)
+        a2, b2, a3, b3 = _int4(words, zero, 2), _int4(words, zero, 6), _int4(words, zero, 3), _int4(words, zero, 7)
     else:
-        offset = tl.broadcast_to((zero * 0x10001 - 0x3CFF3D00)[:, None], pairs.shape)
-        low, high = _two(_TWO_INT4, pairs * 0x1001, offset)
-    return tl.reshape(tl.join(low, high), (row.shape[0], INPUTS))
+        offset = tl.broadcast_to((zero * 0x10001 - 0x3CFF3D00)[:, None], words.shape)
+        a0, b0, a1, b1, a2, b2, a3, b3 = _eight(_EIGHT_INT4, words, offset)
+    return _in_order(a0, b0, a1, b1, a2, b2, a3, b3, INPUTS)
+
+
+@triton.jit
+def _int4(words, zero, nibble: tl.constexpr):
+    return ((words >> 4 * nibble & 15) - zero).to(tl.float32)
 
 
 @triton.jit
 def nvfp4_tile(
-    codes, scales, row, k, K: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr
+    words, scales, row, k, K: tl.constexpr, INPUTS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Return weights of some rows over the rows' factors, for ``INPUTS`` inputs from ``k`` on: float32 if WIDE, else bfloat16."""
-    byte = k // 2 + tl.arange(0, INPUTS // 2)
-    pairs = tl.load(codes + row[:, None] * (K // 2) + byte[None, :], mask=(byte < K // 2)[None, :], other=0).to(tl.int32)
-    group = k // GROUP + tl.arange(0, INPUTS // GROUP)
-    at, inside = row[:, None] * (K // GROUP) + group[None, :], (group < K // GROUP)[None, :]
-    scale = tl.load(scales + at, mask=inside, other=0)
+    """Return weights of some rows over ``NVFP4_LACKS`` times the rows' factors, float32 if WIDE, else bfloat16; see ``int4_tile``.
+
+    ``scales`` points to two e4m3 codes in 16 bits.
+    """
+    words = _words(words, row, k, K, INPUTS, BLOCK)
+    # Two scales of each word, those of its first and last 16 inputs.
+    pairs = tl.load(scales + row[:, None] * (K // 32) + (k // 32 + tl.arange(0, INPUTS // 32))[None, :]).to(tl.int32)
+    pairs = tl.broadcast_to(pairs[:, None, :], (words.shape[0], 4, INPUTS // 32))
+    pairs = tl.reshape(pairs, words.shape) & 0xFFFF
     if WIDE or not compiled():
-        scale = _of_pairs(e4m3_values(scale), INPUTS, GROUP)
-        low, high = e2m1_values(pairs & 15) * scale, e2m1_values(pairs >> 4) * scale
+        first, second = e4m3_values(pairs & 255) * 0.00390625, e4m3_values(pairs >> 8) * 0.00390625
+        a0, b0, a1, b1 = _e2m1(words, first, 0), _e2m1(words, first, 4), _e2m1(words, first, 1), _e2m1(words, first, 5)
+        a2, b2, a3, b3 = _e2m1(words, second, 2), _e2m1(words, second, 6), _e2m1(words, second, 3), _e2m1(words, second, 7)
     else:
-        bits = ((scale.to(tl.int32) & 0x7F) << 4 | (scale.to(tl.int32) & 0x80) << 8) * 0x10001
-        scale = tl.inline_asm_elementwise(_TWO_SCALES, "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1)
-        low, high = _two(_TWO_E2M1, pairs * 0x1001000, _of_pairs(scale, INPUTS, GROUP))
-    return tl.reshape(tl.join(low, high), (row.shape[0], INPUTS))
+        a0, b0, a1, b1, a2, b2, a3, b3 = _eight(_EIGHT_E2M1, words, pairs)
+    return _in_order(a0, b0, a1, b1, a2, b2, a3, b3, INPUTS)
 
 
 @triton.jit
-def _of_pairs(scale, INPUTS: tl.constexpr, GROUP: tl.constexpr):
-    """Return the scale of each pair of inputs, given one for each group."""
-    wide = tl.broadcast_to(scale[:, :, None], (scale.shape[0], INPUTS // GROUP, GROUP // 2))
-    return tl.reshape(wide, (scale.shape[0], INPUTS // 2))
+def _e2m1(words, scale, nibble: tl.constexpr):
+    return e2m1_values(words >> 4 * nibble & 15) * scale

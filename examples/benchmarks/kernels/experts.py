@@ -50,7 +50,7 @@ def tiles(rows: int, columns: int) -> Tiles:
 def four_bit(rows: int, columns: int, group: int, scale_dtype: torch.dtype) -> FourBit:
     """Return random 4-bit matrices in groups."""
     found = FourBit.empty(EXPERTS, rows, columns, group=group, scale_dtype=scale_dtype, device=torch.device("cuda"))
-    found.codes.random_(0, 256)
+    found.words.random_(-(1 << 31), (1 << 31) - 1)
     found.scales.copy_(torch.rand(found.scales.shape, device="cuda") * 0.01 + 0.01)
     return found._replace(offsets=torch.full_like(found.offsets, 1 if found.nvfp4 else 8))
 
