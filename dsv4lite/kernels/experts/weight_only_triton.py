@@ -6,8 +6,9 @@
 Grouping and the sum over experts are those of ``triton.py``. Weights are the left operand: 64 of their rows fill the tensor cores
 whatever the number of tokens. 4-bit weights become numbers that are exact in the dtype of the inputs: int4 codes minus their zero
 point, for one group of inputs at a time, whose scale multiplies the group's sum; or e2m1 times its group's scale, and the row's
-factor multiplies the result. Blocks of every size run the same additions in the same order. A float32 product is three TF32
-products; the tensor cores truncate their sums, which costs a few of float32's last bits.
+factor multiplies the result. Blocks of every size run the same additions in the same order; dense products of many rows that may
+run them in any order do not add in parts. A float32 product is three TF32 products; the tensor cores truncate their sums, which
+costs a few of float32's last bits.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import by_most, ceil_div, compiled
 from dsv4lite.kernels.experts import ExpertInputs
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.four_bit.triton import NVFP4_LACKS, int4_tile, nvfp4_tile
+from dsv4lite.kernels.gemm.triton import FEW_ROWS, FILLED, finish_tile, splits_of
 from dsv4lite.kernels.rows.triton import rounded
 from dsv4lite.kernels.swiglu.triton import swiglu_of
 
+# Dense products have twice as many programs as ``splits_of`` aims at, for several share a multiprocessor. Up to ``FEW_ROWS`` rows,
+# tiles below this number are computed in parts; with more rows, those below ``FILLED``.
+_SPREAD, _FEW_FILLED = 2, 512
 _OUTS = tl.constexpr(64)  # columns of one program
 _INPUT_BYTES = 128  # of a row of inputs, per iteration; of 4-bit weights twice as many, but of no more than one block of lanes
 
@@ -71,14 +77,15 @@ def _add(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _weight_only_kernel(
-    x, w, scales, offsets, block_pairs, block_expert, num_blocks, weight, y, pairs, x_row, limit,
+    x, w, scales, offsets, block_pairs, block_expert, num_blocks, weight, sums, arrivals, y, pairs, x_row, limit,
     K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, NVFP4: tl.constexpr, GROUPED: tl.constexpr, SWIGLU: tl.constexpr, STAGES: tl.constexpr,
-    UNROLL: tl.constexpr,
+    UNROLL: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of ``x`` by a matrix [N, K]; if GROUPED by their experts' matrices; if SWIGLU by gate and up, and activate.
 
-    Weights are 4-bit codes with scales and offsets for GROUP inputs, in BLOCKs of lanes, or unquantized if GROUP is 0.
+    Weights are 4-bit codes with scales and offsets for GROUP inputs, in BLOCKs of lanes, or unquantized if GROUP is 0. Sums of PART
+    inputs are added in order: SPLITS programs compute one each, or one program computes all.
     """
     PROGRAMS: tl.constexpr = (N + _OUTS - 1) // _OUTS
     block = (tl.program_id(0) // PROGRAMS).to(tl.int64)
@@ -98,23 +105,35 @@ def _weight_only_kernel(
     total = tl.zeros((_OUTS, ROWS), tl.float32)
     if SWIGLU:
         up = tl.zeros((_OUTS, ROWS), tl.float32)
-    for k in tl.range(0, K, INPUTS, num_stages=STAGES, loop_unroll_factor=UNROLL):
+    FOLD: tl.constexpr = SPLITS == 1 and PART < K
+    if FOLD:
+        folded = tl.zeros((_OUTS, ROWS), tl.float32)
+    factor = tl.load(offsets + row)[:, None] * NVFP4_LACKS if NVFP4 else 1.0
+    begin = 0 if SPLITS == 1 else tl.program_id(1) * PART
+    end = K if SPLITS == 1 else tl.minimum(begin + PART, K)
+    for k in tl.range(begin, end, INPUTS, num_stages=STAGES, loop_unroll_factor=UNROLL):
         # Reference: matmul_rows(x_MK, w[expert], row_tile).to(dtype); float32 if ``partial``; 4-bit: x_MK.float(), w.dequantize()
         a = tl.load(inputs + k, mask=(k + channel < K)[None, :] & valid[:, None], other=0.0)
         total = _add(weights, row, k, a, total, K, INPUTS, GROUP, BLOCK, NVFP4)
         if SWIGLU:
             up = _add(weights, row + N, k, a, up, K, INPUTS, GROUP, BLOCK, NVFP4)
-    if NVFP4:
-        total *= (tl.load(offsets + row) * NVFP4_LACKS)[:, None]
-        if SWIGLU:
-            up *= (tl.load(offsets + row + N) * NVFP4_LACKS)[:, None]
+        if FOLD:  # noqa: SIM102  decided when compiled; the other when run
+            if (k + INPUTS) % PART == 0:
+                folded += total * factor
+                total = tl.zeros((_OUTS, ROWS), tl.float32)
+    total *= factor
+    if FOLD:
+        total += folded
     if SWIGLU:
+        if NVFP4:
+            up *= tl.load(offsets + row + N)[:, None] * NVFP4_LACKS
         # Reference: u_NI = (swiglu(h_NI[:, :width], h_NI[:, width:], limit) * weight_N1).to(dtype)
         WIDE: tl.constexpr = x.dtype.element_ty == tl.float32
         u = swiglu_of(rounded(total, WIDE), rounded(up, WIDE), limit)
         total = u * tl.load(weight + pair, mask=valid, other=0.0)[None, :]
-    total = rounded(total, y.dtype.element_ty == tl.float32).to(y.dtype.element_ty)
-    tl.store(y + pair[None, :] * N + column[:, None], total, mask=valid[None, :] & (column < N)[:, None])
+    pair = tl.where(valid, pair, pairs)  # these are not stored
+    arrivals += tl.program_id(0)
+    finish_tile(total, sums, y, arrivals, tl.program_id(1), block * ROWS, pair, column, pairs, N, N, True, SPLITS)
 
 
 def four_bit_linear_triton(x_MK: Tensor, w: FourBit, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:
@@ -123,7 +142,7 @@ def four_bit_linear_triton(x_MK: Tensor, w: FourBit, dtype: torch.dtype, row_til
     out = torch.empty(rows, w.shape[0], dtype=dtype, device=x.device)
     if rows:
         block = by_most(FOUR_BIT_BLOCKS, rows)
-        _launch(block, ceil_div(rows, block.rows), x, w, out, rows)
+        _launch(block, ceil_div(rows, block.rows), x, w, out, rows, any_order=row_tile is None)
     return out
 
 
@@ -157,6 +176,7 @@ def _launch(
     top_k: int = 1,
     weight_TK: Tensor | None = None,
     limit: float = 0.0,
+    any_order: bool = False,
 ) -> None:
     """Launch a product of ``blocks`` blocks of rows; only the first product of experts has ``weight_TK``."""
     if isinstance(w, FourBit):
@@ -170,12 +190,23 @@ def _launch(
     if isinstance(w, FourBit):
         lane_block = w.lane_block
         inputs = min(2 * inputs, lane_block)
+    tiles, splits, part, sums, arrivals = blocks * ceil_div(outs, _OUTS.value), 1, x.shape[1], y, y
+    if groups is None:  # in parts, as ``gemm`` sums
+        part = ceil_div(ceil_div(part, inputs), splits_of(ceil_div(outs, _SPREAD), part // 128)) * inputs
+        if tiles < (FILLED if block.rows > FEW_ROWS else _FEW_FILLED):
+            splits = ceil_div(x.shape[1], part)
+        elif any_order:  # adding parts in one program takes a quarter longer
+            part = x.shape[1]
+    if splits > 1:
+        sums, arrivals = torch.empty(splits, *y.shape, dtype=torch.float32, device=y.device), counters_of(y.device)
     work = (y, y, y) if groups is None else (groups.block_pairs, groups.block_expert, groups.num_blocks)
-    _weight_only_kernel[(blocks * ceil_div(outs, _OUTS.value),)](
+    _weight_only_kernel[(tiles, splits)](
         x,
         *parts,
         *work,
         y if weight_TK is None else weight_TK,
+        sums,
+        arrivals,
         y,
         pairs,
         x.stride(0),
@@ -192,6 +223,8 @@ def _launch(
         SWIGLU=weight_TK is not None,
         STAGES=block.num_stages,
         UNROLL=1 if nvfp4 else block.unroll,
+        PART=part,
+        SPLITS=splits,
         num_warps=block.num_warps,
         num_stages=block.num_stages,
         enable_fp_fusion=True,

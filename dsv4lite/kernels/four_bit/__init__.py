@@ -8,7 +8,8 @@ Source: AutoAWQ's and GPTQ's ``(q - z) * s``; NVFP4 of compressed-tensors and Mo
 here, so that several matrices can be rows of one.  Numerics: ``dequantize`` returns float32 and defines the weights; those of int4
 are exact if scales are float16 or bfloat16. The reference multiplies in float32. So does the kernel, without rounding weights:
 scales of int4 multiply a group's sum, factors of NVFP4 the result. They differ by at most 2^-14 of the sum of absolute products,
-|x| @ |w|.T, and one rounding of the result. The kernel's order of summation depends on the weights' shape and groups alone.
+|x| @ |w|.T, and one rounding of the result. The kernel's order of summation depends on the weights'
+shape and groups, and on the number of rows if any order is allowed.
 """
 
 from __future__ import annotations
@@ -146,6 +147,6 @@ def four_bit_linear(x_MK: Tensor, w: FourBit, dtype: torch.dtype, row_tile: int 
         x_MK: float32 or bfloat16 [M, K].
         w: [N, K].
         dtype: Of the result.
-        row_tile: As for ``gemm.matmul_rows``; the kernel ignores it.
+        row_tile: As for ``gemm.matmul_rows``. With a number, the kernel's order of summation is the same for any number of rows.
     """
     return matmul_rows(x_MK.float(), w.dequantize(), row_tile).to(dtype)

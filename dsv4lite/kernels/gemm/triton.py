@@ -250,7 +250,7 @@ def _store(out, total, rm, rn, M, N, row_stride, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _finish(
+def finish_tile(
     acc, parts, out, arrivals, split, first_row, rm, rn, M, N, row_stride, SWAP: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Store a tile; if it is one part of several, the program that stores the last of them adds all."""
@@ -390,7 +390,7 @@ def product_tile(
     let_successor_in()
     parts += g * N
     out += g * N
-    _finish(acc, parts, out, arrivals + pid, split, pm * BM, rm, rn, M, N, N * groups, SWAP, SPLITS)
+    finish_tile(acc, parts, out, arrivals + pid, split, pm * BM, rm, rn, M, N, N * groups, SWAP, SPLITS)
 
 
 @triton.jit(do_not_specialize=["M"])

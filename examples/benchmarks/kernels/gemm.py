@@ -1,4 +1,4 @@
-"""Time the matrix products at V4-Flash's and V3's shapes, and the best token of a row, on a CUDA device.
+"""Time products at V4-Flash's and V3's shapes, in FP8, four bits and bfloat16, and the best token of a row, on a CUDA device.
 
     python -m examples.benchmarks.kernels.gemm [--only wo_a,wq_b] [--rows 1,16,64] [--tp 2] [--sweep]
 
@@ -16,6 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.experts.weight_only_triton import four_bit_linear_triton
+from dsv4lite.kernels.four_bit import FourBit, four_bit_linear
 from dsv4lite.kernels.gemm import MANY_ROWS, ROW_TILE, float_linear, fp8_linear, fp8_weight_linear
 from dsv4lite.kernels.gemm import triton as gemm_triton
 from dsv4lite.kernels.gemm.triton import float_linear_triton, fp8_linear_triton, fp8_weight_linear_triton
@@ -33,8 +35,12 @@ V3 = {
     "v3 gate+up": (4096, 7168),
     "v3 down": (7168, 2048),
 }
+INT4 = {name.replace("v3", "int4"): shape for name, shape in V3.items()}  # in groups of 128
+NVFP4 = {name.replace("v3", "nvfp4"): shape for name, shape in V3.items()}
 PLAIN = {"csa compress_in": (2624, 4096), "hca compress_in": (1024, 4096), "gate": (256, 4096), "head": (129280, 4096)}
 GROUPED = {"wo_a": (8, 1024, 4096)}
+
+KINDS = {"fp8": FP8, "v3": V3, "int4": INT4, "nvfp4": NVFP4, "grouped": GROUPED, "plain": PLAIN}
 
 CUT = {"wq_b": 0, "wq_b+index": 0, "wo_b": 1, "head": 0, "wo_a": 0}  # the axis of which ranks of tp have parts
 INDEX_ROWS = 8192  # of wq_b+index, which all ranks have
@@ -59,6 +65,15 @@ def codes_of(*shape: int, floats: bool = False) -> tuple[Tensor, Tensor]:
     return codes, torch.randint(118, 123, blocks, device="cuda", dtype=torch.uint8)
 
 
+def four_bit(*shape: int, nvfp4: bool) -> FourBit:
+    """Return random 4-bit codes in groups of 128, or of 16."""
+    group, dtype = (16, torch.float8_e4m3fn) if nvfp4 else (128, torch.float16)
+    found = FourBit.empty(*shape, group=group, scale_dtype=dtype, device=torch.device("cuda"))
+    found.words.random_(-(1 << 31), (1 << 31) - 1)
+    found.scales.copy_(torch.rand(found.scales.shape, device="cuda") * 0.01 + 0.01)
+    return found._replace(offsets=torch.full_like(found.offsets, 1 if nvfp4 else 8))
+
+
 def case(kind: str, shape: tuple[int, ...], rows: int, row_tile: int | None) -> tuple[Product, int, float, float]:
     """Return a product, how many copies of its weights there are, the bytes it must move, and its error."""
     size = 2 if kind == "plain" else 1
@@ -73,6 +88,16 @@ def case(kind: str, shape: tuple[int, ...], rows: int, row_tile: int | None) -> 
 
         error = distance(plain(0), float_linear.reference(x, w[0], torch.float32))
         return plain, copies, count + 2 * x.numel() + 4 * rows * shape[0], error
+    if kind in ("int4", "nvfp4"):
+        given = torch.randn(rows, shape[-1], device="cuda").bfloat16()
+        matrices = [four_bit(*shape, nvfp4=kind == "nvfp4") for _ in range(2 * copies)]
+
+        def packed(i: int) -> Tensor:
+            return four_bit_linear_triton(given, matrices[i], torch.bfloat16)
+
+        error = distance(packed(0), four_bit_linear.reference(given, matrices[0], torch.bfloat16))
+        moved = sum(part.nbytes for part in matrices[0]) + given.nbytes + 2 * rows * shape[0]
+        return packed, len(matrices), moved, error
     weights = [codes_of(*shape, floats=kind == "v3") for _ in range(copies)]
     if kind == "grouped":
         x = torch.randn(rows, shape[0], shape[-1], device="cuda").bfloat16()
@@ -101,7 +126,7 @@ def main() -> None:
     only = [name for name in options.only.split(",") if name]
     counts = [int(rows) for rows in options.rows.split(",")]
     print(f"{'matrix':<18}{'rows':>6}{'us':>9}{'TB/s':>7}{'roofline':>10}{'TFLOP/s':>9}{'error':>10}")
-    for kind, shapes in (("fp8", FP8), ("v3", V3), ("grouped", GROUPED), ("plain", PLAIN)):
+    for kind, shapes in KINDS.items():
         for (name, whole), rows in itertools.product(shapes.items(), counts):
             shape = of_rank(name, whole, options.tp)
             if (only and name not in only) or (name == "head" and rows > 128):
