@@ -297,7 +297,8 @@ def awq(quantization: Mapping[str, Any]) -> QuantFormat:
 
     In codes and zero points, columns 0 to 7 of a word are its nibbles 0, 4, 1, 5, 2, 6, 3, 7. ``w = (q - z) * s``.
     """
-    group = _int4(quantization, version="gemm")
+    given = quantization.get("version")
+    group = _int4(quantization, version=given if str(given).lower() == "gemm" else "gemm")  # AutoAWQ ignores its case
 
     def columns(words: Tensor) -> Tensor:
         nibbles: Tensor = _nibbles(words, 1).unflatten(1, (-1, 8))

@@ -445,6 +445,14 @@ def test_tensors_that_do_not_fit_are_named(
     assert wanted in refused(broken[name], tmp_path, {}, {Q_A + leaf: tensor})
 
 
+def test_version_of_awq_may_be_in_upper_case(tmp_path: Path) -> None:
+    """Releases write "GEMM" as well as "gemm"; the former was refused."""
+    packing = PACKINGS["awq"]
+    packs = write_packed(tmp_path, packing._replace(config={**packing.config, "version": "GEMM"}))
+    model, _ = built(packs.folder)
+    assert all(torch.equal(slot.values(), packs.numbers[name].float()) for name, slot in model.slots().items())
+
+
 def test_ranks_do_not_cut_groups(broken: Mapping[str, Path]) -> None:
     _, source = built(broken["awq"])
     numerics = replace(choose_numerics(EngineConfig(model="any"), source, torch.device("cpu")), dtype=torch.float32)
