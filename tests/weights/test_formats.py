@@ -453,6 +453,27 @@ def test_version_of_awq_may_be_in_upper_case(tmp_path: Path) -> None:
     assert all(torch.equal(slot.values(), packs.numbers[name].float()) for name, slot in model.slots().items())
 
 
+@pytest.mark.parametrize(
+    ("name", "leaf", "value"),
+    [
+        ("awq", "scales", float("inf")),
+        ("gptq", "scales", float("nan")),
+        ("compressed-tensors", "weight_scale", float("-inf")),
+        ("nvfp4 of modelopt", "weight_scale", float("nan")),
+        ("nvfp4 of modelopt", "weight_scale_2", float("inf")),
+    ],
+)
+def test_scales_that_are_not_finite_are_named(
+    broken: Mapping[str, Path], tmp_path: Path, name: str, leaf: str, value: float
+) -> None:
+    """One number of a matrix; such checkpoints used to load."""
+    stored = load_file(broken[name] / "model.safetensors")[Q_A + leaf]
+    tensor = stored.float()
+    tensor.view(-1)[-1] = value
+    message = refused(broken[name], tmp_path, {}, {Q_A + leaf: tensor.to(stored.dtype)})
+    assert f"layers.0.attn.wq_a.weight: {leaf} must be finite numbers" in message
+
+
 def test_ranks_do_not_cut_groups(broken: Mapping[str, Path]) -> None:
     _, source = built(broken["awq"])
     numerics = replace(choose_numerics(EngineConfig(model="any"), source, torch.device("cpu")), dtype=torch.float32)
