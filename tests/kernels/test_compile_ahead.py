@@ -132,3 +132,11 @@ def test_gpus_that_are_not_known_are_refused(tmp_path: Path, capsys: pytest.Capt
     assert "did you mean" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="h2000"):
         compile_ahead(EngineConfig(model=tiny_model(), compile_cache_dir=str(tmp_path)), "h2000")
+
+
+def test_output_that_is_a_file_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All kernels were compiled before it failed."""
+    (tmp_path / "file").write_text("")
+    assert main(["compile", "--gpu", "h200", "--output", str(tmp_path / "file")]) == 2
+    found = capsys.readouterr().err
+    assert "is not a folder; choose another" in found and "kernels\n" not in found.partition("dsv4lite: ")[0]
