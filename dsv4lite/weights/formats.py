@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4lite.device import is_cuda_error, is_out_of_memory
 from dsv4lite.errors import CheckpointError, ConfigError, DSV4LiteError, UnsupportedError, described, shown
-from dsv4lite.kernels.four_bit import FourBit, round_four_bit
+from dsv4lite.kernels.four_bit import SCALE_DTYPES, FourBit, round_four_bit
 from dsv4lite.kernels.quantize import unpack_fp4
 from dsv4lite.parallel.shard import Cut
 from dsv4lite.weights.checkpoint import Described, HeldTensor, Wanted
@@ -87,13 +88,36 @@ class QuantFormat:
                 f"QuantFormat {self.name!r}: scales={self.scales!r} with group={self.group}: it must be one of {leaves}"
             )
 
-    def checked(self, made: object, shape: tuple[int, ...]) -> FourBit | Tensor:
-        """Return what ``read`` or ``quantize`` has made; raise ``ValueError`` unless it is a matrix of this shape."""
-        of_kind = isinstance(made, FourBit) or (isinstance(made, Tensor) and made.is_floating_point() and made.itemsize > 1)
-        if isinstance(made, FourBit | Tensor) and of_kind and tuple(made.shape) == shape:
+    def make(self, call: Callable[[Any], FourBit | Tensor], given: Mapping[str, Tensor] | Tensor, shape: tuple[int, ...]) -> Any:
+        """Return what ``read`` or ``quantize`` makes, a ``FourBit`` or floats; ``ValueError`` unless it is of this shape."""
+        try:
+            made: object = call(given)
+        except Exception as error:
+            if isinstance(error, ValueError | MemoryError) or is_out_of_memory(error) or is_cuda_error(error):
+                raise
+            raise ValueError(f"the format {self.name!r} failed: {described(error)}") from error
+        floats = isinstance(made, Tensor) and made.is_floating_point() and made.itemsize > 1
+        if (floats or isinstance(made, FourBit)) and tuple(made.shape) == shape:  # type: ignore[attr-defined]
+            if isinstance(made, FourBit):
+                self._check_scales(made)
             return made
-        given = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else shown(made)
-        raise ValueError(f"the format {self.name!r} made {given}; it must make floats {list(shape)}, or a FourBit of this shape")
+        raise ValueError(
+            f"the format {self.name!r} made {_kind(made)}; it must make floats {list(shape)}, or a FourBit of this shape"
+        )
+
+    def _check_scales(self, made: FourBit) -> None:
+        """Require scales and offsets of the format's groups: others would be broadcast, or read by a kernel beyond their end."""
+        if not self.group:
+            raise ValueError(f"the format {self.name!r} made a FourBit with group=0; set group and scales of the QuantFormat")
+        *rows, inputs = made.shape
+        scales = (*rows, inputs // self.group)
+        offsets = ((*rows, 1), torch.float32) if made.nvfp4 else (scales, torch.uint8)
+        if made.scales.dtype not in SCALE_DTYPES or made.scales.shape != scales or inputs % self.group:
+            rule = f"{list(scales)} in {', '.join(map(str, SCALE_DTYPES))}, for group={self.group}"
+            raise ValueError(f"the format {self.name!r} made scales {_kind(made.scales)}; they must be {rule}")
+        if not isinstance(made.offsets, Tensor) or (made.offsets.shape, made.offsets.dtype) != offsets:
+            rule = f"{offsets[1]} {list(offsets[0])}"
+            raise ValueError(f"the format {self.name!r} made offsets {_kind(made.offsets)}; they must be {rule}")
 
     @property
     def block(self) -> tuple[int, int]:
@@ -170,7 +194,7 @@ class PackedCut:
         """
         form = self.info.format
         try:
-            made = form.checked(form.read(tensors), _shape(form.parts[0], tensors))
+            made: FourBit | Tensor = form.make(form.read, tensors, _shape(form.parts[0], tensors))
             if isinstance(made, FourBit) and not (_finite(made.scales) and _finite(made.offsets)):
                 wrong = [leaf for leaf, tensor in tensors.items() if not _finite(tensor)]
                 raise ValueError(f"{' and '.join(wrong) or 'its scales'} must be finite numbers, but some are infinite or NaN")
@@ -240,6 +264,10 @@ def assemble(headers: Mapping[str, Described], form: QuantFormat) -> tuple[dict[
         if not wrong:
             found[name] = PackedTensor(name=name, format=form, shape=_shape(form.parts[0], parts), parts=parts)
     return found, incomplete, problems
+
+
+def _kind(given: object) -> str:
+    return f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else shown(given)
 
 
 def _shape(part: Part, parts: Mapping[str, Described] | Mapping[str, Tensor]) -> tuple[int, int]:

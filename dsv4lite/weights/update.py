@@ -379,7 +379,7 @@ class Transaction:
             if not packed:
                 assert own.quantize is not None and isinstance(weight, Tensor)
                 try:
-                    weight = own.checked(own.quantize(weight.to(self._device)), slot.shape)
+                    weight = own.make(own.quantize, weight.to(self._device), slot.shape)
                 except ValueError as error:
                     raise _refused(mismatched=[f"{name}: {error}"]) from error
         elif own is not None and scale is None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsv4lite.config import MTP, EngineConfig
 from dsv4lite.errors import CheckpointError, ConfigError, WeightUpdateError
+from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.layout import Layout
 from dsv4lite.models.shard import shards_of
 from dsv4lite.parallel.mesh import Mesh
@@ -344,6 +345,45 @@ def test_what_an_own_format_makes_of_an_update_is_checked(own: Packs) -> None:
             with pytest.raises(WeightUpdateError, match=rf"{name}: the format 'int8 rows' made torch.float32 \[1, 256\]"):
                 with llm.update_weights(1, staged=staged) as update:
                     update.load(NamedTensors({name: own.numbers[name]}))
+
+
+def four_bit(codes: Tensor, *, per: int = 32, scale: Any = None, offsets: Any = None) -> FourBit:
+    shape = (len(codes), codes.shape[1] // per)
+    given = torch.full(shape, 0.1) if scale is None else scale
+    return FourBit.of(codes, given, torch.full(shape, 8, dtype=torch.uint8) if offsets is None else offsets)
+
+
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (lambda c: four_bit(c + 16), "the largest code is 16; codes must be from 0 to 15"),
+        (lambda c: four_bit(c.int()), r"codes are torch.int32 \[256, 384\]; they must be uint8"),
+        (lambda c: four_bit(c[:, :-4]), r"codes are torch.uint8 \[256, 380\]; .* a multiple of 8"),
+        (lambda c: four_bit(c, scale=torch.ones(256, 0)), r"scales have the shape \[256, 0\]"),
+        (lambda c: four_bit(c, scale=torch.ones(1, 12)), r"made scales torch.float32 \[1, 12\]; they must be \[256, 12\]"),
+        (lambda c: four_bit(c, per=64), r"made scales torch.float32 \[256, 6\]; .* for group=32"),
+        (lambda c: four_bit(c, scale=torch.ones(256, 12, dtype=torch.int32)), r"made scales torch.int32 \[256, 12\]"),
+        (lambda c: four_bit(c, offsets=torch.ones(256, 12)), r"made offsets torch.float32 .* must be torch.uint8 \[256, 12\]"),
+        (lambda c: {}["scale"], "failed: KeyError: 'scale'"),
+    ],
+)
+def test_four_bits_of_an_own_format_are_checked(own: Packs, make: Any, given: str) -> None:
+    """Codes above 15 changed their neighbours and scales of other shapes were broadcast; others ended the start without a name."""
+    settings = own_format(
+        read=lambda parts: make(torch.zeros_like(parts["codes"], dtype=torch.uint8)), group=32, scales="row_scale"
+    )
+    with pytest.raises(CheckpointError, match=rf"(?s)\.weight: .*{given}"), opened(own.folder, **settings):
+        pass
+
+
+def test_own_format_that_fails_on_an_update_is_named(own: Packs) -> None:
+    """The source of the update was said to have failed."""
+    name = "layers.0.ffn.w1.weight"
+    with opened(own.folder, **own_format(quantize=lambda weight: {}["scale"])) as llm:
+        before = llm.generate(PROMPT, GREEDY).token_ids
+        with pytest.raises(WeightUpdateError, match=rf"{name}: the format 'int8 rows' failed: KeyError: 'scale'"):
+            load(llm, 1, NamedTensors({name: own.numbers[name]}), partial=True)
+        assert llm.generate(PROMPT, GREEDY).token_ids == before
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ from dsv4lite.kernels.quantize import FP4_MAX, FP8_MAX, e2m1_codes, e2m1_values,
 
 _ZERO, _INT4_MAX = 8, 7  # zero point of symmetric int4 codes, and the largest code minus it
 _BLOCK, _LEAST_BLOCK = 128, 32  # inputs of the largest and of the smallest block whose codes lie in the order of lanes
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
+"""Of ``FourBit.scales``; the last one means NVFP4."""
 
 
 class FourBit(NamedTuple):
@@ -47,7 +49,18 @@ class FourBit(NamedTuple):
 
     @classmethod
     def of(cls, codes: Tensor, scales: Tensor, offsets: Tensor) -> FourBit:
-        """Make a matrix, or a stack, of one code per byte, uint8 [..., N, K] in the order of the inputs."""
+        """Make a matrix, or a stack, of one code per byte, uint8 [..., N, K] in the order of the inputs.
+
+        Raises:
+            ValueError: Codes are not uint8 from 0 to 15, K is no multiple of 8, or there are more scales than inputs, or none.
+        """
+        columns = codes.shape[-1]
+        if codes.dtype != torch.uint8 or columns % 8:
+            raise ValueError(f"codes are {codes.dtype} {list(codes.shape)}; they must be uint8, and their inputs a multiple of 8")
+        if not 0 < scales.shape[-1] <= columns:
+            raise ValueError(f"scales have the shape {list(scales.shape)}, for codes {list(codes.shape)}; each group must have one")
+        if codes.numel() and (largest := int(codes.amax())) > 15:  # its upper bits would become part of the next code
+            raise ValueError(f"the largest code is {largest}; codes must be from 0 to 15, one in each byte")
         if block := _lane_block(codes.shape[-1], scales):
             v_s_h_q_j = codes.unflatten(-1, (-1, block // 32, 2, 2, 4, 2))
             codes = v_s_h_q_j.movedim((-2, -1), (-5, -3)).flatten(-6)  # q, v, j, s, h
