@@ -143,7 +143,8 @@ def _processed(logits: Tensor, params: SamplingParams, replay: Replay | None) ->
     if replay is not None:
         kept = replay.kept(0, len(logits), logits.shape[1])
     for name in (*_EDITS, *(_TRUNCATIONS if kept is None else ())):
-        if getattr(params, name) != getattr(neutral, name) and not (params.greedy_sampling and name in _FILTERS):
+        without_effect = (params.greedy_sampling and name in _FILTERS) or (name == "logit_bias" and not params.logit_bias)
+        if getattr(params, name) != getattr(neutral, name) and not without_effect:
             raise UnsupportedError(
                 f"{name}={getattr(params, name)!r}: a trainer's forward pass applies only the temperature and the replay of a "
                 "rollout with return_replay=True; score() applies all settings but structured_outputs"

@@ -278,6 +278,15 @@ def test_trainer_needs_the_record_of_a_rollout_under_a_grammar(small: Path, llm:
     assert torch.equal(completion_logprobs(model, SHORT, completion.token_ids, raw), llm.score(SHORT, completion.token_ids).sampled)
 
 
+@pytest.mark.parametrize("kind", ["v4"], indirect=True)
+def test_trainer_takes_an_empty_logit_bias(small: Path, llm: LLM) -> None:
+    params, model = ROLLOUT.replace(logit_bias={}), load_model(str(small), device="cpu")
+    completion = llm.generate(SHORT, params).outputs[0]
+    assert completion.logprobs is not None
+    again = completion_logprobs(model, SHORT, completion.token_ids, params, replay=replay_of(completion))
+    assert torch.equal(again, completion.logprobs.sampled)
+
+
 def test_records_that_do_not_fit_are_refused(kind: Kind, small: Path, llm: LLM) -> None:
     completion = llm.generate(LONG, ROLLOUT).outputs[0]
     good = replay_of(completion)
