@@ -88,22 +88,21 @@ class QuantFormat:
                 f"QuantFormat {self.name!r}: scales={self.scales!r} with group={self.group}: it must be one of {leaves}"
             )
 
-    def make(self, call: Callable[[Any], FourBit | Tensor], given: Mapping[str, Tensor] | Tensor, shape: tuple[int, ...]) -> Any:
-        """Return what ``read`` or ``quantize`` makes, a ``FourBit`` or floats; ``ValueError`` unless it is of this shape."""
+    def make(self, call: Callable[[], FourBit | Tensor], shape: tuple[int, ...]) -> FourBit | Tensor:
+        """Return what a call of ``read`` or ``quantize`` makes; raise ``ValueError`` unless it is a matrix of this shape."""
         try:
-            made: object = call(given)
+            made: object = call()
         except Exception as error:
             if isinstance(error, ValueError | MemoryError) or is_out_of_memory(error) or is_cuda_error(error):
                 raise
             raise ValueError(f"the format {self.name!r} failed: {described(error)}") from error
-        floats = isinstance(made, Tensor) and made.is_floating_point() and made.itemsize > 1
-        if (floats or isinstance(made, FourBit)) and tuple(made.shape) == shape:  # type: ignore[attr-defined]
+        of_kind = isinstance(made, FourBit) or (isinstance(made, Tensor) and made.is_floating_point() and made.itemsize > 1)
+        if isinstance(made, FourBit | Tensor) and of_kind and tuple(made.shape) == shape:
             if isinstance(made, FourBit):
                 self._check_scales(made)
             return made
-        raise ValueError(
-            f"the format {self.name!r} made {_kind(made)}; it must make floats {list(shape)}, or a FourBit of this shape"
-        )
+        wanted = f"floats {list(shape)}, or a FourBit of this shape"
+        raise ValueError(f"the format {self.name!r} made {_kind(made)}; it must make {wanted}")
 
     def _check_scales(self, made: FourBit) -> None:
         """Require scales and offsets of the format's groups: others would be broadcast, or read by a kernel beyond their end."""
@@ -194,7 +193,7 @@ class PackedCut:
         """
         form = self.info.format
         try:
-            made: FourBit | Tensor = form.make(form.read, tensors, _shape(form.parts[0], tensors))
+            made = form.make(partial(form.read, tensors), _shape(form.parts[0], tensors))
             if isinstance(made, FourBit) and not (_finite(made.scales) and _finite(made.offsets)):
                 wrong = [leaf for leaf, tensor in tensors.items() if not _finite(tensor)]
                 raise ValueError(f"{' and '.join(wrong) or 'its scales'} must be finite numbers, but some are infinite or NaN")

@@ -378,8 +378,9 @@ class Transaction:
         if isinstance(own, QuantFormat):
             if not packed:
                 assert own.quantize is not None and isinstance(weight, Tensor)
+                quantize, floats = own.quantize, weight.to(self._device)
                 try:
-                    weight = own.make(own.quantize, weight.to(self._device), slot.shape)
+                    weight = own.make(lambda: quantize(floats), slot.shape)
                 except ValueError as error:
                     raise _refused(mismatched=[f"{name}: {error}"]) from error
         elif own is not None and scale is None:
