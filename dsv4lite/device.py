@@ -239,7 +239,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def require_private(folder: Path) -> None:
-    """Raise if another user than this one and root could put compiled kernels, which are code, into a folder.
+    """Raise if a path is no folder, or if another user than this one and root could put compiled kernels, which are code, into it.
 
     As with ssh's files, the folders that contain it count too, up to the home directory if it lies there. A containing folder that
     others can write, but whose sticky bit keeps them from renaming what is in it (``/tmp``), is accepted.
@@ -247,6 +247,8 @@ def require_private(folder: Path) -> None:
     Raises:
         ConfigError: Names the folder, and what to do.
     """
+    if folder.exists() and not folder.is_dir():  # else the first kernel that is written would find it
+        raise ConfigError(f"compile_cache_dir={str(folder)!r} is not a folder; choose another place for the kernels")
     if os.name != "posix":
         return
     folder, home, me = folder.resolve(), Path.home().resolve(), os.getuid()

@@ -18,7 +18,7 @@ import torch
 from dsv4lite.config import EngineConfig, default_cache_dir
 from dsv4lite.device import find_chip, require_private
 from dsv4lite.engine.rank import make_runner
-from dsv4lite.errors import ConfigError, UnsupportedError
+from dsv4lite.errors import UnsupportedError
 from dsv4lite.kernels.dispatch import AbsentGpu
 from dsv4lite.layout import AXES, Layout
 from dsv4lite.models.family import Model
@@ -75,8 +75,6 @@ def compile_ahead(config: EngineConfig, gpu: str, progress: Callable[[int, int],
     except ImportError as error:
         raise UnsupportedError(f"kernels are compiled by Triton, which is not installed: {error}") from error
     chip, folder = find_chip(gpu), Path(config.compile_cache_dir or default_cache_dir())
-    if folder.exists() and not folder.is_dir():  # found only after all kernels have been compiled
-        raise ConfigError(f"compile_cache_dir={str(folder)!r} is not a folder; choose another place for the kernels")
     require_private(folder)
     source = ModelSource.open(config, fetch=False)
     numerics, drafting = choose_numerics(config, source, torch.device("cuda")), choose_drafting(config, source)

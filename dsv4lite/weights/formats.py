@@ -344,7 +344,7 @@ def awq(quantization: Mapping[str, Any]) -> QuantFormat:
 
     def read(parts: Mapping[str, Tensor]) -> FourBit:
         codes, zeros = columns(parts["qweight"]), columns(parts["qzeros"])
-        return FourBit.of(codes, parts["scales"].t(), zeros)
+        return FourBit.pack(codes, parts["scales"].t(), zeros)
 
     packed, scales = (("qweight", 1), ("qzeros", group)), Part("scales", _SCALES, ((IN, group), (OUT, 1)))
     words = (Part(leaf, ("I32",), ((IN, per), (OUT, 8))) for leaf, per in packed)
@@ -368,7 +368,7 @@ def gptq(quantization: Mapping[str, Any]) -> QuantFormat:
         codes, zeros, order = _nibbles(parts["qweight"], 0).t(), _nibbles(parts["qzeros"], 1).t(), parts["g_idx"]
         if not torch.equal(order, torch.arange(len(order), dtype=order.dtype, device=order.device) // group):
             raise ValueError(f"g_idx is not in the order of the inputs, {group} to a group; quantize with desc_act=False")
-        return FourBit.of(codes, parts["scales"].t(), zeros if version == "gptq_v2" else zeros + 1 & 15)
+        return FourBit.pack(codes, parts["scales"].t(), zeros if version == "gptq_v2" else zeros + 1 & 15)
 
     parts = (
         Part("qweight", ("I32",), ((IN, 8), (OUT, 1))),
@@ -412,8 +412,8 @@ def compressed_tensors(quantization: Mapping[str, Any]) -> QuantFormat:
     def read(parts: Mapping[str, Tensor]) -> FourBit:
         codes, scale = _nibbles(parts["weight_packed"], 1), parts["weight_scale"]
         if symmetric:
-            return FourBit.of(codes, scale, torch.full_like(scale, 8, dtype=torch.uint8))
-        return FourBit.of(codes, scale, _nibbles(parts["weight_zero_point"], 0))
+            return FourBit.pack(codes, scale, torch.full_like(scale, 8, dtype=torch.uint8))
+        return FourBit.pack(codes, scale, _nibbles(parts["weight_zero_point"], 0))
 
     return QuantFormat(
         name="int4 of compressed-tensors",
@@ -443,7 +443,7 @@ def _nvfp4(name: str, codes: str, factor: str, *, divides: bool) -> QuantFormat:
     def read(parts: Mapping[str, Tensor]) -> FourBit:
         rows, whole = parts[codes], parts[factor].reshape(1, 1)
         factors = (1 / whole if divides else whole).expand(len(rows), 1)
-        return FourBit.of(unpack_fp4(rows), parts["weight_scale"], factors)
+        return FourBit.pack(unpack_fp4(rows), parts["weight_scale"], factors)
 
     parts = (
         Part(codes, ("U8",), ((OUT, 1), (IN, 2))),

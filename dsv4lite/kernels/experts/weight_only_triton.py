@@ -190,13 +190,9 @@ def _launch(
     if isinstance(w, FourBit):
         lane_block = w.lane_block
         inputs = min(2 * inputs, lane_block)
-    tiles, splits, part, sums, arrivals = blocks * ceil_div(outs, _OUTS.value), 1, x.shape[1], y, y
-    if groups is None:  # in parts, as ``gemm`` sums
-        part = ceil_div(ceil_div(part, inputs), splits_of(ceil_div(outs, _SPREAD), part // 128)) * inputs
-        if tiles < (FILLED if block.rows > FEW_ROWS else _FEW_FILLED):
-            splits = ceil_div(x.shape[1], part)
-        elif any_order:  # adding parts in one program takes a quarter longer
-            part = x.shape[1]
+    tiles = blocks * ceil_div(outs, _OUTS.value)
+    part, splits = (w.shape[-1], 1) if groups is not None else _parts(w.shape[-1], outs, inputs, tiles, block, any_order)
+    sums, arrivals = y, y
     if splits > 1:
         sums, arrivals = torch.empty(splits, *y.shape, dtype=torch.float32, device=y.device), counters_of(y.device)
     work = (y, y, y) if groups is None else (groups.block_pairs, groups.block_expert, groups.num_blocks)
@@ -229,3 +225,14 @@ def _launch(
         num_stages=block.num_stages,
         enable_fp_fusion=True,
     )
+
+
+def _parts(columns: int, outs: int, inputs: int, tiles: int, block: BlockConfig, any_order: bool) -> tuple[int, int]:
+    """Return the inputs of each part of a dense product's sums, and how many programs compute parts of a tile.
+
+    The parts are those of ``gemm``, of ``inputs`` inputs or a multiple of them.
+    """
+    part = ceil_div(ceil_div(columns, inputs), splits_of(ceil_div(outs, _SPREAD), columns // 128)) * inputs
+    if tiles < (FILLED if block.rows > FEW_ROWS else _FEW_FILLED):
+        return part, ceil_div(columns, part)
+    return (columns if any_order else part), 1  # adding parts in one program takes a quarter longer

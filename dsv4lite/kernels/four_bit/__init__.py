@@ -8,8 +8,8 @@ Source: AutoAWQ's and GPTQ's ``(q - z) * s``; NVFP4 of compressed-tensors and Mo
 here, so that several matrices can be rows of one.  Numerics: ``dequantize`` returns float32 and defines the weights; those of int4
 are exact if scales are float16 or bfloat16. The reference multiplies in float32. So does the kernel, without rounding weights:
 scales of int4 multiply a group's sum, factors of NVFP4 the result. They differ by at most 2^-14 of the sum of absolute products,
-|x| @ |w|.T, and one rounding of the result. The kernel's order of summation depends on the weights'
-shape and groups, and on the number of rows if any order is allowed.
+|x| @ |w|.T, and one rounding of the result. The kernel's order of summation depends on the weights' shape and groups, and on the
+number of rows if any order is allowed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ class FourBit(NamedTuple):
 
     @classmethod
     def of(cls, codes: Tensor, scales: Tensor, offsets: Tensor) -> FourBit:
-        """Make a matrix, or a stack, of one code per byte, uint8 [..., N, K] in the order of the inputs.
+        """Make a matrix, or a stack, of its codes.
+
+        Args:
+            codes: One per byte, uint8 [..., N, K] in the order of the inputs.
+            scales, offsets: See the class.
 
         Raises:
             ValueError: Codes are not uint8 from 0 to 15, K is no multiple of 8, or there are more scales than inputs, or none.
@@ -61,6 +65,11 @@ class FourBit(NamedTuple):
             raise ValueError(f"scales have the shape {list(scales.shape)}, for codes {list(codes.shape)}; each group must have one")
         if codes.numel() and (largest := int(codes.amax())) > 15:  # its upper bits would become part of the next code
             raise ValueError(f"the largest code is {largest}; codes must be from 0 to 15, one in each byte")
+        return cls.pack(codes, scales, offsets)
+
+    @classmethod
+    def pack(cls, codes: Tensor, scales: Tensor, offsets: Tensor) -> FourBit:
+        """Return ``of`` without its checks, for which the host waits for the device."""
         if block := _lane_block(codes.shape[-1], scales):
             v_s_h_q_j = codes.unflatten(-1, (-1, block // 32, 2, 2, 4, 2))
             codes = v_s_h_q_j.movedim((-2, -1), (-5, -3)).flatten(-6)  # q, v, j, s, h
@@ -145,11 +154,12 @@ def round_four_bit(weight: Tensor, *, group: int, scale_dtype: torch.dtype) -> F
         offsets = (amax.amax(-1, keepdim=True) / (FP4_MAX * FP8_MAX)).clamp_min(tiny)
         scales = (amax / (FP4_MAX * offsets)).clamp(max=FP8_MAX).to(scale_dtype)
         ratio = groups / (scales.float() * offsets).clamp_min(tiny)[..., None]
-        return FourBit.of(e2m1_codes(ratio.clamp(-FP4_MAX, FP4_MAX)).flatten(-2), scales, offsets)
+        codes = e2m1_codes(ratio.clamp(-FP4_MAX, FP4_MAX)).flatten(-2)
+        return FourBit.pack(codes, scales, offsets)
     scales = (amax / _INT4_MAX).to(scale_dtype)
     ratio = (groups / scales.float().clamp_min(tiny)[..., None]).round().clamp(-_INT4_MAX, _INT4_MAX)
     codes = (ratio + _ZERO).to(torch.uint8).flatten(-2)
-    return FourBit.of(codes, scales, torch.full_like(scales, _ZERO, dtype=torch.uint8))
+    return FourBit.pack(codes, scales, torch.full_like(scales, _ZERO, dtype=torch.uint8))
 
 
 @op("experts.weight_only_triton:four_bit_linear_triton", suits=lambda x_MK, w, *_, **__: w.lane_block > 0)

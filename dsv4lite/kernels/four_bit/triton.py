@@ -9,69 +9,48 @@ from dsv4lite.kernels.dispatch import compiled
 from dsv4lite.kernels.e4m3 import e4m3_values
 from dsv4lite.kernels.rows.triton import e2m1_values
 
-# The eight bfloat16 numbers of a word of codes: those of nibbles t and t + 4, for t from 0 to 3. Nibbles of int4 become the last
-# bits of 128, plus $9, which is -(128 + zero point) twice.
-_EIGHT_INT4 = tl.constexpr("""{
-    .reg .b32 pair, word, one;
-    mov.b32 one, 0x3F803F80;
-    lop3.b32 pair, $8, 0x000F000F, 0x43004300, 0xEA;
-    fma.rn.bf16x2 pair, pair, one, $9;
-    mov.b32 {$0, $1}, pair;
-    shr.u32 word, $8, 4;
-    lop3.b32 pair, word, 0x000F000F, 0x43004300, 0xEA;
-    fma.rn.bf16x2 pair, pair, one, $9;
-    mov.b32 {$2, $3}, pair;
-    shr.u32 word, $8, 8;
-    lop3.b32 pair, word, 0x000F000F, 0x43004300, 0xEA;
-    fma.rn.bf16x2 pair, pair, one, $9;
-    mov.b32 {$4, $5}, pair;
-    shr.u32 word, $8, 12;
-    lop3.b32 pair, word, 0x000F000F, 0x43004300, 0xEA;
-    fma.rn.bf16x2 pair, pair, one, $9;
-    mov.b32 {$6, $7}, pair;
-}""")
+# The eight bfloat16 numbers of a word of codes: those of nibbles t and t + 4, for t from 0 to 3. Sums and products are ``fma``,
+# which compute capability 8.0 has. Nibbles of int4 become the last bits of 128, plus $9, which is -(128 + zero point) twice.
+_EIGHT_INT4 = tl.constexpr(
+    "{.reg .b32 pair, one; mov.b32 one, 0x3F803F80;"
+    + "".join(
+        f"""
+        shr.u32 pair, $8, {4 * t};
+        lop3.b32 pair, pair, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 pair, pair, one, $9;
+        mov.b32 {{${2 * t}, ${2 * t + 1}}}, pair;"""
+        for t in range(4)
+    )
+    + "}"
+)
 # Of e2m1, exponent and mantissa at bit 6 are the value times 2^-126; then times 2^118 times the scale. $9 are the e4m3 codes of two
-# scales, of nibbles with t below 2 and of the others; at bits 4 and 20 they are the scales times 2^-120. Products are ``fma`` with
-# -0.0 added, which compute capability 8.0 has.
-_EIGHT_E2M1 = tl.constexpr("""{
-    .reg .b32 pair, sign, zero, none, power, scales;
-    mov.b32 zero, 0x80008000;
-    mov.b32 none, 0;
-    prmt.b32 pair, $9, none, 0x4140;
-    shl.b32 sign, pair, 8;
-    and.b32 sign, sign, zero;
-    shl.b32 pair, pair, 4;
-    lop3.b32 pair, pair, 0x07F007F0, sign, 0xEA;
-    mov.b32 power, 0x7F007F00;
-    fma.rn.bf16x2 pair, pair, power, zero;
-    mov.b32 power, 0x77007700;
-    fma.rn.bf16x2 scales, pair, power, zero;
-    prmt.b32 power, scales, none, 0x1010;
-    shl.b32 pair, $8, 6;
-    shl.b32 sign, $8, 12;
-    and.b32 sign, sign, zero;
-    lop3.b32 pair, pair, 0x01C001C0, sign, 0xEA;
-    fma.rn.bf16x2 pair, pair, power, zero;
-    mov.b32 {$0, $1}, pair;
-    shl.b32 pair, $8, 2;
-    shl.b32 sign, $8, 8;
-    and.b32 sign, sign, zero;
-    lop3.b32 pair, pair, 0x01C001C0, sign, 0xEA;
-    fma.rn.bf16x2 pair, pair, power, zero;
-    mov.b32 {$2, $3}, pair;
-    prmt.b32 power, scales, none, 0x3232;
-    shr.u32 pair, $8, 2;
-    shl.b32 sign, $8, 4;
-    and.b32 sign, sign, zero;
-    lop3.b32 pair, pair, 0x01C001C0, sign, 0xEA;
-    fma.rn.bf16x2 pair, pair, power, zero;
-    mov.b32 {$4, $5}, pair;
-    shr.u32 pair, $8, 6;
-    and.b32 sign, $8, zero;
-    lop3.b32 pair, pair, 0x01C001C0, sign, 0xEA;
-    fma.rn.bf16x2 pair, pair, power, zero;
-    mov.b32 {$6, $7}, pair;
-}""")
+# scales, of nibbles with t below 2 and of the others; at bits 4 and 20 they are the scales times 2^-120.
+_EIGHT_E2M1 = tl.constexpr(
+    """{.reg .b32 pair, sign, zero, none, power, scales;
+        mov.b32 zero, 0x80008000;
+        mov.b32 none, 0;
+        prmt.b32 pair, $9, none, 0x4140;
+        shl.b32 sign, pair, 8;
+        and.b32 sign, sign, zero;
+        shl.b32 pair, pair, 4;
+        lop3.b32 pair, pair, 0x07F007F0, sign, 0xEA;
+        mov.b32 power, 0x7F007F00;
+        fma.rn.bf16x2 pair, pair, power, zero;
+        mov.b32 power, 0x77007700;
+        fma.rn.bf16x2 scales, pair, power, zero;"""
+    + "".join(
+        f"""
+        prmt.b32 power, scales, none, {"0x1010" if t < 2 else "0x3232"};
+        {"shl.b32" if t < 2 else "shr.u32"} pair, $8, {abs(6 - 4 * t)};
+        shl.b32 sign, $8, {12 - 4 * t};
+        and.b32 sign, sign, zero;
+        lop3.b32 pair, pair, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 pair, pair, power, zero;
+        mov.b32 {{${2 * t}, ${2 * t + 1}}}, pair;"""
+        for t in range(4)
+    )
+    + "}"
+)
 NVFP4_LACKS = tl.constexpr(256.0)
 """Factor that numbers of ``nvfp4_tile`` lack: bfloat16 holds no larger scale that multiplies the smallest numbers exactly."""
 

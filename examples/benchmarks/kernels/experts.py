@@ -16,9 +16,8 @@ from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_for
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig
 from dsv4lite.kernels.experts.triton import experts_outputs_triton
 from dsv4lite.kernels.experts.weight_only_triton import weight_only_outputs_triton
-from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.quantize import quantize_fp8
-from examples.benchmarks.kernels.timing import BANDWIDTH, distance, microseconds
+from examples.benchmarks.kernels.timing import BANDWIDTH, distance, four_bit, microseconds
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 4096, 2048, 256, 6
 COPIES = 3
@@ -47,18 +46,10 @@ def tiles(rows: int, columns: int) -> Tiles:
     )
 
 
-def four_bit(rows: int, columns: int, group: int, scale_dtype: torch.dtype) -> FourBit:
-    """Return random 4-bit matrices in groups."""
-    found = FourBit.empty(EXPERTS, rows, columns, group=group, scale_dtype=scale_dtype, device=torch.device("cuda"))
-    found.words.random_(-(1 << 31), (1 << 31) - 1)
-    found.scales.copy_(torch.rand(found.scales.shape, device="cuda") * 0.01 + 0.01)
-    return found._replace(offsets=torch.full_like(found.offsets, 1 if found.nvfp4 else 8))
-
-
 FORMATS = {
     "fp4": (tiles, experts_outputs_triton),
-    "int4": (partial(four_bit, group=128, scale_dtype=torch.float16), weight_only_outputs_triton),
-    "nvfp4": (partial(four_bit, group=16, scale_dtype=torch.float8_e4m3fn), weight_only_outputs_triton),
+    "int4": (partial(four_bit, EXPERTS, nvfp4=False), weight_only_outputs_triton),
+    "nvfp4": (partial(four_bit, EXPERTS, nvfp4=True), weight_only_outputs_triton),
 }
 BYTES = {"fp4": 1 / 2 + 1 / 32, "int4": 1 / 2 + 3 / 128, "nvfp4": 1 / 2 + 1 / 16}  # of a weight
 

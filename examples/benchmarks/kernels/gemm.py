@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from dsv4lite.kernels.experts.weight_only_triton import four_bit_linear_triton
-from dsv4lite.kernels.four_bit import FourBit, four_bit_linear
+from dsv4lite.kernels.four_bit import four_bit_linear
 from dsv4lite.kernels.gemm import MANY_ROWS, ROW_TILE, float_linear, fp8_linear, fp8_weight_linear
 from dsv4lite.kernels.gemm import triton as gemm_triton
 from dsv4lite.kernels.gemm.triton import float_linear_triton, fp8_linear_triton, fp8_weight_linear_triton
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.kernels.sampling import argmax_finite
 from dsv4lite.kernels.sampling.triton import argmax_finite_triton
-from examples.benchmarks.kernels.timing import BANDWIDTH, ROTATED, distance, microseconds
+from examples.benchmarks.kernels.timing import BANDWIDTH, ROTATED, distance, four_bit, microseconds
 
 ROWS = (1, 8, 16, 32, 64, 128, 512, 8192)
 FP8 = {"wq_a+wkv": (1536, 4096), "wq_b": (32768, 1024), "wq_b+index": (40960, 1024), "wo_b": (4096, 8192)}
@@ -63,15 +63,6 @@ def codes_of(*shape: int, floats: bool = False) -> tuple[Tensor, Tensor]:
     if floats:
         return codes, torch.rand(blocks, device="cuda") / 64 + 0.01
     return codes, torch.randint(118, 123, blocks, device="cuda", dtype=torch.uint8)
-
-
-def four_bit(*shape: int, nvfp4: bool) -> FourBit:
-    """Return random 4-bit codes in groups of 128, or of 16."""
-    group, dtype = (16, torch.float8_e4m3fn) if nvfp4 else (128, torch.float16)
-    found = FourBit.empty(*shape, group=group, scale_dtype=dtype, device=torch.device("cuda"))
-    found.words.random_(-(1 << 31), (1 << 31) - 1)
-    found.scales.copy_(torch.rand(found.scales.shape, device="cuda") * 0.01 + 0.01)
-    return found._replace(offsets=torch.full_like(found.offsets, 1 if nvfp4 else 8))
 
 
 def case(kind: str, shape: tuple[int, ...], rows: int, row_tile: int | None) -> tuple[Product, int, float, float]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels.four_bit import FourBit
+
 BANDWIDTH = 4.3e12  # bytes per second that an H200 copies at
 ROTATED = 300 << 20  # bytes of different inputs: more than the L2 cache holds
 
@@ -50,3 +52,12 @@ def microseconds(
 def distance(got: Tensor, wanted: Tensor) -> float:
     """Return how far apart they are, relative to the norm of what is wanted."""
     return ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
+
+
+def four_bit(*shape: int, nvfp4: bool) -> FourBit:
+    """Return random 4-bit codes in groups of 128, or of 16."""
+    group, dtype = (16, torch.float8_e4m3fn) if nvfp4 else (128, torch.float16)
+    found = FourBit.empty(*shape, group=group, scale_dtype=dtype, device=torch.device("cuda"))
+    found.words.random_(-(1 << 31), (1 << 31) - 1)
+    found.scales.copy_(torch.rand(found.scales.shape, device="cuda") * 0.01 + 0.01)
+    return found._replace(offsets=torch.full_like(found.offsets, 1 if nvfp4 else 8))
