@@ -252,6 +252,10 @@ def _products() -> None:
 def _experts() -> None:
     """Experts of which this rank has some, with copies, or a part of each."""
     count, hidden, top_k, numbers = 128, 4096, 6, (1, 2, 4, 8, 16, 600, 4096)
+    x, w13, w2 = (_empty(*shape, dtype=torch.bfloat16) for shape in ((4096, hidden), (count, 1920, hidden), (count, hidden, 960)))
+    slots_TK, weight_TK = _empty(4096, top_k, dtype=torch.int64), _empty(4096, top_k)
+    for partial_outputs in (False, True):
+        experts_outputs(ExpertInputs(x, None, slots_TK, weight_TK, w13, w2, 10.0, partial=partial_outputs))
     # For many rows of FP4, Hopper has kernels of its own if the width is a multiple of 256. 1920 is not.
     for fp4, width, wanted in ((False, 2048, numbers), (True, 2048, numbers), (True, 1920, numbers[-1:])):
         w13, w2 = (

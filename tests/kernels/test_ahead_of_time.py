@@ -40,7 +40,7 @@ MOST = {80: 2, 89: 1, 90: 4, 100: 1, 120: 1}  # specializations of one kernel
 # Constants with which a source is compiled to another kernel: for FP8 or bfloat16, packed or unquantized rows, one product or two.
 KINDS = {
     "_product_kernel": ("FP8_X",),
-    "_row_kernel": ("PAIR",),
+    "_row_kernel": ("FP8", "FLOAT"),
     "_attend_kernel": ("PACKED",),
     "_merge_kernel": ("FILLS",),
     "_weight_only_kernel": ("GROUP", "SWIGLU"),
@@ -55,7 +55,7 @@ ONLY = {
     "gemm.decode_1_triton": CHIPS[1:],
     "gemm.prefill_triton": (90, 100),
     **dict.fromkeys(("attention.prefill_triton", "gemm.prefill_fp8_triton"), (90,)),
-    **dict.fromkeys(("experts.prefill_fp4_triton", "experts.prefill_fp8_triton"), (90,)),
+    **dict.fromkeys((f"experts.prefill_{kind}_triton" for kind in ("bf16", "fp4", "fp8")), (90,)),
     **dict.fromkeys(("latent_attention.decode_hopper_triton", "latent_attention.prefill_hopper_triton"), (90,)),
 }
 # PTX, with or without a predicate; a descriptor's copy names the memory that it writes first.

@@ -26,7 +26,7 @@ from tests.kernels.test_experts import matrix
 
 pytest.importorskip("triton")
 
-from dsv4lite.kernels.experts import grouping_triton, prefill_fp4_triton, prefill_fp8_triton
+from dsv4lite.kernels.experts import grouping_triton, prefill_bf16_triton, prefill_fp4_triton, prefill_fp8_triton
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, Groups, group_triton, max_blocks
 from dsv4lite.kernels.experts.triton import BLOCKS, DECODE_BLOCKS, block_for, combine_triton, experts_outputs_triton
 from dsv4lite.kernels.experts.weight_only_triton import UNQUANTIZED_BLOCKS
@@ -139,7 +139,7 @@ def test_kernels_agree_with_the_reference_for_many_tokens(tokens: int, fp4: bool
 def test_blocks_on_hopper_have_the_bits_of_any_chip(
     tokens: int, count: int, hidden: int, width: int, top_k: int, fp4: bool, partial: bool
 ) -> None:
-    """``outputs_of_blocks`` and ``grouped``, for all pairs that have an expert, for none, for all with one.
+    """``outputs_of_blocks``, ``grouped`` and ``tables_of``, for all pairs that have an expert, for none, for all with one.
 
     Helpers: ``place_of``, ``barriers_of``, ``give_item``, ``take_item``, ``next_item``, ``tell``, ``told``, ``pairs_to_bfloat16``.
     """
@@ -328,6 +328,38 @@ def test_every_unquantized_block_gives_the_same_bits(block: BlockConfig, dtype: 
     bound = 0.0 if ON_GPU or dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(run(given, block=block), wanted, rtol=0, atol=bound)
     torch.testing.assert_close(run(few, block=block), wanted[3:5], rtol=0, atol=bound)
+
+
+@pytest.mark.skipif(not ON_GPU or torch.cuda.get_device_capability() != (9, 0), reason="the kernels are for Hopper")
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "count", "hidden", "width", "top_k"),
+    [(1400, 64, 2048, 1408, 6), (3000, 16, 5120, 704, 6), (200, 5, 64, 192, 2), (1000, 3, 448, 64, 2)],
+)
+def test_unquantized_blocks_on_hopper_have_the_bits_of_any_chip(
+    tokens: int, count: int, hidden: int, width: int, top_k: int, partial: bool
+) -> None:
+    """Columns that fill the last tile, and do not; a few pairs without an expert, all pairs with the last one."""
+    x, chosen, weights, w13, w2, _ = unquantized(tokens, count, top_k, hidden, width, torch.bfloat16)
+    for slots in (chosen, torch.full_like(chosen, count - 1)):
+        given = ExpertInputs(x, None, slots, weights, w13, w2, 0.9, partial)
+        assert prefill_bf16_triton.takes_blocks(given)
+        got, wanted = (experts_outputs_triton(given, block=block)[slots < count] for block in (None, UNQUANTIZED_BLOCKS[-1][1]))
+        assert got.isfinite().all() and torch.equal(got, wanted)
+        assert torch.equal(experts_outputs_triton(given)[slots < count], wanted), "a second time, in the memory of the first"
+
+
+def test_unquantized_blocks_on_hopper_are_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(tokens: int, hidden: int, width: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+        x, *rest, _ = unquantized(tokens, 2, 2, hidden, width, dtype)
+        return prefill_bf16_triton.takes_blocks(ExpertInputs(x, None, *rest, 0.9))
+
+    for capability in (80, 90, 100):
+        monkeypatch.setattr(prefill_bf16_triton, "capability_of", lambda device, capability=capability: capability)
+        assert taken(64, 64, 192) == (capability == 90)
+        assert not taken(63, 64, 192), "too few tokens"
+        assert not taken(64, 64, 96) and not taken(64, 96, 64), "inputs are no whole chunks"
+        assert not taken(64, 64, 192, torch.float32)
 
 
 @pytest.mark.parametrize("tokens", [1, 20])

@@ -27,15 +27,17 @@ from dsv4lite.kernels.counters import COUNTERS, counters_of  # noqa: E402
 from dsv4lite.kernels.gemm import prefill_triton as gemm_prefill_triton  # noqa: E402
 from dsv4lite.kernels.gemm import triton as gemm_triton  # noqa: E402
 from dsv4lite.kernels.gemm.decode_1_triton import (  # noqa: E402
+    float_row,
     fp8_row,
     groups_row,
     pair_row,
+    takes_float,
     takes_fp8,
     takes_groups,
     takes_pair,
 )
 from dsv4lite.kernels.gemm.prefill_fp8_triton import many_rows_fp8, takes_many_fp8  # noqa: E402
-from dsv4lite.kernels.gemm.prefill_triton import many_rows, takes_many  # noqa: E402
+from dsv4lite.kernels.gemm.prefill_triton import fills_chip, many_rows, takes_many  # noqa: E402
 from dsv4lite.kernels.gemm.triton import (  # noqa: E402
     FEW_ROWS,
     float_linear_triton,
@@ -130,7 +132,7 @@ def test_widened_weights_are_exact(groups: int, outs: int, inputs: int, per_row:
 
 # Tiles that results and inputs fill and do not fill, of either size; rows of 130 inputs are not aligned.
 MANY = [(2, 24, 128), (3, 130, 130), (1, 40, 200), (8, 1024, 64)]
-MANY += [(8, 1024, 4096), (1, 2624, 4096), (1, 12800, 576), (16, 512, 128)] if ON_GPU else []
+MANY += [(8, 1024, 4096), (1, 2624, 4096), (1, 12800, 576), (16, 512, 128), (1, 5632, 2048)] if ON_GPU else []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -148,6 +150,20 @@ def test_many_rows_of_groups_are_multiplied_as_they_lie(groups: int, outs: int, 
             assert torch.equal(fp8_weight_linear_triton(x, codes, scales), got)
         if splits_of(groups * outs, -(-inputs // 128)) == 1 and ON_GPU:  # few rows sum in one part too
             assert torch.equal(float_linear_triton(x[:9], wide, dtype, ROW_TILE), got[:9])
+
+
+def test_large_weights_are_summed_in_one_part_from_fewer_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fills_chip(129, 1, 2048) and fills_chip(256, 4, 512) and fills_chip(MANY_ROWS, 1, 1024)
+    assert not fills_chip(128, 1, 12800) and not fills_chip(256, 1, 1920) and not fills_chip(MANY_ROWS, 1, 896)
+    x, w = random(130, 1, 64).bfloat16(), random(1, 1928, 64, seed=1).bfloat16()
+    launched: list[int] = []
+    monkeypatch.setattr(gemm_triton, "many_rows", lambda x, w, out: launched.append(len(x)) or many_rows(x, w, out))
+    for row_tile, numbers in ((None, [130]), (ROW_TILE, [])):
+        launched.clear()
+        monkeypatch.setattr(gemm_triton, "splits_of", lambda outs, blocks: 2)
+        wanted = float_linear.reference(x, w, torch.float32)
+        torch.testing.assert_close(float_linear_triton(x, w, torch.float32, row_tile), wanted, rtol=2**-7, atol=1e-3)
+        assert launched == numbers
 
 
 def test_only_rows_at_aligned_addresses_are_copied_by_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,6 +464,20 @@ def test_pair_row_agrees_with_its_reference(fp8_outs: int, outs: int, inputs: in
     assert bool(((exact - wanted).abs() <= 2**-16 * sums).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("outs", "inputs"), [(12, 256), (2, 2816), (64, 384), *([(5632, 2048), (2048, 2816), (256, 7168)] if ON_GPU else [])]
+)
+def test_float_row_agrees_with_its_reference(outs: int, inputs: int, dtype: torch.dtype) -> None:
+    x, w = random(2, 1, 2 * inputs).bfloat16()[1:, :, :inputs], random(1, outs, inputs, seed=3).bfloat16()
+    assert takes_float(x, w)
+    out = torch.full((1, outs), float("nan"), dtype=dtype, device=DEVICE)
+    float_row(x[0], w[0], out)
+    assert torch.equal(float_linear_triton(x[:, 0], w[0], dtype), out)
+    wanted, sums = x[0].float() @ w[0].float().T, x[0].float().abs() @ w[0].float().abs().T
+    close(out, wanted.to(dtype), wanted, sums, 2**-16)
+
+
 def test_others_are_left_to_tensor_cores() -> None:
     x, _ = quantize_fp8(random(2, 256), 128)
     w, ws = fp8_weights(128, 256)
@@ -457,6 +487,10 @@ def test_others_are_left_to_tensor_cores() -> None:
     assert not takes_fp8(x[:1], *fp8_weights(127, 256)), "not a whole number of strips"
     assert not takes_fp8(x[:1], *fp8_weights(128, 256, per_row=True)), "scales of rows"
     assert not takes_pair(x[:1], w, ws, random(3, 256)), "not a whole number of strips"
+    rows, weights = random(2, 1, 256).bfloat16(), random(1, 4, 256).bfloat16()
+    assert takes_float(rows[:1], weights) and not takes_float(rows, weights) and not takes_float(rows[:1], weights[:, :3])
+    assert not takes_float(rows[:1], weights[:, :1].expand(-1, 65538, -1))
+    assert not takes_float(rows[:1, :, :64], weights[..., :64]) and not takes_float(rows[:1].float(), weights.float())
     assert takes_groups(random(1, 2, 256), *fp8_weights(2, 128, 256))
     assert not takes_groups(random(1, 2, 256), *fp8_weights(2, 64, 256)), "blocks of results across groups"
 

@@ -68,18 +68,21 @@ def take_item(buffers, phase):
     return block.to(gl.int64), place, expert, rows
 
 
+def tables_of(groups: Groups) -> tuple[Tensor, ...]:
+    """Return ``block_pairs``, ``block_expert``, ``block_span`` and ``num_blocks``, and the counter of ``next_item``."""
+    return groups.block_pairs, groups.block_expert, groups.block_span, groups.num_blocks, counters_of(groups.block_pairs.device)
+
+
 def grouped(given: ExpertInputs, rows: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
-    """Group the pairs of token and expert, and allocate ``u``.
+    """Group the pairs of token and expert of FP8 inputs in blocks of ``rows`` rows, and allocate ``u``.
 
     Returns:
-        ``block_pairs``, ``block_expert``, ``block_span`` and ``num_blocks`` of ``Groups``, for blocks of ``rows`` rows, and the
-        counter of ``next_item``; ``x_words`` of ``Groups``; ``u``, float8_e4m3fn [pairs, I]; and the bits of its scales, int32
+        ``tables_of`` the groups; ``x_words`` of ``Groups``; ``u``, float8_e4m3fn [pairs, I]; and the bits of its scales, int32
         [blocks, I / 128, rows].
     """
     (tokens, top_k), (experts, hidden, width), device = given.slots_TK.shape, given.sizes, given.x.device
     groups = Groups.allocate(tokens, top_k, experts, (hidden, width), rows, device, by_token=False)
     group_triton(given.slots_TK, given.x_scales, experts, groups)
-    tables = (groups.block_pairs, groups.block_expert, groups.block_span, groups.num_blocks, counters_of(device))
     u_codes = torch.empty(groups.pairs, width, dtype=torch.float8_e4m3fn, device=device)
     u_words = torch.empty(groups.max_blocks, width // FP8_GROUP, rows, dtype=torch.int32, device=device)
-    return tables, groups.x_words, u_codes, u_words
+    return tables_of(groups), groups.x_words, u_codes, u_words

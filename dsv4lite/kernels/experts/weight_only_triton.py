@@ -3,6 +3,8 @@
     gate, up  one program: one block of rows x 64 columns of ``u``, from 128 rows of weights
     down      one program: one block of rows x 64 columns of the result, one row per token and expert
 
+For many rows of bfloat16 Hopper has other kernels with the same bits, ``prefill_bf16_triton.py``.
+
 Grouping and the sum over experts are those of ``triton.py``. Weights are the left operand: 64 of their rows fill the tensor cores
 whatever the number of tokens. 4-bit weights become numbers that are exact in the dtype of the inputs: int4 codes minus their zero
 point, for one group of inputs at a time, whose scale multiplies the group's sum; or e2m1 times its group's scale, and the row's
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.counters import counters_of
 from dsv4lite.kernels.dispatch import by_most, ceil_div, compiled
-from dsv4lite.kernels.experts import ExpertInputs
+from dsv4lite.kernels.experts import ExpertInputs, prefill_bf16_triton
 from dsv4lite.kernels.experts.grouping_triton import BlockConfig, BlockTable, Groups, group_triton
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.four_bit.triton import NVFP4_LACKS, int4_tile, nvfp4_tile
@@ -156,6 +158,8 @@ def weight_only_outputs_triton(given: ExpertInputs, *, block: BlockConfig | None
     y = torch.empty(tokens, top_k, hidden, dtype=given.dtype, device=device)
     if tokens == 0:
         return y
+    if block is None and prefill_bf16_triton.takes_blocks(given):
+        return prefill_bf16_triton.outputs_of_blocks(given).view_as(y)
     block = block or by_most(FOUR_BIT_BLOCKS if isinstance(w2, FourBit) else UNQUANTIZED_BLOCKS, pairs / experts)
     groups = Groups.allocate(tokens, top_k, experts, (0, 0), block.rows, device, by_token=False)
     group_triton(given.slots_TK, None, experts, groups)

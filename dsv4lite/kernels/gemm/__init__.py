@@ -3,7 +3,7 @@
 Library GEMMs pick their kernel, and so their order of summation, from the number of rows. With ``row_tile`` every product runs
 in tiles of exactly that many rows (the last one padded), so that a row's result is a function of the row alone. The kernels keep
 one order of summation per weight shape, whatever the number of rows, and need no tiles; without ``row_tile`` they sum single rows,
-and more than MANY_ROWS rows, in orders of their own.
+more than MANY_ROWS rows, and more than 128 rows by large bfloat16 weights, in orders of their own.
 
     fp8_linear          y = (codes_x * 2^s_x) @ (codes_w * 2^s_w).T      both in FP8, scales per 128 inputs
     fp8_weight_linear   y_g = x_g @ (codes_w_g * 2^s_w).T                only the weights in FP8, one product per group

@@ -15,13 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4lite.kernels.counters import counters_of
-from dsv4lite.kernels.dispatch import capability_of
+from dsv4lite.kernels.dispatch import capability_of, power_of_2
 from dsv4lite.kernels.e4m3 import as_stored, e4m3_bytes, e8m0, fp8_scale_bits, fp8_scaled, has_e4m3, to_bf16
 from dsv4lite.kernels.gemm import scale_rows
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 
 _LEAST_CAPABILITY = 89  # the first with e4m3
+_MOST_WEIGHTS = 1 << 24  # in bfloat16; larger matrices come at the copy rate with tensor cores, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class Strip:
 
 
 _FP8 = Strip(outs=2, columns=4096, num_warps=4)
+_FLOAT = Strip(outs=2, columns=2048, num_warps=8)
 _PAIR = Strip(outs=2, columns=2048, num_warps=4)
 _GROUPED = Strip(outs=8, columns=512, num_warps=2)
 
@@ -46,14 +48,6 @@ _GROUPED = Strip(outs=8, columns=512, num_warps=2)
 def _fits(strip: Strip, outs: int, inputs: int) -> bool:
     """Return whether weights [outs, inputs] are whole strips."""
     return outs % strip.outs == 0 and inputs % FP8_GROUP == 0
-
-
-def _columns_of(strip: Strip, inputs: int) -> int:
-    """Return how many columns to read at a time: what divides the inputs, a multiple of 128."""
-    columns = strip.columns
-    while inputs % columns:
-        columns //= 2
-    return columns
 
 
 @triton.jit
@@ -64,16 +58,17 @@ def _strip(
     """Return the products, float32 [OUTS], of a row with the weights' rows from ``first`` on."""
     row = first + tl.arange(0, OUTS)
     acc = tl.zeros((OUTS, COLUMNS), tl.float32)
-    for c in tl.range(0, K // COLUMNS, num_stages=1, loop_unroll_factor=2):  # prefetches the next columns
+    for c in tl.range(0, (K + COLUMNS - 1) // COLUMNS, num_stages=1, loop_unroll_factor=2):  # prefetches the next columns
         column = c * COLUMNS + tl.arange(0, COLUMNS)
         block = column // 128
-        weights = tl.load(w + row[:, None] * K + column[None, :]).to(tl.float32)
-        numbers = tl.load(x + column).to(tl.float32)
+        inside = column < K if K % COLUMNS else tl.full((COLUMNS,), True, tl.int1)  # without a mask
+        weights = tl.load(w + row[:, None] * K + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+        numbers = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
         # Powers of two: they may be multiplied with the inputs first.
         if FP8_X:
-            numbers *= e8m0(tl.load(xs + block))
+            numbers *= e8m0(tl.load(xs + block, mask=inside, other=0))
         if FP8_W:
-            numbers *= e8m0(tl.load(ws + first // 128 * (K // 128) + block))
+            numbers *= e8m0(tl.load(ws + first // 128 * (K // 128) + block, mask=inside, other=0))
         acc += weights * numbers[None, :]
     return tl.sum(acc, 1)
 
@@ -81,17 +76,17 @@ def _strip(
 @triton.jit
 def _row_kernel(
     x_codes, x_scales, w_codes, w_scales, fp8_out, x, w, out, unquantized,
-    K: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, PAIR: tl.constexpr,
+    K: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, FP8: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor()
     program = tl.program_id(0).to(tl.int64)
-    if PAIR and program < unquantized:
+    if FLOAT and (not FP8 or program < unquantized):
         first = program * OUTS
         y = _strip(x, x, w, w, first, K, OUTS, COLUMNS, False, False)
         let_successor_in()
-        tl.store(out + first + tl.arange(0, OUTS), y)
+        tl.store(out + first + tl.arange(0, OUTS), as_stored(y, out))
     else:
-        first = (program - unquantized) * OUTS if PAIR else program * OUTS
+        first = (program - unquantized) * OUTS if FLOAT else program * OUTS
         # x = dequantize_fp8(x_codes, x_scales); w = dequantize_fp8_rows(w_codes, w_scales); x @ w.T
         y = _strip(x_codes, x_scales, w_codes, w_scales, first, K, OUTS, COLUMNS, True, True)
         let_successor_in()
@@ -156,23 +151,36 @@ def pair_row(
     return fp8_out, out
 
 
-def _launch(strip: Strip, fp8: tuple[Tensor, ...], unquantized: tuple[Tensor, Tensor, Tensor] | None) -> None:
-    """Launch a product in FP8, and an unquantized one of the same row, if there is one: inputs, weights and results of each."""
-    w_codes, out = fp8[2], fp8[-1]
-    others = unquantized or (out, out, out)
-    programs = 0 if unquantized is None else len(others[1]) // strip.outs
-    assert all(tensor.is_contiguous() for tensor in (*fp8, *others))
-    _row_kernel[(programs + len(w_codes) // strip.outs,)](
-        *fp8,
-        *others,
+def takes_float(x_MGK: Tensor, w_GNK: Tensor) -> bool:
+    """Return whether ``float_row`` can multiply these, and is the faster way: bfloat16, one group."""
+    one = len(x_MGK) == len(w_GNK) == 1 and x_MGK.dtype == w_GNK.dtype == torch.bfloat16 and w_GNK.numel() <= _MOST_WEIGHTS
+    return one and _fits(_FLOAT, *w_GNK.shape[1:]) and capability_of(x_MGK.device) >= _LEAST_CAPABILITY
+
+
+def float_row(x_MK: Tensor, w_NK: Tensor, out: Tensor) -> None:
+    """Write ``float_linear(x, w)`` to ``out`` [1, N], for one row and what ``takes_float``."""
+    _launch(_FLOAT, None, (x_MK.contiguous(), w_NK, out))
+
+
+def _launch(strip: Strip, fp8: tuple[Tensor, ...] | None, unquantized: tuple[Tensor, Tensor, Tensor] | None) -> None:
+    """Launch a product in FP8, an unquantized one, or both of the same row: inputs, weights and results of each."""
+    given = fp8 or unquantized
+    assert given
+    codes, numbers = fp8 or given[-1:] * 5, unquantized or given[-1:] * 3
+    programs, inputs = len(unquantized[1]) // strip.outs if unquantized else 0, given[0].shape[-1]
+    assert all(tensor.is_contiguous() for tensor in (*codes, *numbers))
+    _row_kernel[(programs + (len(fp8[2]) // strip.outs if fp8 else 0),)](
+        *codes,
+        *numbers,
         programs,
-        K=w_codes.shape[1],
+        K=inputs,
         OUTS=strip.outs,
-        COLUMNS=_columns_of(strip, w_codes.shape[1]),
-        PAIR=unquantized is not None,
+        COLUMNS=min(strip.columns, power_of_2(inputs)),
+        FP8=fp8 is not None,
+        FLOAT=unquantized is not None,
         num_warps=strip.num_warps,
         enable_fp_fusion=True,
-        launch_pdl=dependent_launch(out.device),
+        launch_pdl=dependent_launch(numbers[-1].device),
     )
 
 
@@ -201,7 +209,7 @@ def groups_row(x_MGK: Tensor, w_codes: Tensor, w_scales: Tensor) -> tuple[Tensor
         N=outs,
         K=inputs,
         OUTS=_GROUPED.outs,
-        COLUMNS=_columns_of(_GROUPED, inputs),
+        COLUMNS=min(_GROUPED.columns, power_of_2(inputs)),
         num_warps=_GROUPED.num_warps,
         enable_fp_fusion=True,
         launch_pdl=dependent_launch(x.device),

@@ -22,6 +22,7 @@ from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_pr
 from dsv4lite.kernels.rows.packed import narrowed
 
 _CHIPS = (90, 100, 103)  # that copy tiles by descriptors and have the shared memory for the tiles below
+_LEAST_ROWS, _LEAST_TILES = 128, 64  # above so many rows, so many small tiles take less time in one part than sums of parts
 _GROUPED = tl.constexpr(8)  # tiles of rows that read the same weights one after the other
 
 
@@ -101,6 +102,11 @@ def takes_many(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> bool:
     """Return whether descriptors can describe the operands and the result, and the chip has them; the interpreter has."""
     known = not on_gpu(out.device) or capability_of(out.device) in _CHIPS
     return known and all(describable(x) for x in (x_MGK, _in_order(w_GNK), out))
+
+
+def fills_chip(rows: int, groups: int, outs: int) -> bool:
+    """Return whether a product [M, G, N] has enough tiles to be faster in one part: the same for any M up to a power of two."""
+    return rows > _LEAST_ROWS and _tiles(_TILES[-1], power_of_2(rows), groups, outs) >= _LEAST_TILES
 
 
 def many_rows(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> None:

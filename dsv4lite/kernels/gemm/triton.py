@@ -9,8 +9,9 @@ From 33 to 512 rows the tile follows from rows and weights: the largest of a few
 multiprocessor for itself waits for each block in turn, for its copy, its product and its scales: two blocks in one turn of the loop
 share that.
 
-A product that may sum in any order has one part above ``MANY_ROWS`` rows, which is faster. Products of bfloat16 in one part have a
-kernel of their own above ``FEW_ROWS`` rows, ``prefill_triton``; those of FP8 have one on Hopper, in one part or in several, if
+A product that may sum in any order has one part above ``MANY_ROWS`` rows, which is faster, and of bfloat16 from fewer rows on if
+the weights are large (``fills_chip``). Products of bfloat16 in one part have a kernel of their own above ``FEW_ROWS`` rows,
+``prefill_triton``; those of FP8 have one on Hopper, in one part or in several, if
 there are enough tiles of 128 rows, ``prefill_fp8_triton``.
 
 Up to ``FEW_ROWS`` rows, and of bfloat16 where few programs have more, the weights are the left operand: they fill the tensor
@@ -34,9 +35,18 @@ from dsv4lite.kernels.counters import COUNTERS, counters_of
 from dsv4lite.kernels.dispatch import capability_of, ceil_div, compiled
 from dsv4lite.kernels.e4m3 import as_stored, e4m3_values, e8m0
 from dsv4lite.kernels.gemm import MANY_ROWS, scale_rows
-from dsv4lite.kernels.gemm.decode_1_triton import fp8_row, groups_row, pair_row, takes_fp8, takes_groups, takes_pair
+from dsv4lite.kernels.gemm.decode_1_triton import (
+    float_row,
+    fp8_row,
+    groups_row,
+    pair_row,
+    takes_float,
+    takes_fp8,
+    takes_groups,
+    takes_pair,
+)
 from dsv4lite.kernels.gemm.prefill_fp8_triton import many_rows_fp8, takes_many_fp8
-from dsv4lite.kernels.gemm.prefill_triton import many_rows, place, takes_many
+from dsv4lite.kernels.gemm.prefill_triton import fills_chip, many_rows, place, takes_many
 from dsv4lite.kernels.pdl import dependent_launch, let_successor_in, wait_for_predecessor
 from dsv4lite.kernels.quantize import FP8_GROUP
 from dsv4lite.kernels.quantize.triton import quantize_fp8_triton
@@ -475,7 +485,11 @@ def _grouped_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: 
     if out is None:
         out = torch.empty(_results_of(x_MGK, w_GNK), dtype=dtype, device=x_MGK.device)
     assert out.shape == _results_of(x_MGK, w_GNK) and out.dtype == dtype and out.is_contiguous()
-    return _float_linear(x_MGK, w_GNK, None, out, _in_parts(x_MGK, row_tile))
+    if row_tile is None and takes_float(x_MGK, w_GNK):
+        float_row(x_MGK[0], w_GNK[0], out)
+        return out
+    one_part = row_tile is None and fills_chip(*out.shape) and takes_many(x_MGK, w_GNK, out)
+    return _float_linear(x_MGK, w_GNK, None, out, not one_part and _in_parts(x_MGK, row_tile))
 
 
 def pair_linear_triton(

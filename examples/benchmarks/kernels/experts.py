@@ -1,6 +1,6 @@
 """Time routed experts at V4-Flash's shapes: ``python -m examples.benchmarks.kernels.experts [FORMAT] [--sweep]`` on a CUDA device.
 
-FORMAT is ``fp4`` (the default), or ``int4`` in groups of 128 or ``nvfp4``, whose inputs are bfloat16.
+FORMAT is ``fp4`` (the default), or ``int4`` in groups of 128, ``nvfp4`` or ``bf16``, whose inputs are bfloat16.
 
 Checks the result first. Replays a graph that walks through layers of weights, each far larger than the L2 cache.
 """
@@ -46,12 +46,18 @@ def tiles(rows: int, columns: int) -> Tiles:
     )
 
 
+def matrices(rows: int, columns: int) -> torch.Tensor:
+    """Return random matrices in bfloat16."""
+    return torch.empty(EXPERTS, rows, columns, dtype=torch.bfloat16, device="cuda").normal_(std=columns**-0.5)
+
+
 FORMATS = {
     "fp4": (tiles, experts_outputs_triton),
     "int4": (partial(four_bit, EXPERTS, nvfp4=False), weight_only_outputs_triton),
     "nvfp4": (partial(four_bit, EXPERTS, nvfp4=True), weight_only_outputs_triton),
+    "bf16": (matrices, weight_only_outputs_triton),
 }
-BYTES = {"fp4": 1 / 2 + 1 / 32, "int4": 1 / 2 + 3 / 128, "nvfp4": 1 / 2 + 1 / 16}  # of a weight
+BYTES = {"fp4": 1 / 2 + 1 / 32, "int4": 1 / 2 + 3 / 128, "nvfp4": 1 / 2 + 1 / 16, "bf16": 2}  # of a weight
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Time products at V4-Flash's and V3's shapes, in FP8, four bits and bfloat16, and the best token of a row, on a CUDA device.
+"""Time products of V4-Flash, V3 and V2-Lite, in FP8, four bits and bfloat16, and the best token of a row, on a CUDA device.
 
     python -m examples.benchmarks.kernels.gemm [--only wo_a,wq_b] [--rows 1,16,64] [--tp 2] [--sweep]
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dsv4lite.kernels.experts.weight_only_triton import four_bit_linear_triton
 from dsv4lite.kernels.four_bit import four_bit_linear
-from dsv4lite.kernels.gemm import MANY_ROWS, ROW_TILE, float_linear, fp8_linear, fp8_weight_linear
+from dsv4lite.kernels.gemm import ROW_TILE, float_linear, fp8_linear, fp8_weight_linear
 from dsv4lite.kernels.gemm import triton as gemm_triton
 from dsv4lite.kernels.gemm.triton import float_linear_triton, fp8_linear_triton, fp8_weight_linear_triton
 from dsv4lite.kernels.quantize import quantize_fp8
@@ -38,6 +38,12 @@ V3 = {
 INT4 = {name.replace("v3", "int4"): shape for name, shape in V3.items()}  # in groups of 128
 NVFP4 = {name.replace("v3", "nvfp4"): shape for name, shape in V3.items()}
 PLAIN = {"csa compress_in": (2624, 4096), "hca compress_in": (1024, 4096), "gate": (256, 4096), "head": (129280, 4096)}
+PLAIN |= {
+    "lite wq+wkv_a": (3648, 2048),
+    "lite wo": (2048, 2048),
+    "lite gate+up": (5632, 2048),
+    "lite down": (2048, 2816),
+}  # V2-Lite
 GROUPED = {"wo_a": (8, 1024, 4096)}
 
 KINDS = {"fp8": FP8, "v3": V3, "int4": INT4, "nvfp4": NVFP4, "grouped": GROUPED, "plain": PLAIN}
@@ -122,14 +128,14 @@ def main() -> None:
             shape = of_rank(name, whole, options.tp)
             if (only and name not in only) or (name == "head" and rows > 128):
                 continue
-            for row_tile in (ROW_TILE, None) if rows > MANY_ROWS else (ROW_TILE,):
+            for row_tile in (ROW_TILE,) if 1 < rows <= 128 else (ROW_TILE, None):  # the others may have other kernels in any order
                 product, copies, moved, error = case(kind, shape, rows, row_tile)
                 assert error < 5e-3, (name, rows, error)
                 us = microseconds(product, copies)
                 operations = 2 * rows * torch.Size(shape).numel()
                 rate = moved / us * 1e6
                 speed = f"{us:>9.1f}{rate / 1e12:>7.2f}{rate / BANDWIDTH:>10.0%}{operations / us / 1e6:>9.0f}"
-                print(f"{name:<18}{rows:>6}{speed}{error:>10.1e}{'' if row_tile else '  one part'}", flush=True)
+                print(f"{name:<18}{rows:>6}{speed}{error:>10.1e}{'' if row_tile else '  any order'}", flush=True)
                 if options.sweep and row_tile:
                     sweep(product, copies, rows, outs=torch.Size(shape[:-1]).numel(), blocks=shape[-1] // 128)
     if not only or "argmax" in only:
