@@ -144,7 +144,7 @@ def shards_of(config: ModelConfig, tensors: Tensors, layout: Layout, rank: int) 
         "pp": (place.pp, layout.pp),
         "width": (place.tp // layout.ep, width_ranks(layout)),
     }
-    return Shards(table=tensors.sharding, axes=axes, num_experts=config.num_experts)
+    return Shards(table=tensors.sharding, axes=axes, num_layers=config.num_hidden_layers, num_experts=config.num_experts)
 
 
 def check_layout(config: ModelConfig, tensors: Tensors, layout: Layout) -> None:

@@ -45,11 +45,13 @@ class Shards:
     Attributes:
         table: Pattern to rule.
         axes: Axis to (rank, size); an axis that is absent has size 1.
+        num_layers: Hidden layers of the model.
         num_experts: Routed experts of a layer.
     """
 
     table: Mapping[str, Rule]
     axes: Mapping[str, tuple[int, int]]
+    num_layers: int
     num_experts: int
 
     def cut(self, name: str, shape: Sequence[int], block: Sequence[int] = ()) -> Cut:
@@ -88,14 +90,12 @@ class Shards:
     def elsewhere(self, name: str) -> bool:
         """Return whether another rank may hold a tensor that this rank does not: an expert, or a tensor of another stage."""
         rule = self.table.get(pattern_of(name))
-        if rule is None:
+        parts, routed = name.split("."), isinstance(rule, Experts)
+        if rule is None or (parts[0] == "layers" and int(parts[1]) >= self.num_layers):
             return False
-        if self.axes.get("pp", (0, 1))[1] > 1:
-            return True
-        if not isinstance(rule, Experts) or self.axes.get("ep", (0, 1))[1] == 1:
+        if routed and int(parts[parts.index("experts") + 1]) >= self.num_experts:
             return False
-        parts = name.split(".")
-        return int(parts[parts.index("experts") + 1]) < self.num_experts
+        return any(self.axes.get(axis, (0, 1))[1] > 1 for axis in (("pp", "ep") if routed else ("pp",)))
 
 
 def pattern_of(name: str) -> str:

@@ -166,7 +166,7 @@ class Checkpoint:
                 found.append(read(folder))
         problems.check(folder)
         config, generation_config, external = found
-        headers = official(external.values(), known, str(folder))
+        headers = official(external.values(), known.of_checkpoint(external), str(folder))
         return cls(folder=folder, config=config, generation_config=generation_config, headers=headers)
 
     @property

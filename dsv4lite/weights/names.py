@@ -6,8 +6,8 @@ matches stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from dsv4lite.errors import CheckpointError
 
@@ -27,6 +27,7 @@ class NameTables:
         max_experts: Most experts of a stacked tensor.
         hidden_layers: Number of hidden layers, if the drafter's blocks are numbered after them under ``layers.N.``.
         drafter_blocks: Most such blocks; layers after them are no part of the model.
+        drafter_only: Parts of names that only such blocks have.
     """
 
     top: Mapping[str, str] = field(default_factory=dict)
@@ -35,6 +36,18 @@ class NameTables:
     max_experts: int = 0
     hidden_layers: int | None = None
     drafter_blocks: int = 1
+    drafter_only: tuple[str, ...] = ()
+
+    def of_checkpoint(self, names: Iterable[str]) -> NameTables:
+        """Return the tables for a checkpoint with tensors of these names, in which blocks without ``drafter_only`` are layers."""
+        if self.hidden_layers is None or not self.drafter_only:
+            return self
+        held: dict[int, set[str]] = {}
+        for parts in (name.removeprefix("model.").split(".") for name in names):
+            if parts[0] == "layers" and len(parts) > 1 and parts[1].isdecimal():
+                held.setdefault(int(parts[1]) - self.hidden_layers, set()).update(parts[2:])
+        layers = (block for block, parts in held.items() if block >= 0 and parts.isdisjoint(self.drafter_only))
+        return replace(self, drafter_blocks=min([self.drafter_blocks, *layers]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

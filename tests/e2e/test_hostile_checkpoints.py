@@ -429,9 +429,13 @@ def test_any_change_opens_or_is_a_typed_error(workbench: Path, name: str, data: 
         path.write_bytes(before)
 
 
-def test_config_with_too_few_layers_is_refused(tmp_path: Path) -> None:
-    """The layer after the last may be an MTP block, those after it cannot."""
+@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_config_with_too_few_layers_is_refused(tmp_path: Path, layers: int, stages: int, blocks: int) -> None:
+    """The layer after the last was taken for an MTP block, and pipeline stages ignored all layers after the last."""
     write_random_model(tmp_path, "v3", num_hidden_layers=5)
-    with pytest.raises(CheckpointError, match=r"layers\.3\.attn_norm\.weight: unexpected"):
-        with opened(tmp_path, hf_overrides={"num_hidden_layers": 2}):
+    overrides = {"num_hidden_layers": layers, "num_nextn_predict_layers": blocks}
+    with pytest.raises(CheckpointError, match=rf"layers\.{layers}\.attn_norm\.weight: unexpected"):
+        with opened(tmp_path, hf_overrides=overrides, pipeline_parallel_size=stages):
             pass

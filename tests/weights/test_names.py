@@ -149,6 +149,20 @@ def test_layer_after_the_last_is_no_drafter_where_the_config_does_not_say_how_ma
     assert translate("model.layers.61.enorm.weight", (4,), mla_names({})) == [Piece(name="layers.61.enorm.weight")]
 
 
+@pytest.mark.parametrize(
+    ("held", "ours"),
+    [
+        (["model.layers.62.eh_proj.qweight", "model.layers.62.mlp.up_proj.qweight"], "mtp.1.ffn.w3.weight"),
+        (["model.layers.62.mlp.up_proj.weight"], "layers.62.ffn.w3.weight"),
+        (["model.layers.61.mlp.up_proj.weight", "model.layers.62.eh_proj.weight"], "layers.62.ffn.w3.weight"),
+        (["model.layers.60.mlp.up_proj.weight"], "mtp.1.ffn.w3.weight"),  # an update may bring what the checkpoint lacks
+    ],
+)
+def test_layers_of_a_checkpoint_without_a_drafters_tensors_are_no_drafters(held: list[str], ours: str) -> None:
+    tables = mla_names({"num_hidden_layers": 61, "num_nextn_predict_layers": 2}).of_checkpoint(held)
+    assert translate("model.layers.62.mlp.up_proj.weight", (4, 4), tables) == [Piece(name=ours)]
+
+
 @pytest.mark.parametrize("blocks", [None, 0, 1])
 def test_layers_after_the_drafter_are_no_part_of_the_model(blocks: int | None) -> None:
     tables = mla_names({"num_hidden_layers": 61, "num_nextn_predict_layers": blocks})

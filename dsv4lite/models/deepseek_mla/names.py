@@ -37,7 +37,13 @@ _BLOCK = {
 # transformers' modules stack all experts of a layer in one tensor [E, rows, in].
 _STACKED = {"mlp.experts.gate_up_proj": (("w1", "w3"), "weight"), "mlp.experts.down_proj": (("w2",), "weight")}
 
-_NAMES = NameTables(top=_TOP, block=_BLOCK, stacked=_STACKED, max_experts=MOST_EXPERTS)
+_NAMES = NameTables(
+    top=_TOP,
+    block=_BLOCK,
+    stacked=_STACKED,
+    max_experts=MOST_EXPERTS,
+    drafter_only=("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head"),
+)
 
 
 def mla_names(raw: Mapping[str, Any]) -> NameTables:
