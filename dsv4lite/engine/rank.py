@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 _OWN_TO_A_RANK = "family quant_formats model tokenizer device device_mesh process_group executor progress compile_cache_dir".split()
 _SAMPLE_BYTES = 4096
 _PROCESS_BYTES = 128 << 20  # least private memory of a process: the interpreter with PyTorch takes more
+_LEADER_FILES, _RANK_FILES = 16, 8  # more than a leader's or a rank's connections take: 17 files with 2 ranks, 23 with 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +239,7 @@ def require_ranks(config: EngineConfig) -> None:
 
     Raises:
         ConfigError: The ranks cannot share the model, or there are fewer devices than ranks.
-        CapacityError: This machine has too little memory for the processes.
+        CapacityError: This machine has too little memory for the processes, or this process may not open enough files.
     """
     layout = config.layout
     if layout.world > 1:
@@ -256,6 +258,24 @@ def require_ranks(config: EngineConfig) -> None:
             f"{layout} has {layout.world} ranks, each a process of its own: without the model they take {in_gib(needed)}, "
             f"but this machine has {in_gib(free)} free; use fewer ranks"
         )
+    files, (limit, held) = _LEADER_FILES + _RANK_FILES * layout.world, _open_files()
+    if held + files > limit:  # the store would accept a connection and never answer
+        raise CapacityError(
+            f"{layout} has {layout.world} ranks, for whose connections this process must be able to open {files} files: it has "
+            f"{held} open, of at most {limit}; raise the limit (ulimit -n {held + files}, resource.setrlimit), or use fewer ranks"
+        )
+
+
+def _open_files() -> tuple[float, int]:
+    """Return how many files this process may have open, and how many it has."""
+    import resource  # not on every system
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        held = len(os.listdir("/dev/fd")) - 1
+    except OSError:  # there is no room for this one
+        held = limit
+    return math.inf if limit == resource.RLIM_INFINITY else limit, held
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:

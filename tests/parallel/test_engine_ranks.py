@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -402,6 +403,19 @@ def test_impossible_layout_is_refused_before_a_rank_is_started(
     with pytest.raises(error, match=named):
         with LLM(str(model), **MODEST, **{f"{axis}_parallel_size": size for axis, size in sizes.items()}) as llm:
             raise AssertionError(llm)
+
+
+def test_limit_of_open_files_is_checked_before_a_rank_is_started(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks waited for a store that had no file left to answer with, until ``start_timeout_s``."""
+    monkeypatch.setattr(subprocess, "Popen", None)
+    limits, held = resource.getrlimit(resource.RLIMIT_NOFILE), len(os.listdir("/dev/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held + 10, limits[1]))
+    try:
+        with pytest.raises(CapacityError, match=rf"open 32 files: it has \d+ open, of at most {held + 10}.* \(ulimit -n \d+"):
+            with LLM(str(model), **MODEST, tensor_parallel_size=2) as llm:
+                raise AssertionError(llm)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_layout_without_devices_is_refused(model: Path) -> None:
