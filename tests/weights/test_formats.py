@@ -357,6 +357,7 @@ def four_bit(codes: Tensor, *, per: int = 32, scale: Any = None, offsets: Any = 
     ("make", "given"),
     [
         (lambda c: four_bit(c + 16), "the largest code is 16; codes must be from 0 to 15"),
+        (lambda c: four_bit(c, offsets=torch.full((256, 12), 16).byte()), "the largest zero point is 16; zero points must"),
         (lambda c: four_bit(c.int()), r"codes are torch.int32 \[256, 384\]; they must be uint8"),
         (lambda c: four_bit(c[:, :-4]), r"codes are torch.uint8 \[256, 380\]; .* a multiple of 8"),
         (lambda c: four_bit(c, scale=torch.ones(256, 0)), r"scales have the shape \[256, 0\]"),

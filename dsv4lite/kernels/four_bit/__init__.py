@@ -56,15 +56,18 @@ class FourBit(NamedTuple):
             scales, offsets: See the class.
 
         Raises:
-            ValueError: Codes are not uint8 from 0 to 15, K is no multiple of 8, or there are more scales than inputs, or none.
+            ValueError: Codes or zero points are not from 0 to 15, codes are not uint8, K is no multiple of 8, or there are more
+                scales than inputs, or none.
         """
         columns = codes.shape[-1]
         if codes.dtype != torch.uint8 or columns % 8:
             raise ValueError(f"codes are {codes.dtype} {list(codes.shape)}; they must be uint8, and their inputs a multiple of 8")
         if not 0 < scales.shape[-1] <= columns:
             raise ValueError(f"scales have the shape {list(scales.shape)}, for codes {list(codes.shape)}; each group must have one")
-        if codes.numel() and (largest := int(codes.amax())) > 15:  # its upper bits would become part of the next code
-            raise ValueError(f"the largest code is {largest}; codes must be from 0 to 15, one in each byte")
+        bounded = {"code": codes} if scales.dtype == torch.float8_e4m3fn else {"code": codes, "zero point": offsets}
+        for name, numbers in bounded.items():
+            if numbers.numel() and (largest := int(numbers.amax())) > 15:  # a code's upper bits would become part of the next one
+                raise ValueError(f"the largest {name} is {largest}; {name}s must be from 0 to 15, one in each byte")
         return cls.pack(codes, scales, offsets)
 
     @classmethod
