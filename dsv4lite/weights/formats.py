@@ -25,7 +25,7 @@ from dsv4lite.errors import CheckpointError, ConfigError, DSV4LiteError, Unsuppo
 from dsv4lite.kernels.four_bit import SCALE_DTYPES, FourBit, round_four_bit
 from dsv4lite.kernels.quantize import unpack_fp4
 from dsv4lite.parallel.shard import Cut
-from dsv4lite.weights.checkpoint import Described, HeldTensor, Wanted
+from dsv4lite.weights.checkpoint import DTYPES, Described, HeldTensor, Wanted
 
 OUT, IN = 0, 1
 _SCALES = ("F16", "BF16", "F32")
@@ -61,7 +61,8 @@ class QuantFormat:
             are on the model's device, and their memory may be reused later. Raises ``ValueError`` that says what is wrong.
         unread: Leaves of further tensors that are ignored.
         group: Inputs that share a scale, if ``read`` returns ``FourBit``; 0 if it returns floats.
-        scales: Leaf of the part whose dtype these scales have.
+        scales: Leaf of the part that these scales are made of.
+        scale_dtype: Dtype code of these scales; by default, that of the part.
         quantize: Converts new weights, a rank's floats ``[out, in]``, to what ``read`` returns; ``None`` if updates must be packed.
     """
 
@@ -71,6 +72,7 @@ class QuantFormat:
     unread: tuple[str, ...] = ()
     group: int = 0
     scales: str = ""
+    scale_dtype: str = ""
     quantize: Callable[[Tensor], FourBit | Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -87,6 +89,14 @@ class QuantFormat:
             raise ConfigError(
                 f"QuantFormat {self.name!r}: scales={self.scales!r} with group={self.group}: it must be one of {leaves}"
             )
+        if self.group and (wrong := sorted({shown(code) for code in self._scale_codes if DTYPES.get(code) not in SCALE_DTYPES})):
+            known = ", ".join(code for code, dtype in DTYPES.items() if dtype in SCALE_DTYPES)
+            raise ConfigError(f"QuantFormat {self.name!r}: scales in {', '.join(wrong)}; set scale_dtype to one of {known}")
+
+    @property
+    def _scale_codes(self) -> tuple[str, ...]:
+        """Dtype codes that the scales of a ``FourBit`` may have."""
+        return (self.scale_dtype,) if self.scale_dtype else next(part.dtypes for part in self.parts if part.leaf == self.scales)
 
     def make(self, call: Callable[[], FourBit | Tensor], shape: tuple[int, ...]) -> FourBit | Tensor:
         """Return what a call of ``read`` or ``quantize`` makes; raise ``ValueError`` unless it is a matrix of this shape."""
@@ -111,8 +121,8 @@ class QuantFormat:
         *rows, inputs = made.shape
         scales = (*rows, inputs // self.group)
         offsets = ((*rows, 1), torch.float32) if made.nvfp4 else (scales, torch.uint8)
-        if made.scales.dtype not in SCALE_DTYPES or made.scales.shape != scales or inputs % self.group:
-            rule = f"{list(scales)} in {', '.join(map(str, SCALE_DTYPES))}, for group={self.group}"
+        if made.scales.dtype not in map(DTYPES.get, self._scale_codes) or made.scales.shape != scales or inputs % self.group:
+            rule = f"{list(scales)} in {' or '.join(self._scale_codes)}, for group={self.group}"
             raise ValueError(f"the format {self.name!r} made scales {_kind(made.scales)}; they must be {rule}")
         if not isinstance(made.offsets, Tensor) or (made.offsets.shape, made.offsets.dtype) != offsets:
             rule = f"{offsets[1]} {list(offsets[0])}"
@@ -132,12 +142,12 @@ class QuantFormat:
 
     def scale_code(self, tensors: Iterable[Header]) -> str:
         """Return the dtype code of the packed matrices' scales: ``F32`` if they differ, the format's first one for none."""
-        if not self.group:
-            return "F32"
+        if self.scale_dtype or not self.group:
+            return self.scale_dtype or "F32"
         found = {info.parts[self.scales].dtype for info in tensors if isinstance(info, PackedTensor)}
         if len(found) > 1:
             return "F32"
-        return found.pop() if found else next(part.dtypes[0] for part in self.parts if part.leaf == self.scales)
+        return found.pop() if found else self._scale_codes[0]
 
 
 QuantMethod = Callable[[Mapping[str, Any]], QuantFormat]

@@ -23,7 +23,7 @@ from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.planning.memory import choose_numerics, plan_memory
 from dsv4lite.request import SamplingParams
 from dsv4lite.weights.delta import DeltaSource
-from dsv4lite.weights.formats import IN, OUT, Part, QuantFormat
+from dsv4lite.weights.formats import IN, OUT, Part, QuantFormat, modelopt
 from dsv4lite.weights.formats import awq as awq_method
 from dsv4lite.weights.source import ModelSource
 from dsv4lite.weights.update import DiskSource, NamedTensors
@@ -55,9 +55,9 @@ def packs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return write_packed(tmp_path_factory.mktemp("packs"), PACKINGS[request.param])
 
 
-def built(folder: Path, **changes: Any) -> tuple[Any, ModelSource]:
+def built(folder: Path, *, quant_formats: Any = None, **changes: Any) -> tuple[Any, ModelSource]:
     """Return a model that is loaded, and what it was made from."""
-    config = EngineConfig(model=str(folder), device="cpu", dtype="float32")
+    config = EngineConfig(model=str(folder), device="cpu", dtype="float32", quant_formats=quant_formats or {})
     source = ModelSource.open(config)
     numerics = replace(choose_numerics(config, source, torch.device("cpu")), **changes)
     return source.build(numerics, with_mtp=False), source
@@ -377,6 +377,31 @@ def test_four_bits_of_an_own_format_are_checked(own: Packs, make: Any, given: st
         pass
 
 
+def test_scales_of_an_own_format_may_be_bytes_that_it_views_as_another_dtype(tmp_path: Path) -> None:
+    """Matrices that stay packed kept them as numbers of the bytes' dtype, and all weights were wrong."""
+    theirs = PACKINGS["nvfp4 of modelopt"]
+
+    def pack(weight: Tensor) -> Packed:
+        parts, numbers = theirs.pack(weight)
+        return {**parts, "weight_scale": parts["weight_scale"].view(torch.uint8)}, numbers
+
+    def method(quantization: Mapping[str, Any]) -> QuantFormat:
+        form = modelopt({"quant_algo": "NVFP4"})
+        codes, scale, factor = form.parts
+
+        def read(parts: Mapping[str, Tensor]) -> FourBit | Tensor:
+            return form.read({**parts, "weight_scale": parts["weight_scale"].view(torch.float8_e4m3fn)})
+
+        return replace(form, parts=(codes, replace(scale, dtypes=("U8",)), factor), read=read, scale_dtype="F8_E4M3")
+
+    packs = write_packed(tmp_path, Packing({"quant_method": "bytes"}, pack))
+    for stays in ({}, {"resident_experts": "four_bit", "resident_four_bit": True}):
+        model, source = built(packs.folder, quant_formats={"bytes": method}, **stays)
+        assert source.scale_dtype == torch.float8_e4m3fn
+        for name, slot in model.slots().items():
+            assert torch.equal(slot.values(), packs.numbers[name].float()), name
+
+
 def test_own_format_that_fails_on_an_update_is_named(own: Packs) -> None:
     """The source of the update was said to have failed."""
     name = "layers.0.ffn.w1.weight"
@@ -394,6 +419,8 @@ def test_own_format_that_fails_on_an_update_is_named(own: Packs) -> None:
         ({"parts": (ROW_SCALE, CODES)}, r"the first of parts=\['row_scale', 'codes'\] must have"),
         ({"parts": (CODES, Part("row_scale", ("F32",), ((OUT, 0),)))}, "part 'row_scale' has dims=.* at least 1"),
         ({"group": 32}, r"scales='' with group=32: it must be one of \['codes', 'row_scale'\]"),
+        ({"group": 32, "scales": "codes"}, "scales in 'I8'; set scale_dtype to one of F8_E4M3, F16, BF16, F32"),
+        ({"group": 32, "scales": "row_scale", "scale_dtype": torch.float16}, "scales in torch.float16; set scale_dtype to one of"),
     ],
 )
 def test_description_of_an_own_format_is_checked(own: Packs, settings: Any, wanted: str) -> None:
