@@ -6,7 +6,7 @@ from a CUDA graph of width 1 runs as it was captured, padding included, but with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor
 from dsv4lite.config import MTP, DSpark, EngineConfig
 from dsv4lite.debug.watch import OpFailed, OpReport, OpWatch
 from dsv4lite.device import choose_device, own_thread
-from dsv4lite.engine.dump import REQUESTED, Places, StepDump, stores, versions
+from dsv4lite.engine.dump import REQUESTED, Places, StepDump, config_text, stores, versions
 from dsv4lite.engine.packing import PageTables, pack, step_batch, step_inputs
 from dsv4lite.engine.step_graphs import GraphShape
 from dsv4lite.errors import ConfigError
@@ -100,7 +100,7 @@ def replay(
         device: Default is the step's own device if this machine has it, else the CPU in the same arithmetic.
 
     Raises:
-        ConfigError: The file is not a saved step, its state does not fit the model, or there is no such device.
+        ConfigError: The file is not a saved step, the model is another one, or there is no such device.
         CheckpointError: The model cannot be loaded.
     """
     dump = StepDump.load(path)
@@ -149,13 +149,24 @@ def rebuild(dump: StepDump, model: Model) -> RebuiltStep:
     """Restore a saved step with its state on the model's device.
 
     Raises:
-        ConfigError: The state does not fit the model.
+        ConfigError: The model is another one.
     """
+    here = config_text(model.config)
+    _require_same(dump, [f"{name} was {was}, is {here[name]}" for name, was in dump.config.items() if here.get(name, was) != was])
     places = Places.of(dump.plan.sequences)
     cache, plan = _state(dump, places, model), places.renumber(dump.plan)
     if dump.graph is not None and dump.graph.width == 1:
         return RebuiltStep(model=model, cache=cache, plan=plan, batch=_captured(plan, dump.graph, model, cache))
     return RebuiltStep(model=model, cache=cache, plan=plan, batch=pack(plan, model, cache))
+
+
+def _require_same(dump: StepDump, wrong: Sequence[str]) -> None:
+    """Raise ``ConfigError`` if something of a model is wrong for a saved step."""
+    if wrong:
+        raise ConfigError(
+            f"the saved step does not fit the model ({'; '.join(wrong[:3])}): give the checkpoint that the step ran on,"
+            f" which was {dump.settings.get('model')!r}, as --model"
+        )
 
 
 def _draft(step: RebuiltStep, streams_TND: Tensor, logits_TV: Tensor) -> None:
@@ -187,12 +198,8 @@ def _state(dump: StepDump, places: Places, model: Model) -> StateCache:
         return cache
     homes = {name: store.memory[: len(ids)] for name, store, ids in stores(cache, places)} | cache.slots()
     shapes, saved = ({name: tuple(x.shape) for name, x in rows.items()} for rows in (homes, dump.rows))
-    if wrong := sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name)):
-        named = "; ".join(f"{name} is {saved.get(name)}, and {shapes.get(name)} here" for name in wrong[:3])
-        raise ConfigError(
-            f"the saved state does not fit the model ({named}): give the checkpoint that the step ran on,"
-            f" which was {dump.settings.get('model')!r}, as --model"
-        )
+    wrong = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
+    _require_same(dump, [f"{name} is {saved.get(name)}, and {shapes.get(name)} here" for name in wrong])
     for name, home in homes.items():
         home.copy_(dump.rows[name])
     return cache

@@ -1,7 +1,8 @@
 """A saved step: its plan, the state that it read, and the software versions. ``debug/replay.py`` runs it again.
 
-The file has the safetensors format. Its metadata have one JSON text under ``dsv4lite.step``. Its tensors are the state that the
-step's sequences use in every layer I (the drafter's layers last), by the names of the family's ``StateSpec``:
+The file has the safetensors format. Its metadata have one JSON text under ``dsv4lite.step``, and its SHA-256 under
+``dsv4lite.sha256``: a header that was edited would be run as a step that never was. Its tensors are the state that the step's
+sequences use in every layer I (the drafter's layers last), by the names of the family's ``StateSpec``:
 
     layers.I.<store>   uint8 [pages, bytes], the pages of the store that the plan names, by ascending id
     layers.I.<slot>    float32 [slots, copies, …], before the step
@@ -14,6 +15,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +25,19 @@ from torch import Tensor
 
 from dsv4lite.device import installed_version
 from dsv4lite.engine.step_graphs import GraphShape
-from dsv4lite.errors import CheckpointError, ConfigError
+from dsv4lite.errors import CheckpointError, ConfigError, shown
 from dsv4lite.files import open_regular
 from dsv4lite.kernels.rows import RowStore
+from dsv4lite.models.config import ModelConfig
 from dsv4lite.scheduling.step_plan import NO_PAGE, SequencePlan, StepPlan
 from dsv4lite.state.store import StateCache
 from dsv4lite.weights.checkpoint import DTYPES, write_tensors
 from dsv4lite.weights.quant import Numerics
 
-VERSION = 4
+VERSION = 5
 REQUESTED = "it was requested"  # a reason
-_HEADER = "dsv4lite.step"
-_PLAIN = ("reason", "drafter", "copies", "left_out", "settings", "versions")  # fields that JSON can store unchanged
+_HEADER, _DIGEST = "dsv4lite.step", "dsv4lite.sha256"
+_PLAIN = ("reason", "drafter", "copies", "left_out", "settings", "config", "versions")  # fields that JSON can store unchanged
 _PACKAGES = ("dsv4lite", "torch", "triton", "safetensors")
 
 
@@ -91,6 +94,7 @@ class StepDump:
         left_out: Number of sequences of the step that did not fit into the file.
         graph: Shape of the step if it was captured, else ``None``.
         settings: ``EngineConfig`` fields that identify the model.
+        config: The model's config, by ``config_text``.
         numerics: Arithmetic and device.
         versions: Versions of packages and CUDA, and the device.
         rows: The state; empty if the device could no longer be read.
@@ -103,6 +107,7 @@ class StepDump:
     left_out: int
     graph: GraphShape | None
     settings: Mapping[str, Any]
+    config: Mapping[str, str]
     numerics: Numerics
     versions: Mapping[str, str]
     rows: Mapping[str, Tensor]
@@ -123,9 +128,9 @@ class StepDump:
             "graph": None if self.graph is None else asdict(self.graph),
             "numerics": {f.name: getattr(self.numerics, f.name) for f in fields(self.numerics)},
         }
-        partly = path.with_name(path.name + ".part")
+        partly, text = path.with_name(path.name + ".part"), json.dumps(header, default=_text)
         try:
-            write_tensors(partly, self.rows, {_HEADER: json.dumps(header, default=_text)})
+            write_tensors(partly, self.rows, {_HEADER: text, _DIGEST: sha256(text.encode()).hexdigest()})
             os.replace(partly, path)
         finally:
             partly.unlink(missing_ok=True)
@@ -135,23 +140,28 @@ class StepDump:
         """Read a file.
 
         Raises:
-            ConfigError: The file is missing, damaged, or not a saved step of this version.
+            ConfigError: The file is missing, damaged, edited, or not a saved step of this version.
         """
         try:
             open_regular(Path(path)).close()  # safetensors would wait for the writer of a FIFO
             with safe_open(path, "pt") as file:
-                text = (file.metadata() or {}).get(_HEADER)
+                metadata = file.metadata() or {}
                 rows = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, CheckpointError) as error:
             raise ConfigError(f"dump={str(path)!r} cannot be read: {error}") from error
-        if text is None:
+        if _HEADER not in metadata:
             raise ConfigError(f"dump={str(path)!r} is a safetensors file, but not a step that dsv4lite saved")
         try:
-            header = json.loads(text)
+            header = json.loads(metadata[_HEADER])
             if header["version"] != VERSION:
                 raise ConfigError(
-                    f"dump={str(path)!r} has version {header['version']}, this dsv4lite reads {VERSION}; replay it with the"
-                    f" versions that saved it: {header['versions']}"
+                    f"dump={str(path)!r} has version {shown(header['version'])}, this dsv4lite reads {VERSION}; replay it with the"
+                    f" versions that saved it: {header['versions']!r}"
+                )
+            if metadata.get(_DIGEST) != sha256(metadata[_HEADER].encode()).hexdigest():
+                raise ConfigError(
+                    f"dump={str(path)!r} is not the step that was saved: its header was changed; replay the file as it was saved,"
+                    " and give the checkpoint as --model if it has moved"
                 )
             sequences = tuple(_sequence(s) for s in header["sequences"])
             return cls(
@@ -183,6 +193,11 @@ def _numerics(values: Mapping[str, Any]) -> Numerics:
 def _sequence(values: Mapping[str, Any]) -> SequencePlan:
     plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return SequencePlan(**plain)
+
+
+def config_text(config: ModelConfig) -> dict[str, str]:
+    """Return each field of a model's config as text."""
+    return {field.name: repr(getattr(config, field.name)) for field in fields(config)}
 
 
 def versions(device: torch.device) -> dict[str, str]:

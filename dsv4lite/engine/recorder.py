@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import EngineConfig
-from dsv4lite.engine.dump import REQUESTED, Places, StepDump, stores, versions
+from dsv4lite.engine.dump import REQUESTED, Places, StepDump, config_text, stores, versions
 from dsv4lite.engine.step_graphs import GraphShape
 from dsv4lite.errors import ConfigError, described
 from dsv4lite.kernels.dispatch import send
@@ -72,7 +72,7 @@ class StepRecorder:
             "model": str(local.absolute()) if local.exists() else config.model,
             "hf_overrides": dict(config.hf_overrides),
         }
-        self._numerics, self._cache = model.numerics, cache
+        self._numerics, self._cache, self._config = model.numerics, cache, config_text(model.config)
         self._drafter = len(cache.layers) > len(model.shard.layers)
         self._versions = versions(cache.device)  # read now, since the device may fail later
         self._wanted: list[Path] = []
@@ -156,6 +156,7 @@ class StepRecorder:
             left_out=len(step.plan.sequences) - len(plan.sequences),
             graph=step.graph,
             settings=self._settings,
+            config=self._config,
             numerics=self._numerics,
             versions=self._versions,
             rows=rows,

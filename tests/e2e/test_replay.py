@@ -6,10 +6,12 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -119,11 +121,13 @@ def header_of(path: Path) -> str:
         return str(file.metadata()["dsv4lite.step"])
 
 
-def edit(path: Path, target: Path, **changes: Any) -> Path:
-    """Write a dump with other entries in its header."""
+def edit(path: Path, target: Path, *, sealed: bool = True, **changes: Any) -> Path:
+    """Write a dump with other entries in its header; ``sealed``, as if they were saved so."""
     header = json.loads(header_of(path))
     header = {key: value for key, value in (header | changes).items() if key not in changes or value is not None}
-    save_file(load_file(path), target, {"dsv4lite.step": json.dumps(header)})
+    text = json.dumps(header)
+    digest = sha256((text if sealed else header_of(path)).encode()).hexdigest()
+    save_file(load_file(path), target, {"dsv4lite.step": text, "dsv4lite.sha256": digest})
     return target
 
 
@@ -571,6 +575,28 @@ def test_damaged_and_foreign_files_are_refused(paged: dict[str, Path], tmp_path:
     assert "cannot be read" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="device="):
         replay(paged["decode"], device="cuda:7")
+
+
+def test_headers_that_were_edited_are_refused(paged: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They ended in tracebacks, or ran as another step in which no op is wrong."""
+    sequences = json.loads(header_of(paged["decode"]))["sequences"]
+    edits = [{"copies": "x"}, {"copies": -1}, {"drafter": None}, {"sequences": None}, {"max_drafts": 2}, {"version": [VERSION]}]
+    edits += [
+        {"sequences": [{**sequences[0], name: value}]} for name, value in (("start", -3), ("pages", []), ("token_ids", [9999]))
+    ]
+    for changes in edits:
+        assert main(["replay", str(edit(paged["decode"], tmp_path / "edited", sealed=False, **changes))]) == 2
+        out, error = capsys.readouterr()
+        assert not out and re.fullmatch(r"dsv4lite: ConfigError: dump=.* (its header was changed|has version \[).*\n", error), error
+
+
+def test_steps_of_models_with_another_config_are_refused(paged: dict[str, Path], tmp_path: Path) -> None:
+    """Whatever had the same state was run, with an error in an op or with no op wrong."""
+    other = shutil.copytree(tiny_model(), tmp_path / "other")
+    raw = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**raw, "rms_norm_eps": 0.5}))
+    with pytest.raises(ConfigError, match=r"does not fit the model \(norm_eps was \S+, is 0\.5\): give the checkpoint that"):
+        replay(paged["decode"], model=str(other))
 
 
 def test_failed_writes_leave_nothing(paged: dict[str, Path], tmp_path: Path) -> None:
