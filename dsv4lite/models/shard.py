@@ -144,7 +144,7 @@ def shards_of(config: ModelConfig, tensors: Tensors, layout: Layout, rank: int) 
         "pp": (place.pp, layout.pp),
         "width": (place.tp // layout.ep, width_ranks(layout)),
     }
-    return Shards(table=tensors.sharding, axes=axes, num_layers=config.num_hidden_layers, num_experts=config.num_experts)
+    return Shards(table=tensors.sharding, axes=axes, stages=stages(config, tensors, layout.pp), num_experts=config.num_experts)
 
 
 def check_layout(config: ModelConfig, tensors: Tensors, layout: Layout) -> None:
@@ -196,7 +196,7 @@ def _check_blocks(config: ModelConfig, tensors: Tensors, layout: Layout, block: 
     parts = width_ranks(layout)
     if config.quantized and config.num_experts and parts > 1 and not can_tile(config.hidden_size, config.expert_width // parts):
         raise ConfigError(f"{layout} cuts experts of {config.expert_width} through tiles")
-    shards = shards_of(config, tensors, layout, 0)
+    shards = shards_of(config, tensors, replace(layout, pp=1), 0)  # stages cut no matrix, and take time to find
     blocks = {"dense": block or FORMATS["fp8"].block, "expert": block or FORMATS[config.expert_format].block}
     for name, spec in tensors.specs(_one_expert(config)).items():
         shards.cut(name, spec.shape, blocks.get(spec.kind, ()))

@@ -45,13 +45,13 @@ class Shards:
     Attributes:
         table: Pattern to rule.
         axes: Axis to (rank, size); an axis that is absent has size 1.
-        num_layers: Hidden layers of the model.
+        stages: Hidden layers of every pipeline stage.
         num_experts: Routed experts of a layer.
     """
 
     table: Mapping[str, Rule]
     axes: Mapping[str, tuple[int, int]]
-    num_layers: int
+    stages: tuple[range, ...]
     num_experts: int
 
     def cut(self, name: str, shape: Sequence[int], block: Sequence[int] = ()) -> Cut:
@@ -90,12 +90,13 @@ class Shards:
     def elsewhere(self, name: str) -> bool:
         """Return whether another rank may hold a tensor that this rank does not: an expert, or a tensor of another stage."""
         rule = self.table.get(pattern_of(name))
-        parts, routed = name.split("."), isinstance(rule, Experts)
-        if rule is None or (parts[0] == "layers" and int(parts[1]) >= self.num_layers):
+        parts, routed, (stage, count) = name.split("."), isinstance(rule, Experts), self.axes.get("pp", (0, 1))
+        layer = int(parts[1]) if parts[0] == "layers" else None
+        if rule is None or (layer is not None and layer >= self.stages[-1].stop):
             return False
         if routed and int(parts[parts.index("experts") + 1]) >= self.num_experts:
             return False
-        return any(self.axes.get(axis, (0, 1))[1] > 1 for axis in (("pp", "ep") if routed else ("pp",)))
+        return (count > 1 and layer not in self.stages[stage]) or (routed and self.axes.get("ep", (0, 1))[1] > 1)
 
 
 def pattern_of(name: str) -> str:

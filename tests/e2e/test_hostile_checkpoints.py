@@ -429,6 +429,15 @@ def test_any_change_opens_or_is_a_typed_error(workbench: Path, name: str, data: 
         path.write_bytes(before)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_tensors_for_which_the_config_has_no_use_are_refused(tmp_path: Path, stages: int) -> None:
+    """V3.2 read as V3: pipeline stages took the tensors that a layer has besides for those of another stage."""
+    write_random_model(tmp_path, "v32")
+    with pytest.raises(CheckpointError, match=r"layers\.\d\.attn\.indexer\.wk\.weight: unexpected"):
+        with opened(tmp_path, hf_overrides={"model_type": "deepseek_v3"}, pipeline_parallel_size=stages):
+            pass
+
+
 @pytest.mark.parametrize("layers", [2, 4])
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("blocks", [0, 1])

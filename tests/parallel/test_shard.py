@@ -24,7 +24,7 @@ BLOCKS = {"dense": (128, 128), "expert": (1, 32)}
 
 def cut_by(rule: Rule, shape: Sequence[int], rank: int, size: int, block: Sequence[int] = ()) -> Cut:
     """The part that one of ``size`` ranks along any axis holds."""
-    shards = Shards(table={"wo": rule}, axes=dict.fromkeys(("tp", "ep", "width"), (rank, size)), num_layers=1, num_experts=8)
+    shards = Shards(table={"wo": rule}, axes=dict.fromkeys(("tp", "ep", "width"), (rank, size)), stages=(range(1),), num_experts=8)
     return shards.cut("wo", shape, block)
 
 
@@ -61,7 +61,7 @@ def test_v4_rules_cover_every_tensor_exactly_once(config: Callable[[], V4Config]
 @pytest.mark.parametrize(("config", "tp"), [(flash, 2), (flash, 8), (pro, 16)])
 def test_v4_cuts_fall_between_heads_and_output_groups(config: Callable[[], V4Config], tp: int) -> None:
     c = config()
-    shards = Shards(table=V4_SHARDING, axes={"tp": (1, tp)}, num_layers=c.num_hidden_layers, num_experts=c.num_experts)
+    shards = Shards(table=V4_SHARDING, axes={"tp": (1, tp)}, stages=(range(c.num_hidden_layers),), num_experts=c.num_experts)
     shapes = shapes_of(config)
     units = {
         "attn.wq_b": c.head_dim * (c.num_attention_heads // c.o_groups),
@@ -82,13 +82,16 @@ def test_v4_cuts_fall_between_heads_and_output_groups(config: Callable[[], V4Con
         ({"ep": (1, 4)}, "layers.0.attn.wkv.weight", False),
         ({"tp": (1, 4), "width": (1, 4)}, "layers.0.ffn.experts.7.w1.weight", False),
         ({"pp": (1, 2)}, "layers.0.attn.wkv.weight", True),
-        ({"pp": (1, 2)}, "layers.1.attn.wkv.weight", False),
+        ({"pp": (1, 2)}, "layers.1.attn.wkv.weight", False),  # its own
+        ({"pp": (1, 2)}, "layers.2.attn.wkv.weight", False),  # nobody's
+        ({"pp": (1, 2)}, "embed.weight", True),
+        ({"pp": (1, 2), "ep": (1, 4)}, "layers.1.ffn.experts.7.w1.weight", True),
         ({"pp": (1, 2)}, "layers.0.ffn.experts.8.w1.weight", False),
         ({"pp": (1, 2)}, "layers.0.attn.wxv.weight", False),
     ],
 )
 def test_tensor_without_a_place_may_be_another_ranks(axes: dict[str, tuple[int, int]], name: str, elsewhere: bool) -> None:
-    assert Shards(table=V4_SHARDING, axes=axes, num_layers=1, num_experts=8).elsewhere(name) == elsewhere
+    assert Shards(table=V4_SHARDING, axes=axes, stages=(range(1), range(1, 2)), num_experts=8).elsewhere(name) == elsewhere
 
 
 def test_experts_are_cut_by_width_where_tp_exceeds_ep() -> None:
@@ -98,7 +101,7 @@ def test_experts_are_cut_by_width_where_tp_exceeds_ep() -> None:
 
 
 def test_axis_that_is_absent_has_one_rank() -> None:
-    shards = Shards(table=V4_SHARDING, axes={}, num_layers=1, num_experts=8)
+    shards = Shards(table=V4_SHARDING, axes={}, stages=(range(1),), num_experts=8)
     assert shards.cut("layers.0.attn.wq_b.weight", (640, 64)) == (slice(0, 640), slice(0, 64))
     assert shards.cut("layers.0.ffn.experts.7.w1.weight", (64, 32)) == (slice(0, 64), slice(0, 32))
 
@@ -119,7 +122,7 @@ def test_pattern_replaces_numbers_and_drops_the_leaf(name: str, pattern: str) ->
 
 def test_tensor_without_a_rule_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"no rule for layers\.0\.attn\.wx\.weight.*'layers\.\*\.attn\.wx'"):
-        Shards(table=V4_SHARDING, axes={}, num_layers=1, num_experts=8).cut("layers.0.attn.wx.weight", (4, 4))
+        Shards(table=V4_SHARDING, axes={}, stages=(range(1),), num_experts=8).cut("layers.0.attn.wx.weight", (4, 4))
 
 
 def test_unequal_parts_are_an_error() -> None:

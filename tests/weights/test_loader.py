@@ -182,7 +182,7 @@ def test_shards_of_all_ranks_make_the_whole(
         shards = Shards(
             table=V4_SHARDING,
             axes={"tp": (t, tp), "ep": (e, ep)},
-            num_layers=config.num_hidden_layers,
+            stages=(range(config.num_hidden_layers),),
             num_experts=config.num_experts,
         )
         slots = slots_for(config, shards)
@@ -201,7 +201,7 @@ def test_shards_read_only_this_ranks_experts(tmp_path: Path, config: V4Config) -
     totals = []
     for ep in (1, 4):
         shards = Shards(
-            table=V4_SHARDING, axes={"ep": (0, ep)}, num_layers=config.num_hidden_layers, num_experts=config.num_experts
+            table=V4_SHARDING, axes={"ep": (0, ep)}, stages=(range(config.num_hidden_layers),), num_experts=config.num_experts
         )
         reports: list[LoadProgress] = []
         load(found, slots_for(config, shards), shards=shards, progress=reports.append)
@@ -217,14 +217,20 @@ def test_packed_experts_can_be_cut_between_scales(tmp_path: Path, dim: int) -> N
     parts = []
     for rank in range(2):
         slot = FakeSlot((4, 128) if dim == 0 else (8, 64))
-        load(found, {"a.weight": slot}, shards=Shards(table={"a": Split(dim)}, axes={"tp": (rank, 2)}, num_layers=1, num_experts=1))
+        load(
+            found,
+            {"a.weight": slot},
+            shards=Shards(table={"a": Split(dim)}, axes={"tp": (rank, 2)}, stages=(range(1),), num_experts=1),
+        )
         parts.append(slot.value)
     assert torch.equal(torch.cat(parts, dim), dequantize(weight, scale))
 
 
 def test_cut_through_a_scale_block_is_an_error(tmp_path: Path, config: V4Config) -> None:
     found = opened(tmp_path, everything(config).items())
-    shards = Shards(table=V4_SHARDING, axes={"tp": (0, 4)}, num_layers=config.num_hidden_layers, num_experts=config.num_experts)
+    shards = Shards(
+        table=V4_SHARDING, axes={"tp": (0, 4)}, stages=(range(config.num_hidden_layers),), num_experts=config.num_experts
+    )
     with pytest.raises(ConfigError, match=r"attn\.\w+\.weight: tp=4 cuts .* through scale blocks of 128"):
         load(found, slots_for(config, shards), shards=shards)
 
@@ -306,7 +312,9 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path, config: V4Config) -> Non
 
 def test_misfit_of_a_shard_tells_both_shapes(tmp_path: Path, config: V4Config) -> None:
     found = opened(tmp_path, everything(config).items())
-    shards = Shards(table=V4_SHARDING, axes={"tp": (0, 2)}, num_layers=config.num_hidden_layers, num_experts=config.num_experts)
+    shards = Shards(
+        table=V4_SHARDING, axes={"tp": (0, 2)}, stages=(range(config.num_hidden_layers),), num_experts=config.num_experts
+    )
     slots = slots_for(config, shards)
     slots["embed.weight"].shape = (96, 128)
     with pytest.raises(
@@ -318,7 +326,9 @@ def test_misfit_of_a_shard_tells_both_shapes(tmp_path: Path, config: V4Config) -
 def test_stray_tensor_is_not_taken_for_another_ranks(tmp_path: Path, config: V4Config) -> None:
     tensors = {**everything(config), "layers.0.stray.weight": torch.zeros(2), "layers.0.ffn.experts.9.w1.bias": torch.zeros(2)}
     found = opened(tmp_path, tensors.items())
-    shards = Shards(table=V4_SHARDING, axes={"ep": (0, 2)}, num_layers=config.num_hidden_layers, num_experts=config.num_experts)
+    shards = Shards(
+        table=V4_SHARDING, axes={"ep": (0, 2)}, stages=(range(config.num_hidden_layers),), num_experts=config.num_experts
+    )
     with pytest.raises(CheckpointError) as caught:
         match(found.headers, slots_for(config, shards), shards)
     assert sorted(problem.split(":")[0] for problem in caught.value.problems) == [

@@ -65,7 +65,7 @@ def transaction(
     shards = Shards(
         table=V4_SHARDING if v4 else MLA_SHARDING,
         axes={},
-        num_layers=model.config.num_hidden_layers,
+        stages=(range(model.config.num_hidden_layers),),
         num_experts=model.config.num_experts,
     )
     names, staging = V4_NAMES if v4 else mla_names(BLOCKS), memory or HostMemory(CPU)
@@ -288,7 +288,7 @@ def test_delta_of_stacked_experts_and_of_a_rank_s_part() -> None:
 
 
 def whole_shards(config: V4Config) -> Shards:
-    return Shards(table=V4_SHARDING, axes={}, num_layers=config.num_hidden_layers, num_experts=config.num_experts)
+    return Shards(table=V4_SHARDING, axes={}, stages=(range(config.num_hidden_layers),), num_experts=config.num_experts)
 
 
 def test_blocks_of_a_part_are_written_where_the_part_lies() -> None:
