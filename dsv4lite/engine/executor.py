@@ -18,7 +18,7 @@ from torch import Tensor
 from dsv4lite.checks import names_main
 from dsv4lite.config import EngineConfig, LoadProgress, Progress
 from dsv4lite.device import choose_device, own_thread, sole_device
-from dsv4lite.engine.rank import Probe, ProbeReport, common_plan, device_of, require_ranks, sendable, software
+from dsv4lite.engine.rank import Probe, ProbeReport, common_plan, device_of, require_files, require_ranks, sendable, software
 from dsv4lite.engine.resident import Ask
 from dsv4lite.engine.runner import Runner, StepResult
 from dsv4lite.engine.wire import PlanWriter
@@ -70,7 +70,7 @@ def make_executor(
 
     Raises:
         ConfigError: The host has no process groups, its ranks differ, or an engine cannot start ranks of its own.
-        CapacityError: The machine has too little memory for the processes of the ranks.
+        CapacityError: The machine has too little memory for the processes of the ranks, or one may not open enough files.
         DSV4LiteError: The error of a rank of the host, raised on every rank.
     """
     if config.place_of_ranks != "external":
@@ -82,6 +82,7 @@ def make_executor(
     problem, device = host.problem, ""
     try:
         if problem is None:
+            require_files(host.config.layout)
             device = sole_device(device_of(host.config, host.rank))
     except DSV4LiteError as error:
         problem = error

@@ -44,6 +44,7 @@ from dsv4lite.engine.step_graphs import StepGraphs, graph_widths
 from dsv4lite.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError, UnsupportedError
 from dsv4lite.files import open_regular
 from dsv4lite.kernels.dispatch import on_gpu
+from dsv4lite.layout import Layout
 from dsv4lite.models.config import ModelConfig
 from dsv4lite.models.family import Model
 from dsv4lite.models.shard import check_layout
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
 _OWN_TO_A_RANK = "family quant_formats model tokenizer device device_mesh process_group executor progress compile_cache_dir".split()
 _SAMPLE_BYTES = 4096
 _PROCESS_BYTES = 128 << 20  # least private memory of a process: the interpreter with PyTorch takes more
-_LEADER_FILES, _RANK_FILES = 16, 8  # more than a leader's or a rank's connections take: 17 files with 2 ranks, 23 with 4
+_LEADER_FILES, _RANK_FILES = 16, 4  # more than the connections of a leader or a rank take: 17 files with 2 ranks, 23 with 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +259,15 @@ def require_ranks(config: EngineConfig) -> None:
             f"{layout} has {layout.world} ranks, each a process of its own: without the model they take {in_gib(needed)}, "
             f"but this machine has {in_gib(free)} free; use fewer ranks"
         )
+    require_files(layout)
+
+
+def require_files(layout: Layout) -> None:
+    """Check that this process may open the files of a leader or rank.
+
+    Raises:
+        CapacityError: It may not.
+    """
     files, (limit, held) = _LEADER_FILES + _RANK_FILES * layout.world, _open_files()
     if held + files > limit:  # the store would accept a connection and never answer
         raise CapacityError(

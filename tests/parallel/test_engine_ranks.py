@@ -411,7 +411,7 @@ def test_limit_of_open_files_is_checked_before_a_rank_is_started(model: Path, mo
     limits, held = resource.getrlimit(resource.RLIMIT_NOFILE), len(os.listdir("/dev/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (held + 10, limits[1]))
     try:
-        with pytest.raises(CapacityError, match=rf"open 32 files: it has \d+ open, of at most {held + 10}.* \(ulimit -n \d+"):
+        with pytest.raises(CapacityError, match=rf"open 24 files: it has \d+ open, of at most {held + 10}.* \(ulimit -n \d+"):
             with LLM(str(model), **MODEST, tensor_parallel_size=2) as llm:
                 raise AssertionError(llm)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 import uuid
@@ -120,6 +121,23 @@ def refused(model: Path, settings: Job, rank: int) -> tuple[str, str]:
 def test_what_is_wrong_is_raised_on_every_rank(ranks: Ranks, model: Path, settings: Job, more: Job, kind: str, error: str) -> None:
     for found, text in on_host(ranks, model, refused, {**MODEST, **settings}, 2, **more):
         assert error in text and (found == kind or kind == "DSV4LiteError")
+
+
+def lack_files(model: Path, settings: Job, rank: int) -> tuple[str, str]:
+    """Rank 0 may hardly open a file."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 10, limits[1]))
+    try:
+        return refused(model, settings, rank)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_limit_of_open_files_is_checked_on_every_rank(ranks: Ranks, model: Path) -> None:
+    """The store of rank 0 had no file left to answer with."""
+    for found, text in on_host(ranks, model, lack_files, {**MODEST, "tensor_parallel_size": 2, "start_timeout_s": 20}, 2):
+        assert found == "CapacityError" and "must be able to open 24 files" in text
 
 
 def come_late(model: Path, settings: Job, rank: int) -> tuple[str, str]:
