@@ -54,7 +54,7 @@ log = logging.getLogger("dsv4lite.kernels")
 
 MOST_AT_ONCE = 16  # kernels that are compiled or loaded at the same time
 _ABSENT_DEVICE = 1 << 20  # plus the capability: a device index that no real device has
-_PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from dsv4lite.kernels.warmup import main; main()"
+_PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from dsv4lite.kernels.warmup import main; main(int(sys.argv[1]))"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,18 +350,13 @@ def prepare(
     return left
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Compiler:
-    """A process that compiles kernels into a directory; mutable.
-
-    Attributes:
-        idle: It has no kernels to compile yet.
-    """
+    """A process that compiles kernels into a directory."""
 
     process: subprocess.Popen[bytes]
     complaints: IO[bytes]
     directory: Path
-    idle: bool = True
 
     def compile(self, specializations: Sequence[Specialization]) -> Iterator[tuple[int, str]]:
         """Yield the index of each kernel when it is done, and its error or ""; call this once.
@@ -369,7 +364,7 @@ class Compiler:
         Raises:
             OSError, SubprocessError: The process ended early.
         """
-        process, self.idle = self.process, False
+        process = self.process
         assert process.stdin is not None and process.stdout is not None
         with process.stdin:
             pickle.dump((str(self.directory), list(specializations)), process.stdin)
@@ -395,17 +390,15 @@ def _running(directory: Path) -> Iterator[Compiler]:
     for folder in reversed((directory, *directory.parents)):
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)  # private: its files are executed
-    command = [executable, "-c", _PROGRAM, *sys.path]
+    command = [executable, "-c", _PROGRAM, str(os.getpid()), *sys.path]
     with (
         tempfile.TemporaryFile() as complaints,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints) as process,
     ):
-        compiler = Compiler(process, complaints, directory)
         try:
-            yield compiler
+            yield Compiler(process, complaints, directory)
         finally:
-            if compiler.idle:
-                process.kill()  # otherwise it ends by itself, after its forks
+            process.kill()  # if it has not ended by itself; its forks end with it
 
 
 @contextmanager
@@ -428,7 +421,18 @@ def _compile_apart(
         yield from (compiler or stack.enter_context(_running(directory))).compile(specializations)
 
 
-def main() -> None:
+def _end_with(parent: int) -> None:
+    """Let this process end with its parent, however that ends; kernels would be compiled to the last one, or waited for."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="dsv4lite-parent", daemon=True).start()
+
+
+def main(parent: int) -> None:
     """Entry point of the compiling process: reads kernels from stdin, writes a line of JSON to stdout when one is done."""
     _hash_in_order()
     directory, specializations = pickle.load(sys.stdin.buffer)
@@ -441,8 +445,10 @@ def main() -> None:
                 record.unlink(missing_ok=True)  # Triton fails on a list of files that no longer exist
         fork = "fork" in multiprocessing.get_all_start_methods()
         processes = min(len(os.sched_getaffinity(0)) if fork else os.cpu_count() or 1, len(specializations), MOST_AT_ONCE)
-        with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork" if fork else "spawn")) as pool:
+        context = multiprocessing.get_context("fork" if fork else "spawn")
+        with ProcessPoolExecutor(processes, context, initializer=_end_with, initargs=(os.getpid(),)) as pool:
             under_way = {pool.submit(_compile, specialization): index for index, specialization in enumerate(specializations)}
+            _end_with(parent)  # a thread, hence after the forks
             for future in as_completed(under_way):
                 error = future.exception()
                 answers.write(json.dumps([under_way[future], "" if error is None else f"{type(error).__name__}: {error}"]) + "\n")

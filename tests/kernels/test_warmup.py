@@ -7,10 +7,12 @@ import json
 import logging
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,6 +192,47 @@ def test_compiler_starts_early_where_nothing_is_compiled_and_ends_with_its_block
     with pytest.raises(ZeroDivisionError), started_early(tmp_path / "others") as compiler:
         raise ZeroDivisionError
     assert compiler is not None and children() <= before
+
+
+class Endless(Specialization):
+    """A kernel whose compilation never ends; ``name`` is a folder in which the compiling process leaves its id."""
+
+    def place(self, directory: Path) -> tuple[str, Path]:
+        return "0", directory / "none"
+
+    def compile(self) -> None:
+        Path(self.name, str(os.getpid())).touch()
+        time.sleep(3600)
+
+
+def prepare_endless(folder: str) -> None:
+    """A program that never ends by itself."""
+    kernel = Endless(module="", name=folder, signature={}, constants={}, attributes={}, options={}, target=("cuda", 90, 32))
+    prepare([Wanted(specialization=kernel, install=id)], Path(folder, "cache"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_processes_that_compile_end_with_their_program(tmp_path: Path, signum: signal.Signals) -> None:
+    """They compiled all kernels first: Ctrl-C, or the end of the program by a signal, left one process for each core."""
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); sys.path[:] = sys.argv[2:]; " + (
+        "from tests.kernels.test_warmup import prepare_endless; prepare_endless(sys.argv[1])"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path), *sys.path], stderr=subprocess.DEVNULL) as running:
+        while not (compiling := list(tmp_path.glob("[0-9]*"))):
+            assert running.poll() is None
+            time.sleep(0.05)
+        running.send_signal(signum)
+    process = Path("/proc", compiling[0].name)
+    try:
+        for _ in range(1200):
+            if not process.exists() or "\nState:\tZ" in (process / "status").read_text():
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"process {compiling[0].name} compiles on")
+    finally:
+        if process.exists():
+            os.kill(int(process.name), signal.SIGKILL)
 
 
 _MODULE = """
