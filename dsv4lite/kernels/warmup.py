@@ -23,6 +23,7 @@ import multiprocessing.spawn
 import os
 import pickle
 import pkgutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -434,6 +435,7 @@ def _end_with(parent: int) -> None:
 
 def main(parent: int) -> None:
     """Entry point of the compiling process: reads kernels from stdin, writes a line of JSON to stdout when one is done."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ranks ignore it, and a pool of processes ends them by it
     _hash_in_order()
     directory, specializations = pickle.load(sys.stdin.buffer)
     triton.knobs.cache.dir = directory

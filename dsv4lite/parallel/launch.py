@@ -28,7 +28,9 @@ from dsv4lite.parallel.channel import Channel, Closed
 log = logging.getLogger("dsv4lite.parallel")
 
 HEARTBEAT_S = 0.5
+# A terminal or a service manager sends these signals to all processes at once: the engine's process handles them.
 _PROGRAM = (
+    "import signal\nfor number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)\n"
     "import sys; work, life, parent, module = sys.argv[1:5]; sys.path[:] = sys.argv[5:]\n"
     "from dsv4lite.bare import import_torch; import_torch()\n"
     "import importlib; importlib.import_module(module).main(int(work), int(life), int(parent))"
@@ -145,7 +147,6 @@ class Heartbeat:
 
 def set_up_child(device: torch.device, ranks_here: int) -> None:
     """Set up this process, which the engine owns, for one rank of ``ranks_here`` on this machine."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the engine's process handles it
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:

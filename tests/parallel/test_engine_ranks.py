@@ -359,6 +359,15 @@ def test_lost_rank_ends_every_request_with_its_name(model: Path, number: int, re
     assert held() <= before
 
 
+def test_signals_that_reach_all_processes_are_for_the_host(model: Path, zygote: Zygote) -> None:
+    """A service manager's SIGTERM, or the SIGHUP of a terminal, ended the ranks of a host that handles it, and all requests."""
+    with forked(zygote), LLM(str(model), **MODEST, executor="process") as llm, llm.stream("a", GREEDY) as stream:
+        next(stream)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(processes(llm)[0], number)
+        assert stream.final().outputs[0].finish_reason == "length"
+
+
 def test_lost_rank_shows_in_the_state_while_the_loop_is_busy(model: Path, zygote: Zygote) -> None:
     """A call that failed with the engine's error could be followed by ``ready`` or ``asleep``, and by calls that succeeded."""
 
