@@ -175,9 +175,12 @@ class RowFiles:
         return found
 
     def _read_rows(self) -> Generator[_Row, None, None]:
-        count = 0
+        count = seen = 0
         with self._source.open("rb") as lines:
             for number, line in enumerate(lines):
+                seen += bool(line.strip())
+                if seen > self._rows:  # appended since ``read``, and perhaps not whole yet
+                    return
                 if line.strip() and number not in self._earlier:
                     self._pulled[count] = row = _read(number, line)
                     count += 1

@@ -192,6 +192,23 @@ def test_rows_that_were_cut_off_run_again(model: Path, tmp_path: Path, how: str)
     assert all(line["response"]["body"]["usage"]["completion_tokens"] == 100 for line in outputs(target).values())
 
 
+def test_rows_that_are_appended_meanwhile_run_with_the_next_call(llm: LLM, tmp_path: Path) -> None:
+    """The report had more rows done than there are, and a row that was half written had an error as its output for good."""
+    source, target = written(tmp_path / "in.jsonl", ["abc", "cab"]), tmp_path / "out.jsonl"
+
+    def append(report: FileReport) -> None:
+        if report.done == 1:
+            with source.open("ab") as file:
+                file.write(b'"bca"\n"ac')
+
+    report = llm.generate_file(source, target, DEFAULTS, max_in_flight=1, progress=append)
+    assert (report.rows, report.done, report.remaining_s) == (2, 2, 0.0)
+    with source.open("ab") as file:
+        file.write(b'b"\n')
+    report = llm.generate_file(source, target, DEFAULTS)
+    assert (report.rows, report.earlier, report.done, report.failed) == (4, 2, 2, 0) and sorted(outputs(target)) == [0, 1, 2, 3]
+
+
 def test_a_second_run_on_the_same_target_is_refused(llm: LLM, tmp_path: Path) -> None:
     """It would answer each row again."""
     source, target = written(tmp_path / "in", GOOD), tmp_path / "out"
