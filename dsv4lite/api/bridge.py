@@ -270,7 +270,7 @@ class ThreadBridge(Bridge):
         """Run what is posted so far, and end the thread."""
         self._closed = True
         self._inbox.put(None)
-        if wait and threading.current_thread() is not self._thread:
+        if wait and self._thread.is_alive() and threading.current_thread() is not self._thread:  # it may never have started
             self._thread.join()
 
     def is_current(self) -> bool:

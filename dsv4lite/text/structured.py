@@ -190,12 +190,12 @@ class GrammarCompiler:
             if compiled is None:
                 if _program_ends():  # an exit handler waits for this request
                     raise EngineStateError("the program ends: no grammar is compiled any more", state="ready")
-                compiled = self._known[spec] = Future()
-                self._queue.append((spec, ref(compiled)))
                 if not self._working:
                     # Not a daemon, unlike the engine's thread, which starts it: at exit, one in llguidance would crash the process.
                     threading.Thread(target=self._work, name=_THREAD, daemon=False).start()
                     self._working = True
+                compiled = self._known[spec] = Future()  # not before: the thread may not start
+                self._queue.append((spec, ref(compiled)))
             elif spec in self._recent:
                 self._recent.move_to_end(spec)
             return compiled

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 
@@ -128,6 +130,25 @@ def test_thread_bridge_runs_posts_and_timers_on_its_thread() -> None:
     assert seen == ["test-delivery", "sooner", "later"]
     assert bridge.is_gone and bridge.post(lambda: pytest.fail("ran")) is False
     assert not set(threading.enumerate()) - before
+
+
+def test_thread_bridge_whose_thread_cannot_start_leaves_nothing_for_the_exit() -> None:
+    """As at the limit of a container's processes: the exit handler joined the thread, and printed a traceback."""
+    program = """
+import threading
+from dsv4lite.api.bridge import ThreadBridge
+
+def refused(thread):
+    raise RuntimeError("can't start new thread")
+
+threading.Thread.start = refused
+try:
+    ThreadBridge("bridge")
+except RuntimeError as error:
+    print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "can't start new thread\n", "")
 
 
 def test_thread_bridge_survives_timers_of_any_length_and_callbacks_that_fail(caplog: pytest.LogCaptureFixture) -> None:

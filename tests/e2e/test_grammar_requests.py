@@ -93,6 +93,25 @@ def test_invalid_settings_that_reach_the_engine_fail_their_request_alone(llm: LL
         assert output.error.__cause__ is not None
 
 
+def test_grammar_whose_thread_cannot_start_fails_its_request_and_not_the_next_one(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at a container's limit of processes. The same grammar, asked for while the error was alive, never came."""
+    start, params = threading.Thread.start, SamplingParams(max_tokens=9, structured_outputs={"regex": "b{9}"})
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "dsv4lite-grammars":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RequestFailedError, match="can't start new thread") as caught:
+            llm.generate(PROMPTS[0], params)
+    output = llm.generate(PROMPTS[0], params, deadline=ENOUGH_S)
+    assert caught.value.__cause__ is not None and output.outputs[0].finish_reason != "deadline"
+
+
 def test_completions_of_one_request_follow_its_grammar_each(llm: LLM) -> None:
     grammar = {"json": {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 3, "maxItems": 3}}
     output = llm.generate(PROMPTS[0], SamplingParams(max_tokens=1000, n=4, seed=3, structured_outputs=grammar))
