@@ -103,6 +103,7 @@ class RowFiles:
             raise ConfigError(f"source and target are the same file, {self._source}")
         self._source.open("rb").close()  # without a source no target is made
         self._out: BinaryIO = self._target.open("ab", buffering=0)
+        self._process = os.getpid()
         try:
             _lock(self._out)
         except BaseException:
@@ -121,6 +122,8 @@ class RowFiles:
 
     def __exit__(self, *exception: object) -> None:
         self._unread.close()
+        if os.getpid() == self._process:  # a process that was forked meanwhile has the file open, too
+            _lock(self._out, release=True)
         self._out.close()
 
     def __iter__(self) -> Iterator[_Row]:
@@ -249,12 +252,12 @@ class RowFiles:
         )
 
 
-def _lock(file: BinaryIO) -> None:
-    """Keep a target for one run at a time, as long as it is open."""
+def _lock(file: BinaryIO, *, release: bool = False) -> None:
+    """Keep a target for one run at a time, until it is released, or closed in every process that has it."""
     if sys.platform == "win32":
         return
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_UN if release else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(f"{file.name} is being written by another run; wait for its end, or give another target") from error
     except OSError as error:  # file systems without locks

@@ -224,6 +224,25 @@ def test_a_second_run_on_the_same_target_is_refused(llm: LLM, tmp_path: Path) ->
     assert llm.generate_file(source, target, DEFAULTS).done == 0
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_of_a_run_does_not_keep_its_target(llm: LLM, tmp_path: Path) -> None:
+    """As a pool of processes that was started meanwhile: the next run was refused, for the fork had the locked file."""
+    source, target, forks = written(tmp_path / "in.jsonl", ["abc"]), tmp_path / "out.jsonl", []
+
+    def fork(report: FileReport) -> None:
+        forks.append(os.fork())
+        if forks[0] == 0:
+            signal.pause()
+
+    llm.generate_file(source, target, DEFAULTS, progress=fork)
+    try:
+        assert llm.generate_file(source, target, DEFAULTS).earlier == 1
+    finally:
+        os.kill(forks[0], signal.SIGKILL)
+        os.waitpid(forks[0], 0)
+
+
 def test_files_that_do_not_fit_are_refused_and_stay_as_they_are(llm: LLM, tmp_path: Path) -> None:
     source = written(tmp_path / "in", GOOD)
     for name, content, problem in (
