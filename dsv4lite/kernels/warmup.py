@@ -23,7 +23,6 @@ import multiprocessing.spawn
 import os
 import pickle
 import pkgutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -55,7 +54,10 @@ log = logging.getLogger("dsv4lite.kernels")
 
 MOST_AT_ONCE = 16  # kernels that are compiled or loaded at the same time
 _ABSENT_DEVICE = 1 << 20  # plus the capability: a device index that no real device has
-_PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from dsv4lite.kernels.warmup import main; main(int(sys.argv[1]))"
+# Ranks ignore SIGTERM, by which a pool ends its processes.
+_PROGRAM = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_DFL); sys.path[:] = sys.argv[2:]; " + (
+    "from dsv4lite.kernels.warmup import main; main(int(sys.argv[1]))"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,7 +437,6 @@ def _end_with(parent: int) -> None:
 
 def main(parent: int) -> None:
     """Entry point of the compiling process: reads kernels from stdin, writes a line of JSON to stdout when one is done."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ranks ignore it, and a pool of processes ends them by it
     _hash_in_order()
     directory, specializations = pickle.load(sys.stdin.buffer)
     triton.knobs.cache.dir = directory

@@ -80,7 +80,7 @@ HOSTS = (
 )  # fmt: skip
 # Ranks that we start ourselves are our own processes, and so is a command.
 OWN_PROCESSES = {
-    *(("parallel.launch", name) for name in ("signal.signal", "torch.cuda.set_device", "torch.set_num_threads")),
+    *(("parallel.launch", name) for name in ("torch.cuda.set_device", "torch.set_num_threads")),
     ("bare", "warnings.filterwarnings"),  # as before once torch is imported
 }
 # Public functions whose ``**keywords`` are no TypedDict, and why.
