@@ -43,10 +43,10 @@ class WeightTransfer:
         Raises:
             EngineStateError: An update is open, or the weights are asleep.
         """
-        self._version = self._llm.weight_version + 1 if version is None else version
-        update = self._llm.update_weights(self._version, partial=partial)
+        wanted = self._llm.weight_version + 1 if version is None else version
+        update = self._llm.update_weights(wanted, partial=partial)
         await update.__aenter__()
-        self._update = update
+        self._update, self._version = update, wanted
 
     async def update_weights(self, bucket: Any) -> None:
         """Take a bucket: names and tensors, or other arguments of the source. On return its memory may be reused.

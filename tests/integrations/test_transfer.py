@@ -90,5 +90,7 @@ async def test_phases_out_of_order_and_failed_buckets(models: tuple[Path, Path])
             await transfer.finish_weight_update()
         await transfer.init_weight_transfer_engine(NamedTensors)
         await transfer.start_weight_update(partial=True)
+        with pytest.raises(EngineStateError):  # it became the version that ``finish_weight_update`` returned
+            await transfer.start_weight_update(9)
         await transfer.update_weights({"norm.weight": torch.zeros(32)})
-        assert await transfer.finish_weight_update() == 1
+        assert await transfer.finish_weight_update() == llm.weight_version == 1
