@@ -46,9 +46,12 @@ LEAST_LOGPROB = -9999.0
 
 
 def _as_tuple(parameter: str, value: object) -> tuple[Any, ...]:
-    good = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
-    require(good, parameter, value, "must be a sequence")
-    return tuple(value)  # type: ignore[arg-type]  # checked one line before
+    rule = "must be a sequence"
+    require(isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)), parameter, value, rule)
+    try:
+        return tuple(value)  # type: ignore[arg-type]  # checked before
+    except TypeError as error:  # a tensor without dimensions
+        raise InvalidRequestError(f"{parameter}={shown(value)} {rule}", parameter=parameter, value=value) from error
 
 
 class LogitBias(Mapping[int, float]):

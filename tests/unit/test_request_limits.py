@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dsv4lite.config import EngineConfig
 from dsv4lite.errors import ConfigError, InvalidRequestError, shown
@@ -70,6 +71,9 @@ def test_numbers_beyond_floats_are_invalid(name: str) -> None:
         {"logit_bias": [(5, 1.0)]},
         {"stop": [SURROGATE]},
         {"stop": SURROGATE},
+        {"stop_token_ids": torch.tensor(1)},  # it was a TypeError
+        {"bad_words_ids": torch.tensor([1])},
+        {"allowed_token_ids": torch.tensor(1)},
     ],
     ids=shown,
 )
