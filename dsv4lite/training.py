@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import nullcontext
-from typing import Protocol, Unpack, cast, runtime_checkable
+from typing import Any, Protocol, Unpack, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -126,13 +126,14 @@ def _check_model(model: object) -> None:
     require(good, "model", type(model), "must be what load_model returns; models of other libraries differ")
 
 
-def _ids(name: str, given: Sequence[int]) -> list[int]:
-    """Return token ids, which may be a tensor of one dimension, as integers."""
+def _ids(name: str, given: Any) -> list[int]:
+    """Return token ids, which may be a tensor of one dimension, as integers; booleans stay, and the next check refuses them."""
+    rule, values = "must be a sequence of token ids", given.tolist() if isinstance(given, Tensor) else given
+    require(not isinstance(values, (bytes, bytearray, Set)), name, given, rule)
     try:
-        ids = list(map(operator.index, given))
+        ids = [value if isinstance(value, bool) else operator.index(value) for value in values]
     except TypeError:
-        message = f"{name}={shown(given)} must be a sequence of token ids"
-        raise InvalidRequestError(message, parameter=name, value=given) from None
+        raise InvalidRequestError(f"{name}={shown(given)} {rule}", parameter=name, value=given) from None
     require(len(ids) > 0, name, given, "must not be empty")
     return ids
 

@@ -73,6 +73,8 @@ def test_trainer_has_the_bits_of_decoding_and_scoring(checkpoint: Path, dtype: A
         *(({"prompt": [5, -100]}, "prompt token id -100"), ({"completion": [5, -100]}, "completion token id -100")),
         *(({"prompt": [96]}, "prompt token id 96"), ({"completion": [96]}, "completion token id 96")),
         *(({"completion": [5, 1.7]}, "completion"), ({"prompt": "text"}, "prompt"), ({"completion": None}, "completion")),
+        *(({"completion": [5, True]}, "completion token id True"), ({"completion": torch.ones(2) > 0}, "completion token id True")),
+        *(({"completion": torch.tensor([[5], [6]])}, "sequence of token ids"), ({"completion": b"ab"}, "sequence of token ids")),
         ({"params": {"temperature": 1.0}}, "SamplingParams.from_dict"),
         ({"replay": {}}, "must be a Replay"),
     ],
