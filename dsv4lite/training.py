@@ -138,14 +138,22 @@ def _ids(name: str, given: Any) -> list[int]:
     return ids
 
 
+def _without_effect(params: SamplingParams, name: str, vocab_size: int) -> bool:
+    """Return whether a setting that is not the default forbids, truncates and changes nothing."""
+    if name == "logit_bias":
+        return not any((params.logit_bias or {}).values())
+    if name == "allowed_token_ids":
+        return set(range(vocab_size)) <= set(params.allowed_token_ids or ())
+    return name in _FILTERS and (params.greedy_sampling or (name == "top_k" and params.top_k >= vocab_size))
+
+
 def _processed(logits: Tensor, params: SamplingParams, replay: Replay | None) -> Tensor:
     """Return the logits of the distribution that ``params`` sample from, float32 [C, V]."""
     neutral, kept = SamplingParams(), None
     if replay is not None:
         kept = replay.kept(0, len(logits), logits.shape[1])
     for name in (*_EDITS, *(_TRUNCATIONS if kept is None else ())):
-        without_effect = (params.greedy_sampling and name in _FILTERS) or (name == "logit_bias" and not params.logit_bias)
-        if getattr(params, name) != getattr(neutral, name) and not without_effect:
+        if getattr(params, name) != getattr(neutral, name) and not _without_effect(params, name, logits.shape[1]):
             raise UnsupportedError(
                 f"{name}={getattr(params, name)!r}: a trainer's forward pass applies only the temperature and the replay of a "
                 "rollout with return_replay=True; score() applies all settings but structured_outputs"

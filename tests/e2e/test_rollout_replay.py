@@ -279,12 +279,22 @@ def test_trainer_needs_the_record_of_a_rollout_under_a_grammar(small: Path, llm:
 
 
 @pytest.mark.parametrize("kind", ["v4"], indirect=True)
-def test_trainer_takes_an_empty_logit_bias(small: Path, llm: LLM) -> None:
-    params, model = ROLLOUT.replace(logit_bias={}), load_model(str(small), device="cpu")
-    completion = llm.generate(SHORT, params).outputs[0]
-    assert completion.logprobs is not None
-    again = completion_logprobs(model, SHORT, completion.token_ids, params, replay=replay_of(completion))
-    assert torch.equal(again, completion.logprobs.sampled)
+@pytest.mark.parametrize(
+    "settings",
+    [{"logit_bias": {}}, {"logit_bias": {5: 0.0}}, {"top_k": 96}, {"top_k": 97}, {"allowed_token_ids": range(96)}],
+    ids=str,
+)
+def test_trainer_takes_settings_without_effect(small: Path, llm: LLM, settings: dict[str, Any]) -> None:
+    """Without a replay, a bias of 0 and lists of all tokens were refused."""
+    model = load_model(str(small), device="cpu")
+    assert model.config.vocab_size == 96
+    for replayed, top_p in ((True, 0.9), (True, 1.0), (False, 1.0)):
+        params = ROLLOUT.replace(top_p=top_p, **settings)
+        completion = llm.generate(SHORT, params).outputs[0]
+        assert completion.logprobs is not None
+        replay = replay_of(completion) if replayed else None
+        again = completion_logprobs(model, SHORT, completion.token_ids, params, replay=replay)
+        assert torch.equal(again, completion.logprobs.sampled)
 
 
 def test_records_that_do_not_fit_are_refused(kind: Kind, small: Path, llm: LLM) -> None:
