@@ -298,10 +298,9 @@ def _copied(prompt: object) -> object:
         return list(prompt)
     if isinstance(prompt, (str, *_BYTES, Set)) or not (isinstance(prompt, Sized) and isinstance(prompt, Iterable)):
         return prompt
-    try:
-        return tuple(prompt)
-    except TypeError:  # a tensor without dimensions
-        return prompt
+    tolist = getattr(prompt, "tolist", None)  # of an array or tensor, whose booleans and rows of one would pass for token ids
+    values = tolist() if callable(tolist) else tuple(prompt)
+    return values if isinstance(values, (list, tuple)) else prompt  # a tensor without dimensions has no list
 
 
 def check_params(params: object) -> None:

@@ -148,6 +148,7 @@ async def test_generate_refuses_what_is_no_prompt(lab: Lab) -> None:
         *((empty, "the prompt is empty") for empty in ("", [])),
         *((other, "must be a str, token ids") for other in (7, None, [1.5], {1, 2}, iter([1]), torch.tensor(1))),
         *((b"bytes", "decode it to a str"), (memoryview(b"bytes"), "decode it to a str"), (["a", "b"], several)),
+        *((torch.tensor([True]), "token id True is outside"), (torch.tensor([[1], [2]]), "generate_batch takes several prompts")),
         *(([True], "token id True is outside"), ({"prompt_token_ids": torch.tensor(1)}, "not Tensor")),
         *(([4096], r"4096 is outside the vocabulary \[0, 4096\)"), ([-1], "-1 is outside the vocabulary")),
         *(({"prompt_ids": [1]}, "prompt_token_ids"), ({"prompt_token_ids": None}, "prompt"), (cycle, "not dict")),
