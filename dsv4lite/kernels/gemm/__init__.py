@@ -167,7 +167,9 @@ def float_linear(x: Tensor, w: Tensor, dtype: torch.dtype, row_tile: int | None 
 def pair_linear(
     x_MK: Tensor, x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor, w_NK: Tensor, row_tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Multiply the same rows by quantized and by unquantized weights: ``fp8_linear`` and ``float_linear``, with their bits.
+    """Multiply the same rows by quantized and by unquantized weights: ``fp8_linear`` and ``float_linear``.
+
+    With ``row_tile`` both products have the bits of these.
 
     Args:
         x_MK: Rows; the kernels take bfloat16.
