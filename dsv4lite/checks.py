@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, TypeGuard, TypeVar
 
@@ -40,6 +41,17 @@ def is_unicode(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def as_integers(values: Iterable[Any]) -> tuple[int, ...]:
+    """Return token ids as integers. If one is ``True`` or ``False``, they stay as they are: ``check_vocabulary`` refuses it.
+
+    Raises:
+        TypeError: One is no integer.
+    """
+    ids = tuple(values)
+    kinds = set(map(type, ids))
+    return ids if kinds == {int} or bool in kinds else tuple(map(operator.index, ids))
 
 
 def is_token(value: object) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Sequence, Set
 from contextlib import nullcontext
@@ -11,7 +10,7 @@ from typing import Any, Protocol, Unpack, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from dsv4lite.checks import require
+from dsv4lite.checks import as_integers, require
 from dsv4lite.config import EngineConfig, EngineSettings
 from dsv4lite.device import choose_device, single_threaded
 from dsv4lite.engine.choices import check_replay, replayed_choices
@@ -127,11 +126,11 @@ def _check_model(model: object) -> None:
 
 
 def _ids(name: str, given: Any) -> list[int]:
-    """Return token ids, which may be a tensor of one dimension, as integers; booleans stay, and the next check refuses them."""
+    """Return token ids, which may be a tensor of one dimension; see ``as_integers``."""
     rule, values = "must be a sequence of token ids", given.tolist() if isinstance(given, Tensor) else given
     require(not isinstance(values, (bytes, bytearray, Set)), name, given, rule)
     try:
-        ids = [value if isinstance(value, bool) else operator.index(value) for value in values]
+        ids = list(as_integers(values))
     except TypeError:
         raise InvalidRequestError(f"{name}={shown(given)} {rule}", parameter=name, value=given) from None
     require(len(ids) > 0, name, given, "must not be empty")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from dsv4lite.api.collect import ParserFactory
-from dsv4lite.checks import is_integer, is_number, is_unicode, plain, plain_fields, require
+from dsv4lite.checks import as_integers, is_integer, is_number, is_unicode, plain, plain_fields, require
 from dsv4lite.errors import InvalidRequestError, UnsupportedError, near_match, shown
 from dsv4lite.request import Prompt, Replay, Request, Row, SamplingParams, check_request
 from dsv4lite.text.forms import ChatForm
@@ -328,11 +327,8 @@ def _encode(tokenizer: Tokenizer, prompt: object, name: str, *, add_bos: bool) -
         raise InvalidRequestError(f"the {name} is bytes; decode it to a str first", parameter=name, value=prompt)
     found = type(prompt).__name__
     if isinstance(prompt, (list, tuple)):
-        kinds = set(map(type, prompt))
-        if kinds == {int} or bool in kinds:
-            return tuple(prompt)  # as they are: ``check_request`` refuses ``True``, which is not 1
         try:
-            return tuple(map(operator.index, prompt))
+            return as_integers(prompt)
         except TypeError:
             strange = next((part for part in prompt if not isinstance(part, SupportsIndex)), prompt[0])
             messages = isinstance(strange, Mapping) and "role" in strange

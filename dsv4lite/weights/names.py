@@ -40,14 +40,21 @@ class NameTables:
 
     def of_checkpoint(self, names: Iterable[str]) -> NameTables:
         """Return the tables for a checkpoint with tensors of these names, in which blocks without ``drafter_only`` are layers."""
-        if self.hidden_layers is None or not self.drafter_only:
+        if not self.drafter_only:
             return self
         held: dict[int, set[str]] = {}
-        for parts in (name.removeprefix("model.").split(".") for name in names):
-            if parts[0] == "layers" and len(parts) > 1 and parts[1].isdecimal():
-                held.setdefault(int(parts[1]) - self.hidden_layers, set()).update(parts[2:])
-        layers = (block for block, parts in held.items() if block >= 0 and parts.isdisjoint(self.drafter_only))
+        for parts in map(_components, names):
+            if (block := self.block_after(parts)) is not None:
+                held.setdefault(block, set()).update(parts[2:])
+        layers = (block for block, parts in held.items() if parts.isdisjoint(self.drafter_only))
         return replace(self, drafter_blocks=min([self.drafter_blocks, *layers]))
+
+    def block_after(self, parts: Sequence[str]) -> int | None:
+        """Return the number of a name's layer after the hidden ones, from 0 on; ``None`` for other names."""
+        if self.hidden_layers is None or parts[0] != "layers" or len(parts) < 2 or not parts[1].isdecimal():
+            return None
+        block = int(parts[1]) - self.hidden_layers
+        return block if block >= 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +86,12 @@ def translate(name: str, shape: Sequence[int], tables: NameTables) -> list[Piece
         CheckpointError: A stacked tensor does not have three dimensions, is empty or has too many experts, or its rows cannot be
             divided into gate and up.
     """
-    parts = name.removeprefix("model.").split(".")
+    parts = _components(name)
     if parts[-1] == "inv_freq":
         return []
-    if tables.hidden_layers is not None and parts[0] == "layers" and len(parts) > 1 and parts[1].isdecimal():
-        drafter_block = int(parts[1]) - tables.hidden_layers
-        if 0 <= drafter_block < tables.drafter_blocks:
-            parts[:2] = ["mtp", str(drafter_block)]
+    drafter_block = tables.block_after(parts)
+    if drafter_block is not None and drafter_block < tables.drafter_blocks:
+        parts[:2] = ["mtp", str(drafter_block)]
     if parts[0] == "mtp" and (any("emb" in part for part in parts) or (parts[-1] == "weight" and parts[-2].endswith("head"))):
         return []
     parts[-1] = _LEAF.get(parts[-1], parts[-1])
@@ -105,6 +111,10 @@ def translate(name: str, shape: Sequence[int], tables: NameTables) -> list[Piece
         for expert in range(shape[0])
         for i, matrix in enumerate(matrices)
     ]
+
+
+def _components(name: str) -> list[str]:
+    return name.removeprefix("model.").split(".")
 
 
 def _renamed(parts: list[str], table: Mapping[str, str]) -> list[str]:

@@ -115,42 +115,35 @@ def _store(results, out, groups, block, column, width, pairs, PART: gl.constexpr
 
 
 @gluon.jit
-def _gate_up(task, results, buffers, barriers, PART: gl.constexpr):
-    """Consumer warps: compute every item's columns of ``u`` in half of its rows."""
-    groups, pairs, chunks, _per_block, width = task
-    mixes, u, limit = results
-    step = 0
-    turn = 0
-    block, place, _expert, count = take_item(barriers[2], 0)
-    while count > 0:
-        if count > PART * _HALF:
-            gate, up, step = _product(chunks, step, buffers, barriers, PART)
-            row = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, gate.type.layout))
-            pair = gl.load(groups[0] + block * _ROWS + row)
-            mix = gl.load(mixes + pair, mask=pair < pairs, other=0.0)
-            # Reference: u_NI = (swiglu(h_NI[:, :width], h_NI[:, width:], limit) * weight_N1).to(dtype)
-            gate, up = pairs_to_bfloat16(gate).to(gl.float32), pairs_to_bfloat16(up).to(gl.float32)
-            activated = pairs_to_bfloat16(swiglu_of(gate, up, limit) * gl.expand_dims(mix, 1))
-            _store(activated, u, groups, block, place * 128, width, pairs, PART)
-        else:
-            step = _leave_out(chunks, step, barriers)
-        turn += 1
-        block, place, _expert, count = take_item(barriers[2], turn & 1)
+def _activated(gate, up, mixes, groups, block, limit, pairs, PART: gl.constexpr):
+    """Return 128 columns of ``u``, bfloat16 [64, 128]."""
+    row = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, gate.type.layout))
+    pair = gl.load(groups[0] + block * _ROWS + row)
+    mix = gl.load(mixes + pair, mask=pair < pairs, other=0.0)
+    # Reference: u_NI = (swiglu(h_NI[:, :width], h_NI[:, width:], limit) * weight_N1).to(dtype)
+    gate, up = pairs_to_bfloat16(gate).to(gl.float32), pairs_to_bfloat16(up).to(gl.float32)
+    return pairs_to_bfloat16(swiglu_of(gate, up, limit) * gl.expand_dims(mix, 1))
 
 
 @gluon.jit
-def _down(task, y, buffers, barriers, PART: gl.constexpr):
-    """Consumer warps: compute every item's columns of the result in half of its rows."""
-    groups, pairs, chunks, _per_block, hidden = task
+def _consume(task, results, buffers, barriers, FIRST: gl.constexpr, PART: gl.constexpr):
+    """Consumer warps: compute every item's columns of the first or of the second product in half of its rows."""
+    groups, pairs, chunks, _per_block, width = task
     step = 0
     turn = 0
     block, place, _expert, count = take_item(barriers[2], 0)
     while count > 0:
         if count > PART * _HALF:
-            left, right, step = _product(chunks, step, buffers, barriers, PART)
-            # Reference: matmul_rows(u_NI.to(wide), w2[expert].to(wide), row_tile), rounded to ``given.dtype``
-            _store(left.to(y.dtype.element_ty), y, groups, block, place * 256, hidden, pairs, PART)
-            _store(right.to(y.dtype.element_ty), y, groups, block, place * 256 + 128, hidden, pairs, PART)
+            first, second, step = _product(chunks, step, buffers, barriers, PART)
+            if FIRST:
+                mixes, u, limit = results
+                activated = _activated(first, second, mixes, groups, block, limit, pairs, PART)
+                _store(activated, u, groups, block, place * 128, width, pairs, PART)
+            else:
+                # Reference: matmul_rows(u_NI.to(wide), w2[expert].to(wide), row_tile), rounded to ``given.dtype``
+                y = results
+                _store(first.to(y.dtype.element_ty), y, groups, block, place * 256, width, pairs, PART)
+                _store(second.to(y.dtype.element_ty), y, groups, block, place * 256 + 128, width, pairs, PART)
         else:
             step = _leave_out(chunks, step, barriers)
         turn += 1
@@ -173,8 +166,8 @@ def _gate_up_kernel(
     task = ((block_pairs, block_expert, block_span, num_blocks), pairs, chunks, per_block, width)
     gl.warp_specialize(
         [
-            (_gate_up, (task, (mixes, u, limit), buffers, barriers, 0)),
-            (_gate_up, (task, (mixes, u, limit), buffers, barriers, 1)),
+            (_consume, (task, (mixes, u, limit), buffers, barriers, True, 0)),
+            (_consume, (task, (mixes, u, limit), buffers, barriers, True, 1)),
             (_load, ((x, w), taken, task, buffers, barriers, 128, TOP_K)),
         ],
         [4, 4],  # warps and registers of the second and third function
@@ -188,8 +181,8 @@ def _down_kernel(u, w, block_pairs, block_expert, block_span, num_blocks, taken,
     task = ((block_pairs, block_expert, block_span, num_blocks), pairs, chunks, per_block, hidden)
     gl.warp_specialize(
         [
-            (_down, (task, y, buffers, barriers, 0)),
-            (_down, (task, y, buffers, barriers, 1)),
+            (_consume, (task, y, buffers, barriers, False, 0)),
+            (_consume, (task, y, buffers, barriers, False, 1)),
             (_load, ((u, w), taken, task, buffers, barriers, 256, 1)),
         ],
         [4, 4],

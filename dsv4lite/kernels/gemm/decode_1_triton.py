@@ -166,10 +166,10 @@ def _launch(strip: Strip, fp8: tuple[Tensor, ...] | None, unquantized: tuple[Ten
     """Launch a product in FP8, an unquantized one, or both of the same row: inputs, weights and results of each."""
     given = fp8 or unquantized
     assert given
-    codes, numbers = fp8 or given[-1:] * 5, unquantized or given[-1:] * 3
-    programs, inputs = len(unquantized[1]) // strip.outs if unquantized else 0, given[0].shape[-1]
+    codes, numbers, inputs = fp8 or given[-1:] * 5, unquantized or given[-1:] * 3, given[0].shape[-1]
+    fp8_programs, programs = len(fp8[2]) // strip.outs if fp8 else 0, len(unquantized[1]) // strip.outs if unquantized else 0
     assert all(tensor.is_contiguous() for tensor in (*codes, *numbers))
-    _row_kernel[(programs + (len(fp8[2]) // strip.outs if fp8 else 0),)](
+    _row_kernel[(programs + fp8_programs,)](
         *codes,
         *numbers,
         programs,

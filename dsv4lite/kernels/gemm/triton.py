@@ -487,9 +487,11 @@ def _grouped_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: 
     assert out.shape == _results_of(x_MGK, w_GNK) and out.dtype == dtype and out.is_contiguous()
     if row_tile is None and takes_float(x_MGK, w_GNK):
         float_row(x_MGK[0], w_GNK[0], out)
-        return out
-    one_part = row_tile is None and fills_chip(*out.shape) and takes_many(x_MGK, w_GNK, out)
-    return _float_linear(x_MGK, w_GNK, None, out, not one_part and _in_parts(x_MGK, row_tile))
+    elif row_tile is None and fills_chip(*out.shape) and takes_many(x_MGK, w_GNK, out):
+        many_rows(x_MGK, w_GNK, out)
+    else:
+        _float_linear(x_MGK, w_GNK, None, out, _in_parts(x_MGK, row_tile))
+    return out
 
 
 def pair_linear_triton(

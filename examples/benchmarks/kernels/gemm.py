@@ -38,15 +38,10 @@ V3 = {
 INT4 = {name.replace("v3", "int4"): shape for name, shape in V3.items()}  # in groups of 128
 NVFP4 = {name.replace("v3", "nvfp4"): shape for name, shape in V3.items()}
 PLAIN = {"csa compress_in": (2624, 4096), "hca compress_in": (1024, 4096), "gate": (256, 4096), "head": (129280, 4096)}
-PLAIN |= {
-    "lite wq+wkv_a": (3648, 2048),
-    "lite wo": (2048, 2048),
-    "lite gate+up": (5632, 2048),
-    "lite down": (2048, 2816),
-}  # V2-Lite
+LITE = {"lite wq+wkv_a": (3648, 2048), "lite wo": (2048, 2048), "lite gate+up": (5632, 2048), "lite down": (2048, 2816)}
 GROUPED = {"wo_a": (8, 1024, 4096)}
 
-KINDS = {"fp8": FP8, "v3": V3, "int4": INT4, "nvfp4": NVFP4, "grouped": GROUPED, "plain": PLAIN}
+KINDS = {"fp8": FP8, "v3": V3, "int4": INT4, "nvfp4": NVFP4, "grouped": GROUPED, "plain": PLAIN | LITE}
 
 CUT = {"wq_b": 0, "wq_b+index": 0, "wo_b": 1, "head": 0, "wo_a": 0}  # the axis of which ranks of tp have parts
 INDEX_ROWS = 8192  # of wq_b+index, which all ranks have
