@@ -98,7 +98,7 @@ class PromptGraphs:
     def shape_for(self, step: StepShape) -> PromptShape | None:
         """Return the first shape that a step fits in; ``None`` if the step runs eagerly."""
         drafts = step.max_drafts > 0 and self._most_drafts > 0
-        for shape in self.shapes:
+        for shape in self.shapes if self._model.captures(step.tokens or 0, step.pairs, step.pages) else ():
             large_enough = shape.tokens >= (step.tokens or 0) and shape.sequences >= step.sequences
             if large_enough and shape.longest >= step.longest and shape.drafts == drafts:
                 return shape

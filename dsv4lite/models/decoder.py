@@ -87,6 +87,10 @@ class Decoder(nn.Module, ABC):
         dispatchers = [block.ffn.dispatch for block in self.blocks if isinstance(block.ffn, MoE)]
         return all(dispatch is None or dispatch.capturable for dispatch in dispatchers)
 
+    def captures(self, tokens: int, pairs: int, pages: int) -> bool:
+        """Return whether a step with prompts may be replayed; see ``models.family.Model``."""
+        return True
+
     @property
     def drafting_blocks(self) -> tuple[Any, ...]:
         """The layers of the drafter."""

@@ -66,6 +66,13 @@ class Model(Protocol):
     def capturable(self) -> bool:
         """Whether a step can be captured in a CUDA graph."""
 
+    def captures(self, tokens: int, pairs: int, pages: int) -> bool:
+        """Return whether a step with prompts may be replayed, given its tokens and ``pairs`` and ``pages`` of its ``StepShape``.
+
+        The launches of a captured step depend on its number of tokens alone, not on lengths that the host knows. A family returns
+        ``False`` where launches that fit these lengths save more than the host takes for them.
+        """
+
     @property
     def passes_taps(self) -> bool:
         """Whether pipeline stages pass on ``taps_TK``: a drafter reads layers of earlier stages."""
@@ -172,8 +179,7 @@ class Family:
         drafters: For each kind of drafter, a tensor that only checkpoints with this kind have.
         chat: Returns the name of the chat format (``text.forms.FORMS``); releases with the same config are told apart by the
             tokenizer.
-        captured_prompts: Most tokens of a captured step with prompts. Up to that number the layers' launches must depend on the
-            number of tokens alone, not on lengths that the host knows.
+        captured_prompts: Most tokens of a captured step with prompts; see ``Model.captures``.
     """
 
     name: str
@@ -209,7 +215,7 @@ def _mla(name: str) -> Family:
         weight_only=("attn.wkv_b.weight",),
         drafters={"mtp": "mtp.0.eh_proj.weight"},
         chat=(lambda config: name) if name in ("deepseek_v3", "deepseek_v32") else None,
-        captured_prompts=128,  # longer chunks may attend in the up-projected form, which the host lays out
+        captured_prompts=4096,
     )
 
 

@@ -12,6 +12,7 @@ from operator import add
 from typing import NamedTuple
 
 from dsv4lite.errors import DSV4LiteError
+from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.request import TokenLogprob
 
 IN_FLIGHT = -1
@@ -138,6 +139,8 @@ class StepShape(NamedTuple):
         longest: Length of the longest sequence after the step, if all drafts are accepted.
         unresolved: Some sequence starts from accepted lengths that only the device knows.
         records: Some sequence records its routed experts, or replays given ones.
+        pairs, pages: Of sequences whose span is of a prompt: pairs of a token of the step and a token that it sees, and grow pages;
+            each of the replica with the most.
     """
 
     tokens: int | None
@@ -148,6 +151,8 @@ class StepShape(NamedTuple):
     longest: int = 0
     unresolved: bool = False
     records: bool = False
+    pairs: int = 0
+    pages: int = 0
 
     @classmethod
     def of(cls, plans: Iterable[StepPlan | None], routed: Collection[int] = (), given: Collection[int] = ()) -> StepShape:
@@ -158,7 +163,7 @@ class StepShape(NamedTuple):
             routed: Ids of sequences that record their experts.
             given: Ids of sequences that replay given experts.
         """
-        tokens = sequences = width = max_drafts = longest = 0
+        tokens = sequences = width = max_drafts = longest = pairs = pages = 0
         decodes, unresolved, known, records = True, False, True, False
         for plan in plans:
             if plan is None:
@@ -168,7 +173,12 @@ class StepShape(NamedTuple):
             lengths = list(map(len, token_ids))
             longest = max(longest, max(map(add, starts, lengths)) + max(filter(None, ahead), default=0))
             own, count = sum(lengths), len(lengths)
-            decodes = decodes and all(samples) and not any(scores) and own == count + sum(drafts)
+            prompts = own > count + sum(drafts)
+            decodes = decodes and all(samples) and not any(scores) and not prompts
+            if prompts:
+                spans = [(start, n) for start, n, drafted in zip(starts, lengths, drafts, strict=True) if n > 1 + drafted]
+                pairs = max(pairs, sum(n * start + n * (n + 1) // 2 for start, n in spans))
+                pages = max(pages, sum(-(-(start + n) // PAGE_TOKENS) for start, n in spans))
             unresolved = unresolved or ahead.count(None) < count
             tokens, sequences, width = max(tokens, own), max(sequences, count), max(width, *lengths)
             max_drafts = max(max_drafts, plan.max_drafts)
@@ -176,7 +186,7 @@ class StepShape(NamedTuple):
                 decodes, records = False, True
             if given and any(s.seq_id in given for s in plan.sequences):
                 known, records = False, True
-        return cls(tokens if known else None, sequences, width, decodes, max_drafts, longest, unresolved, records)
+        return cls(tokens if known else None, sequences, width, decodes, max_drafts, longest, unresolved, records, pairs, pages)
 
 
 class Sampled(NamedTuple):

@@ -125,7 +125,8 @@ class Costs:
             rows = self.seen if given.selected_TK is None else min(self.seen, given.selected_TK.shape[1])
             read = self._rows(len(given.paging.first_S), tokens, rows, given.rows.format.data_bytes)
             products = heads * rows * (2 * rank + given.rope)
-            if given.paging.host_spans is not None and given.projected:  # the up-projected form multiplies by every row
+            # The up-projected form multiplies by every row.
+            if given.captured or (given.paging.host_spans is not None and given.projected):
                 products = min(products, heads * self.seen * (width + given.up_HCL.shape[1] - given.nope))
             flop = 2 * tokens * (products + given.up_HCL.numel())
             return Call(name, _size((given.q_THC, given.up_HCL, result)) + read, flop / FLOPS_PER_SECOND)

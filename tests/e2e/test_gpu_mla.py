@@ -111,3 +111,14 @@ def test_captured_steps_agree_with_the_references(folder: Path) -> None:
     median, most = (0.16, 0.5) if "block_fp8" in folder.name else (0.02, 0.2)
     assert error.median() < median and error.quantile(0.9) < most, (error.median(), error.quantile(0.9))
     assert abs(theirs.mean() - likeliest.mean()) < 0.1 * likeliest.mean().abs() + 0.02
+
+
+def test_captured_prompts_agree_with_eager_ones(folder: Path) -> None:
+    """Of a shape, the first step is eager, the second is captured, the third replayed: there the device plans the prompts."""
+    pairs = [(text[:1], text[1:]) for text in prompts_of((700, 1500, 90, 20, 640), 96, seed=4)]
+    with OnGpu(folder, False, ()).open(max_num_seqs=16, enable_prefix_caching=False) as llm:
+        alone = [torch.cat([llm.score(*pair).sampled for pair in pairs]) for _ in range(3)]
+        together = [torch.cat([one.sampled for one in llm.score_batch(pairs)]) for _ in range(3)]
+    for eager, _, replayed in (alone, together):
+        error = (eager - replayed).abs()
+        assert error.median() < 0.02 and error.quantile(0.9) < 0.2, (error.median(), error.quantile(0.9))

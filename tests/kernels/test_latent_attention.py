@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from dsv4lite.kernels.latent_attention import (
     absorbs,
     attend,
     by_head,
+    captured_rows,
     empty_part,
     latent_attention,
     merged,
@@ -128,30 +131,46 @@ def test_unused_rows_may_hold_anything() -> None:
     assert torch.equal(latent_attention(given), wanted)
 
 
+def chosen(spans: list[tuple[int, int]], *sizes: int, top_k: int | None = None) -> list[bool]:
+    """Return which numbers of new tokens, after so many tokens of context, use the absorbed form."""
+    new_S, context_S = torch.tensor(spans).T
+    return absorbs(new_S, context_S, *sizes, top_k=top_k).tolist()
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 def test_up_projection_pays_from_171_new_tokens_on_a_long_context(heads: int) -> None:
-    sizes = (heads, 128, 64, 128, 512)
-    assert absorbs(170, 1 << 20, *sizes) and not absorbs(171, 1 << 20, *sizes)
-    assert absorbs(1, 1, *sizes) and absorbs(8, 100_000, *sizes)
+    spans = [(170, 1 << 20), (171, 1 << 20), (1, 1), (8, 100_000)]
+    assert chosen(spans, heads, 128, 64, 128, 512) == [True, False, True, True]
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("new", [2, 20, 170, 2048])
-def test_prompts_without_context_are_up_projected(heads: int, new: int) -> None:
-    assert not absorbs(new, 0, heads, 128, 64, 128, 512)
+def test_prompts_without_context_are_up_projected(heads: int) -> None:
+    assert not any(chosen([(2, 0), (20, 0), (170, 0), (2048, 0)], heads, 128, 64, 128, 512))
 
 
 def test_selections_pay_in_long_contexts() -> None:
     """The up-projected form reads all rows; with few heads their products cost less, those of the absorbed form do not."""
     wide, narrow = ((heads, 128, 64, 128, 512) for heads in (128, 16))
-    for new, context in ((8192, 0), (2048, 0), (1000, 5000)):
-        assert not absorbs(new, context, *wide, top_k=2048) and not absorbs(new, context, *narrow, top_k=2048)
-    for new, context in ((8192, 8192), (1000, 9000), (300, 5000)):
-        assert absorbs(new, context, *wide, top_k=2048) and not absorbs(new, context, *narrow, top_k=2048)
-    for new, context in ((8192, 1 << 16), (16, 5000), (1, 3000)):
-        assert absorbs(new, context, *wide, top_k=2048) and absorbs(new, context, *narrow, top_k=2048)
-    for new, context in ((170, 1 << 20), (171, 1 << 20), (2000, 0)):  # no token sees more rows than a selection has
-        assert absorbs(new, context, *wide, top_k=1 << 21) == absorbs(new, context, *wide)
+    short, longer = [(8192, 0), (2048, 0), (1000, 5000)], [(8192, 8192), (1000, 9000), (300, 5000)]
+    longest = [(8192, 1 << 16), (16, 5000), (1, 3000)]
+    assert not any(chosen(short, *wide, top_k=2048) + chosen(short, *narrow, top_k=2048))
+    assert all(chosen(longer, *wide, top_k=2048)) and not any(chosen(longer, *narrow, top_k=2048))
+    assert all(chosen(longest, *wide, top_k=2048) + chosen(longest, *narrow, top_k=2048))
+    unselected = [(170, 1 << 20), (171, 1 << 20), (2000, 0)]  # no token sees more rows than a selection has
+    assert chosen(unselected, *wide, top_k=1 << 21) == chosen(unselected, *wide)
+
+
+def test_prompts_of_a_captured_step_fit_or_are_absorbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has room for the rows of 2 T tokens, each sequence's rounded up; padding and single tokens need none."""
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention._FLOPS_PER_BYTE", 0)
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention.CAPTURED_TOKENS", 100)
+    step = inputs([(0, 100), (5, 1), (0, 20), (200, 90), (0, 2)], any_order=True)
+    assert step.captured and step.projected == [0, 2]  # 128 and 128 of 426 rows; 384 more do not fit, so no later one does
+    known = step._replace(paging=replace(step.paging, host_spans=tuple(step.paging.spans())))
+    assert not known.captured and known.projected == [0, 2, 3, 4]
+    assert not step._replace(any_order=False).captured and not inputs([(0, 1)] * 200, any_order=True).captured
+    assert not inputs([(0, 99)], any_order=True).captured
+    assert [captured_rows(tokens, 128, 256, 2) for tokens in (640, 2048, 4096)] == [1280, 4096, 4096]
 
 
 def test_parts_over_no_rows_change_nothing() -> None:

@@ -14,7 +14,7 @@ from dsv4lite.kernels.latent_attention import LatentAttentionInputs, by_head, la
 from dsv4lite.kernels.latent_attention.decode_hopper_triton import takes_absorbed
 from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed, widened_rows
 from dsv4lite.kernels.latent_attention.prefill_hopper_triton import takes_round
-from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected, plan_rounds, selection_bits
+from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected, plan_prompts, selection_bits
 from dsv4lite.kernels.latent_attention.triton import by_head_triton
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 from dsv4lite.kernels.rows import Fp8Latent, RowFormat, UnquantizedRow
@@ -147,10 +147,10 @@ def test_prefill_agrees(
     assert given.projected and (len(steps) == 1 or len(given.projected) < len(steps))
     # ``attend_round`` is for the sizes of released models, on Hopper.
     hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
-    assert takes_round(given, len(given.projected)) == (hopper and layer[1] == 128 and given.q_THC.dtype == BF16 and not least)
+    assert takes_round(given) == (hopper and layer[1] == 128 and given.q_THC.dtype == BF16 and not least)
     got, out = check(given), torch.full_like(given.q_THC[..., : layer[2]], float("nan"))
     assert got[-2:].eq(0).all()
-    attend_projected(given, given.projected, out)
+    attend_projected(given, plan_prompts(given), out)
     found = ~out.isnan().all(-1).all(-1)
     assert torch.equal(out[found], got[found]) and found.sum() == sum(steps[sequence][1] for sequence in given.projected)
 
@@ -188,29 +188,68 @@ def test_copies_of_rows_and_bits_of_selections_are_exact() -> None:
     assert not bits[row:].any()
 
 
-def test_rounds_take_all_rows_once_and_blocks_see_those_before_them() -> None:
-    """Sequences continue in the next round at multiples of 128, even if rows of a round stay unused."""
-    steps = [(0, 70), (200, 66)]
-    given = inputs(LAYERS[0], steps)._replace(any_order=True, chunk_rows=220)
-    rounds = plan_rounds(given, [0, 1], 64)
-    assert [len(addresses) for addresses, _ in rounds] == [198, 138]
+@kernel_test
+@pytest.mark.parametrize("layer", LAYERS if ON_GPU else LAYERS[:2], ids=str)
+@pytest.mark.parametrize("steps", [*PREFILLS, [(0, 120), (0, 1), (5, 2), (40, 80), (0, 90), (9, 1)]], ids=len)
+@pytest.mark.parametrize("top_k", [0, 60])
+def test_captured_steps_choose_forms_on_the_device(
+    layer: Layer, steps: list[tuple[int, int]], top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that fit are up-projected, others absorbed; the rest of a shape's tokens and sequences is padding."""
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention._FLOPS_PER_BYTE", 0)
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention._LISTED_COST", 1000)
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention.CAPTURED_TOKENS", 100)
+    given = inputs(layer, steps, padding=30, top_k=top_k)._replace(any_order=True)
+    assert given.captured and given.projected
+    got = check(given)
+    assert got[-30:].eq(0).all() and got[:-30].float().abs().amax((1, 2)).min() > 0
+    prompts = plan_prompts(given)
+    assert len(prompts.rounds) == 1 and not prompts.spans
+    masked = prompts.rest.positions_T < 0
+    assert masked[:-30].tolist() == [sequence in given.projected for sequence, (_, new) in enumerate(steps) for _ in range(new)]
+
+
+def test_rounds_take_all_rows_once_and_blocks_see_those_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a sequence begin at multiples of a piece, of 32 rows or of 128; the rows between repeat its last."""
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention._FLOPS_PER_BYTE", 0)
+    given = inputs(LAYERS[0], [(0, 70), (200, 66)])._replace(any_order=True, chunk_rows=220)
     table = given.paging.grow_SP.long()
+
+    def fresh(**change: object) -> LatentAttentionInputs:
+        return given._replace(paging=replace(given.paging, host_spans=tuple(given.paging.spans())), **change)
 
     def addresses(sequence: int, positions: list[int]) -> list[int]:
         return [int(table[sequence, p // GROW]) * GROW + p % GROW for p in positions]
 
-    wanted = addresses(0, [*range(70)]) + addresses(1, [*range(266)])
-    assert torch.cat([addresses for addresses, _ in rounds]).tolist() == wanted
-    blocks = [[tuple(block) for block in found.tolist()] for _, found in rounds]
-    assert blocks[0][:2] == [(0, 64, 0, 0, 70, 0, 0, 1), (64, 6, 64, 0, 70, 0, 0, 1)]
-    assert blocks[0][2:] == [(70, 64, 200, 0, 128, 70, 0, 0), (134, 2, 264, 0, 128, 70, 0, 0)]
-    assert blocks[1] == [(70, 64, 200, 128, 138, 0, 1, 1), (134, 2, 264, 128, 138, 0, 1, 1)]
-    none_fits = plan_rounds(given._replace(chunk_rows=100), [0, 1], 64)
-    assert [len(addresses) for addresses, _ in none_fits] == [70, 128, 128, 10]
-    whole = plan_rounds(given, [0, 1], 64, 128)  # places are multiples of 128, and the rows between repeat the last
-    assert whole[0].addresses_R.tolist() == addresses(0, [*range(70), *[69] * 58]) + addresses(1, [*range(128)])
-    assert whole[1].addresses_R.tolist() == addresses(1, [*range(128, 266), *[265] * 118])
-    assert whole[0].blocks.tolist()[2:] == [[70, 64, 200, 0, 128, 128, 0, 0], [134, 2, 264, 0, 128, 128, 0, 0]]
+    first, second = plan_prompts(fresh()).rounds
+    assert first.addresses_R.tolist() == addresses(0, [*range(70), *[69] * 26]) + addresses(1, [*range(160)])
+    assert second.addresses_R.tolist() == addresses(1, [*range(160, 266), *[265] * 22])
+    assert first.blocks[:3].tolist() == [[at, size, at, 0, 70, 0, 0, 1] for at, size in ((0, 32), (32, 32), (64, 6))]
+    cut = [(70, 32, 200), (102, 32, 232), (134, 2, 264)]
+    assert first.blocks[3:].tolist() == [[*queries, 0, 160, 96, 0, 0] for queries in cut] and first.used.tolist() == [6]
+    assert second.blocks.tolist() == [[*queries, 160, 106, 0, 1, 1] for queries in cut] and second.used.tolist() == [3]
+    assert [len(found.addresses_R) for found in plan_prompts(fresh(chunk_rows=100)).rounds] == [128, 128, 128]
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention.prefill_triton.capability_of", lambda device: 90)
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention.prefill_triton.takes_round", lambda given: True)
+    bfloat16 = fresh(q_THC=given.q_THC.to(BF16), up_HCL=given.up_HCL.to(BF16))
+    first, second = plan_prompts(bfloat16).rounds
+    assert first.addresses_R.tolist() == addresses(0, [*range(70), *[69] * 58]) + addresses(1, [*range(128)])
+    assert second.addresses_R.tolist() == addresses(1, [*range(128, 266), *[265] * 118])
+    assert first.blocks.tolist() == [[0, 70, 0, 0, 70, 0, 0, 1], [70, 66, 200, 0, 128, 128, 0, 0]]
+    assert second.blocks.tolist() == [[70, 66, 200, 128, 138, 0, 1, 1]]
+
+
+def test_the_device_plans_what_the_host_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured step has one round of fixed size; blocks past the last are zeros."""
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention._FLOPS_PER_BYTE", 0)
+    monkeypatch.setattr("dsv4lite.kernels.latent_attention.CAPTURED_TOKENS", 100)
+    given = inputs(LAYERS[0], [(0, 70), (9, 1), (200, 66), (0, 2)], padding=400)._replace(any_order=True)
+    known = given._replace(paging=replace(given.paging, host_spans=tuple(given.paging.spans())))
+    (device,), (host,) = plan_prompts(given).rounds, plan_prompts(known).rounds
+    used, rows = len(host.blocks), len(host.addresses_R)
+    assert given.projected == known.projected == [0, 2, 3] and device.used.tolist() == host.used.tolist() == [used]
+    assert torch.equal(device.blocks[:used], host.blocks) and not device.blocks[used:].any() and len(device.blocks) > used
+    assert torch.equal(device.addresses_R[:rows], host.addresses_R) and len(device.addresses_R) == 2 * len(given.q_THC)
 
 
 def test_rounds_of_kernels_are_bounded() -> None:

@@ -249,12 +249,21 @@ def sequence(seq_id: int, tokens: int, *, drafts: int = 0, **change: Any) -> Seq
         ([[sequence(1, 1)], None], (), StepShape(1, 1, 1, True, longest=10)),
         ([[sequence(1, 1)], [sequence(2, 1), sequence(3, 1)]], (), StepShape(2, 2, 1, True, longest=10)),
         ([[sequence(1, 1)], [sequence(2, 3, drafts=2)]], (), StepShape(3, 1, 3, True, longest=12)),
-        ([[sequence(1, 1)], [sequence(2, 7)]], (), StepShape(7, 1, 7, False, longest=16)),
+        ([[sequence(1, 1)], [sequence(2, 7)]], (), StepShape(7, 1, 7, False, longest=16, pairs=91, pages=1)),
         ([[sequence(1, 1, sample=False)], [sequence(2, 1)]], (), StepShape(1, 1, 1, False, longest=10)),
         ([[sequence(1, 1)], [sequence(2, 1, score=(8, 9))]], (), StepShape(1, 1, 1, False, longest=10)),
         ([[sequence(1, 1)], [sequence(2, 1)]], {2}, StepShape(1, 1, 1, False, longest=10, records=True)),
         ([[sequence(1, 1)], [sequence(2, 1, token_ids=(IN_FLIGHT,))]], {3}, StepShape(1, 1, 1, True, longest=10)),
-        ([[sequence(1, 1)], [sequence(4, 7, sample=False)]], (), StepShape(None, 1, 7, False, longest=16, records=True)),
+        (
+            [[sequence(1, 1)], [sequence(4, 7, sample=False)]],
+            (),
+            StepShape(None, 1, 7, False, longest=16, records=True, pairs=91, pages=1),
+        ),
+        (
+            [[sequence(1, 3, drafts=2), sequence(2, 248), sequence(3, 2)]],
+            (),
+            StepShape(253, 3, 248, False, longest=257, pairs=33129, pages=3),
+        ),
         (
             [[sequence(1, 3, drafts=2, unresolved=4)], [sequence(2, 1, start=12)]],
             (),

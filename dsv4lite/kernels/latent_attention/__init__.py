@@ -34,6 +34,8 @@ from dsv4lite.kernels.rows import Fp8Latent, RowStore
 CHUNK_ROWS = 1024  # rows that the reference up-projects at a time
 ROUND_BYTES = 1 << 28  # bytes of keys and values that kernels up-project at a time
 ROUND_TOKENS = 1024  # tokens whose latent queries kernels hold at a time
+PLACE_ROWS = 128  # rows of a prompt begin at multiples of it, or of a divisor, in a round
+CAPTURED_TOKENS = 640  # from here on, captured steps up-project rows for prompts
 _FLOPS_PER_BYTE = 206  # cost model: operations per byte of memory traffic of an H200, bfloat16
 _ITEM = 2  # cost model: bytes of a number
 _LISTED_COST = 1.2  # cost model: time of an operation in the absorbed form with a selection, whose rows lie apart
@@ -98,16 +100,44 @@ class LatentAttentionInputs(NamedTuple):
         wanted = isinstance(self.rows.format, Fp8Latent) and self.q_THC.dtype == torch.bfloat16
         return wanted and self.paging.splits == 1 and rows <= WIDENED_ROWS * tokens
 
+    def prompts(self) -> Tensor:
+        """Return first row, number of tokens and first position of each sequence, int64 [3, S].
+
+        The number is 0 for sequences that use the absorbed form; in a captured step also for those without room. The tensor is on
+        the CPU, but for captured steps on the device.
+        """
+        paging, (heads, width, latent) = self.paging, self.up_HCL.shape
+        if self.captured:
+            rows_S, lens_S, first_S = torch.stack([paging.rows_S, paging.lens_S, paging.first_S]).long()
+        else:
+            rows_S, lens_S, first_S = torch.tensor(paging.spans(), dtype=torch.int64, device="cpu").view(-1, 3).T
+        top_k = None if self.selected_TK is None else self.selected_TK.shape[1]
+        absorbed_S = absorbs(lens_S, first_S, heads, self.nope, self.rope, width - self.nope, latent, top_k=top_k)
+        absorbed_S |= (lens_S < _LEAST_SHARING) | (first_S < 0) | (not self.any_order)
+        if self.captured:
+            taken_S = (-(-(first_S + lens_S) // PLACE_ROWS) * PLACE_ROWS).masked_fill(absorbed_S, 0).cumsum(0)
+            absorbed_S |= taken_S > captured_rows(len(self.q_THC), heads, width, self.up_HCL.element_size())
+        return torch.stack([rows_S, lens_S.masked_fill(absorbed_S, 0), first_S])
+
     @property
     def projected(self) -> list[int]:
-        """The sequences that use the up-projected form."""
+        """The sequences that use the up-projected form. For references, or with ``host_spans``."""
         if not self.any_order:
             return []
-        heads, width, latent = self.up_HCL.shape
-        sizes = (heads, self.nope, self.rope, width - self.nope, latent)
+        found = self.paging.once(("prompts", self.form), lambda: self.prompts()[1].tolist())
+        return [sequence for sequence, new in enumerate(found) if new]
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What the choice of forms and the rounds of a step depend on, besides ``paging``."""
         top_k = None if self.selected_TK is None else self.selected_TK.shape[1]
-        spans = [(s, new, first) for s, (_, new, first) in enumerate(self.paging.spans()) if new >= _LEAST_SHARING and first >= 0]
-        return [s for s, new, first in spans if not absorbs(new, first, *sizes, top_k=top_k)]
+        return self.up_HCL.shape, self.nope, self.q_THC.dtype, top_k, self.chunk_rows, self.rows.rows_per_page
+
+    @property
+    def captured(self) -> bool:
+        """Whether the device chooses each sequence's form, for a captured step with prompts that is large enough for both."""
+        unknown = self.any_order and self.paging.host_spans is None and self.paging.width == 0
+        return unknown and len(self.q_THC) >= CAPTURED_TOKENS
 
 
 def projected_rows(heads: int, channels: int, itemsize: int) -> int:
@@ -115,8 +145,17 @@ def projected_rows(heads: int, channels: int, itemsize: int) -> int:
     return max(CHUNK_ROWS, ROUND_BYTES // (itemsize * heads * channels))
 
 
-def absorbs(new: int, context: int, heads: int, nope: int, rope: int, value: int, latent: int, top_k: int | None = None) -> bool:
+def captured_rows(tokens: int, heads: int, channels: int, itemsize: int) -> int:
+    """Return how many rows a captured step of so many tokens up-projects; sequences without room use the absorbed form."""
+    return min(2 * tokens, projected_rows(heads, channels, itemsize))
+
+
+def absorbs(
+    new_S: Tensor, context_S: Tensor, heads: int, nope: int, rope: int, value: int, latent: int, top_k: int | None = None
+) -> Tensor:
     """Return whether the absorbed form costs no more than the other, for ``new`` tokens of a sequence after ``context`` tokens.
+
+    Tensors are int64 [S], the result bool [S].
 
     The cost of a form is the larger of its operations and of ``_FLOPS_PER_BYTE`` times its memory traffic. Without context the
     up-projected form never costs more. With a long context it costs less from 171 new tokens on, at the sizes of V2 and V3 and for
@@ -126,22 +165,22 @@ def absorbs(new: int, context: int, heads: int, nope: int, rope: int, value: int
     takes ``_LISTED_COST`` times as long, and with few heads it multiplies as much as with ``MOST_HEADS``. At the sizes of V3.2 it
     costs less after a context of some 4,000 to 6,000 tokens, with 16 heads of 18,000 to 28,000.
     """
-    rows, pairs = context + new, _pairs(context, context + new)
+    rows, pairs = context_S + new_S, _pairs(context_S, context_S + new_S)
     projection = 2 * heads * latent * (nope + value)  # of one row, or of one query and its result
     read = _ITEM * (latent + rope)
     written = _ITEM * heads * (nope + value)  # keys and values of one row, which are read again
-    listed: float = pairs
+    listed = pairs
     if top_k is not None:
-        start, end = max(context, top_k), max(context + new, top_k)
+        start, end = context_S.clamp_min(top_k), rows.clamp_min(top_k)
         cost = _LISTED_COST * max(1.0, MOST_HEADS / heads)
-        listed = pairs - _pairs(start, end) + cost * top_k * (end - start)
-    absorbed = listed * 2 * heads * (2 * latent + rope) + new * projection, rows * read
+        listed = pairs - _pairs(start, end) + cost * top_k * (end - start).double()
+    absorbed = listed * 2 * heads * (2 * latent + rope) + new_S * projection, rows * read
     projected = pairs * 2 * heads * (nope + rope + value) + rows * projection, rows * (read + 2 * written)
-    costs = [max(flops, _FLOPS_PER_BYTE * moved) for flops, moved in (absorbed, projected)]
+    costs = [torch.maximum(flops, _FLOPS_PER_BYTE * moved) for flops, moved in (absorbed, projected)]
     return costs[0] <= costs[1]
 
 
-def _pairs(start: int, end: int) -> int:
+def _pairs(start: Tensor, end: Tensor) -> Tensor:
     """Return how many rows the tokens from position ``start`` to ``end`` see together."""
     return (end * (end + 1) - start * (start + 1)) // 2
 

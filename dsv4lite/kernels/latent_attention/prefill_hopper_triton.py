@@ -48,8 +48,10 @@ def _block_of(blocks, num_blocks, item):
 
 
 @gluon.jit
-def _load(descriptors, blocks, num_blocks, items, taken, buffers, barriers, LATENT: gl.constexpr):
+def _load(descriptors, blocks, used, taken, buffers, barriers, H: gl.constexpr, LATENT: gl.constexpr):
     """Producer warp: copy each item's queries and the rows of its pieces as soon as their buffers are free."""
+    num_blocks = gl.load(used)
+    items = num_blocks * H
     q_nope, q_rope, projected, rows = descriptors
     q0, q1, k0, k1, v, following = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, i_full, i_empty = barriers
@@ -120,11 +122,13 @@ def _selected(logits, words):
 
 @gluon.jit
 def _attend(
-    given, results, num_blocks, items, scale, buffers, barriers, PART: gl.constexpr, H: gl.constexpr, SELECTED: gl.constexpr,
+    given, results, scale, buffers, barriers, PART: gl.constexpr, H: gl.constexpr, SELECTED: gl.constexpr,
     TURNS: gl.constexpr,
 ):  # fmt: skip
     """Consumer warps: compute half ``PART`` of the queries of every item."""
-    blocks, cos, sin, bits, words = given
+    blocks, used, cos, sin, bits, words = given
+    num_blocks = gl.load(used)
+    items = num_blocks * H
     q0, q1, k0, k1, v, following = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, i_full, i_empty = barriers
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])  # of logits, and of results
@@ -230,9 +234,9 @@ def _store(results, acc, peak, total, row, size, head, complete, H: gl.constexpr
         gl.store(stats + at * 2 + 1, total, mask=i < size)
 
 
-@gluon.jit(do_not_specialize=["words", "num_blocks", "items"])
+@gluon.jit(do_not_specialize=["words"])
 def _round_kernel(
-    q_nope, q_rope, projected, rows, cos, sin, blocks, bits, out, parts, stats, taken, words, num_blocks, items, scale,
+    q_nope, q_rope, projected, rows, cos, sin, blocks, used, bits, out, parts, stats, taken, words, scale,
     H: gl.constexpr, LATENT: gl.constexpr, SELECTED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     q0 = gl.allocate_shared_memory(gl.bfloat16, [2, _QUERIES, 128], _OPERAND)
@@ -261,31 +265,32 @@ def _round_kernel(
         mbarrier.init(v_empty.index(stage), count=2)
     buffers = (q0, q1, k0, k1, v, following)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, i_full, i_empty)
-    given = (blocks, cos, sin, bits, words)
+    given = (blocks, used, cos, sin, bits, words)
     results = (out, parts, stats)
     descriptors = (q_nope, q_rope, projected, rows)
     gl.warp_specialize(
         [
-            (_attend, (given, results, num_blocks, items, scale, buffers, barriers, 0, H, SELECTED, TURNS)),
-            (_attend, (given, results, num_blocks, items, scale, buffers, barriers, 1, H, SELECTED, TURNS)),
-            (_load, (descriptors, blocks, num_blocks, items, taken, buffers, barriers, LATENT)),
+            (_attend, (given, results, scale, buffers, barriers, 0, H, SELECTED, TURNS)),
+            (_attend, (given, results, scale, buffers, barriers, 1, H, SELECTED, TURNS)),
+            (_load, (descriptors, blocks, used, taken, buffers, barriers, H, LATENT)),
         ],
         [4, 1],  # warps and registers of the second and third function
         [240, 24],
     )
 
 
-def takes_round(given: LatentAttentionInputs, sequences: int) -> bool:
-    """Return whether this kernel supports the chip and the sizes, and the step is large enough for its number of sequences."""
+def takes_round(given: LatentAttentionInputs) -> bool:
+    """Return whether this kernel supports the chip and the sizes, and an eager step is large enough for its number of prompts."""
     q_THC, sizes = given.q_THC, (given.nope, given.rope, given.up_HCL.shape[1] - given.nope)
     known = q_THC.dtype == torch.bfloat16 and sizes == (_NOPE, _ROPE, _VALUE) and capability_of(q_THC.device) == HOPPER
     aligned = describable(q_THC) and given.up_HCL.shape[2] % 8 == 0  # rows begin at multiples of 16 bytes
-    return known and aligned and len(q_THC) >= max(_LEAST_TOKENS, _LEAST_MEAN * sequences)
+    large = given.captured or len(q_THC) >= max(_LEAST_TOKENS, _LEAST_MEAN * len(given.projected))
+    return known and aligned and large
 
 
 def attend_round(
-    given: LatentAttentionInputs, projected_RC: Tensor, rows_RC: Tensor, blocks_B8: Tensor, bits_TW: Tensor,
-    results: tuple[Tensor, Tensor, Tensor],
+    given: LatentAttentionInputs, projected_RC: Tensor, rows_RC: Tensor, blocks: tuple[Tensor, Tensor],
+    bits_TW: Tensor, results: tuple[Tensor, Tensor, Tensor],
 ) -> None:  # fmt: skip
     """Attend to the rows of one round, for what ``takes_round``.
 
@@ -293,17 +298,17 @@ def attend_round(
         given: Inputs of all rounds.
         projected_RC: Keys and values of the rows.
         rows_RC: The rows.
-        blocks_B8: ``Round.blocks``, of 128 queries.
+        blocks: ``Round.blocks``, of 128 queries, and ``Round.used``.
         bits_TW: ``selection_bits``; not read without a selection.
         results: Results [T, H, V]; and sums [T, H, V], peaks and totals [T, H, 2] of sequences that continue in the next round.
     """
     q_THC, (heads, _, latent) = given.q_THC, given.up_HCL.shape
     q_TC = q_THC.as_strided((len(q_THC), heads * (_NOPE + _ROPE)), (q_THC.stride(0), 1))
-    items, operand = len(blocks_B8) * heads, _OPERAND.value
-    _round_kernel[(min(items, multiprocessors_of(q_THC.device)),)](
+    operand = _OPERAND.value
+    _round_kernel[(min(len(blocks[0]) * heads, multiprocessors_of(q_THC.device)),)](
         described(q_TC, (_QUERIES.value, _NOPE), operand), described(q_TC, (_QUERIES.value, _ROPE), operand),
         described(projected_RC, (KEYS, _VALUE), operand), described(rows_RC, (KEYS, _ROPE), operand),
-        *given.angles(), blocks_B8, bits_TW, *results, counters_of(q_THC.device), bits_TW.stride(0) // 4, len(blocks_B8), items,
+        *given.angles(), *blocks, bits_TW, *results, counters_of(q_THC.device), bits_TW.stride(0) // 4,
         given.scale * LOG2_E, H=heads, LATENT=latent, SELECTED=given.selected_TK is not None, TURNS=given.cos is not None,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -9,7 +9,8 @@ long as the selection, products of a block of queries with all rows cost less th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -20,12 +21,13 @@ from torch import Tensor
 from dsv4lite.kernels.attention.merge_triton import LOW, softmax_step
 from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, compiled, power_of_2, send
 from dsv4lite.kernels.gemm import float_linear
-from dsv4lite.kernels.latent_attention import LatentAttentionInputs, projected_rows
+from dsv4lite.kernels.latent_attention import PLACE_ROWS, LatentAttentionInputs, captured_rows, projected_rows
 from dsv4lite.kernels.latent_attention.prefill_hopper_triton import KEYS, QUERIES, attend_round, takes_round
+from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rows.packed import LOG2_E, narrowed
 from dsv4lite.kernels.rows.triton import only_if, rotate
 
-_CUT = KEYS  # first positions in a round are multiples of it, for words of ``selection_bits``
+_WORD = 32  # bits of a word of ``selection_bits``
 
 
 class Round(NamedTuple):
@@ -35,66 +37,121 @@ class Round(NamedTuple):
         addresses_R: Addresses of the rows, int64.
         blocks: int32 [B, 8], for each block of queries: its first row in the step, its number of queries, its first position; the
             first position of its sequence's rows in this round, their number, and the index of the first one in the round; whether
-            sums continue from the previous round, and whether they are complete after this one.
+            sums continue from the previous round, and whether they are complete after this one. Blocks past the last are zeros.
+        used: int32 [1], the number of blocks.
     """
 
     addresses_R: Tensor
     blocks: Tensor
+    used: Tensor
 
 
-def _pieces(spans: Sequence[tuple[int, int, int, int]], most: int, unit: int) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Cut the rows of sequences into rounds of ``most``; yield each round's parts: span index, first position, count, place.
+class _Tile(NamedTuple):
+    """How kernels divide the work.
 
-    First positions are multiples of ``_CUT``, places of ``unit``.
+    Attributes:
+        hopper: ``prefill_hopper_triton`` does it.
+        queries: Most tokens of a block.
+        keys: Rows of a piece. The rows of a sequence begin at multiples of it in a round; the rows between repeat its last.
+        stages, num_warps: Of the kernel for any chip.
     """
-    parts: list[tuple[int, int, int, int]] = []
-    used = 0
-    for index, (_, _, new, first) in enumerate(spans):
-        begin = 0
-        while begin < first + new:
-            count, room = first + new - begin, most - used
-            if count > room:
-                count = room // _CUT * _CUT
-            if count:
-                parts.append((index, begin, count, used))
-                begin, used = begin + count, used + ceil_div(count, unit) * unit
-            if begin < first + new or used == most:
-                yield parts
-                parts, used = [], 0
-    if parts:
-        yield parts
+
+    hopper: bool
+    queries: int
+    keys: int
+    stages: int
+    num_warps: int
+
+    @classmethod
+    def of(cls, given: LatentAttentionInputs) -> _Tile:
+        channels, itemsize = given.up_HCL.shape[1], given.q_THC.element_size()
+        width = sum(max(16, power_of_2(size)) for size in (given.nope, channels - given.nope))
+        if capability_of(given.q_THC.device) in LARGE_SHARED_MEMORY and itemsize == 2 and width <= 256:
+            hopper = takes_round(given)
+            return cls(hopper, QUERIES, KEYS if hopper else 64, stages=3, num_warps=8)
+        return cls(False, 32 if itemsize == 4 else 64, 32, stages=1 if width > 256 else 2, num_warps=4)
 
 
-def plan_rounds(given: LatentAttentionInputs, sequences: Sequence[int], queries: int, unit: int = 1) -> list[Round]:
-    """Return the rounds of some sequences, for which the host must know ``spans``.
+def _plan_round(spans_3S: Tensor, begin: int, rows: int, blocks: int, tile: _Tile) -> tuple[Tensor, Tensor]:
+    """Return sequences and positions of a round's rows, int64 [2, R], and ``Round.blocks``, int64 [B, 8].
+
+    The rows of all prompts lie one after the other; the round has ``rows`` of them from row ``begin`` on. Blocks without rows in
+    this round are zeros.
 
     Args:
-        given: Inputs of the step.
-        sequences: Their indices.
-        queries: Most tokens of a block.
-        unit: The rows of a sequence begin at multiples of it in a round; the rows between repeat the sequence's last.
+        spans_3S: From ``LatentAttentionInputs.prompts``.
+        blocks: B, at least the number of blocks of all prompts.
+        tile: Sizes of blocks and pieces.
     """
-    paging, per_page = given.paging, given.rows.rows_per_page
-    device, table_SP = paging.grow_SP.device, paging.grow_SP.long()
-    spans = [(sequence, *paging.spans()[sequence]) for sequence in sequences]
-    heads, channels, _ = given.up_HCL.shape
-    most = ceil_div(max(_CUT, given.chunk_rows or projected_rows(heads, channels, given.up_HCL.element_size())), unit) * unit
+    (row_S, new_S, first_S), device, last = spans_3S, spans_3S.device, spans_3S.shape[1] - 1
+    end_S = (first_S + new_S).masked_fill(new_S == 0, 0)
+    size_S, pieces_S = -(-end_S // tile.keys) * tile.keys, -(-new_S // tile.queries)
+    stop_S = size_S.cumsum(0)
+    start_S = stop_S - size_S
+    at_R = torch.arange(begin, begin + rows, device=device)
+    owner_R = torch.searchsorted(stop_S, at_R, right=True).clamp_max(last)
+    position_R = torch.minimum(at_R - start_S[owner_R], end_S[owner_R] - 1).clamp_min(0)
+    number_B, stops_S = torch.arange(blocks, device=device), pieces_S.cumsum(0)
+    owner_B = torch.searchsorted(stops_S, number_B, right=True).clamp_max(last)
+    at_B = (number_B - (stops_S - pieces_S)[owner_B]) * tile.queries
+    size_B = (new_S[owner_B] - at_B).clamp(0, tile.queries)
+    position_B = first_S[owner_B] + at_B
+    read_S = (begin - start_S).clamp_min(0)  # in earlier rounds
+    count_S = (torch.minimum(end_S, begin + rows - start_S) - read_S).clamp_min(0)
+    read_B, count_B, newest_B = read_S[owner_B], count_S[owner_B], position_B + size_B - 1
+    where_B8 = [row_S[owner_B] + at_B, size_B, position_B, read_B, count_B, (start_S + read_S)[owner_B] - begin]
+    block_B8 = torch.stack([*where_B8, (read_B > 0).long(), (newest_B < read_B + count_B).long()], 1)
+    block_B8 *= ((size_B > 0) & (count_B > 0) & (newest_B >= read_B))[:, None]
+    return torch.stack([owner_R, position_R]), block_B8
+
+
+class PromptPlan(NamedTuple):
+    """What the layers of a step share.
+
+    Attributes:
+        tile: How their kernels divide the work.
+        rounds: The rows of prompts: as many rounds as they need if the host knows ``spans``, one of fixed size in a captured step.
+        spans: Those of the prompts, if the host knows them.
+        rest: The paging of the other tokens: in a captured step those of prompts are padding.
+    """
+
+    tile: _Tile
+    rounds: Sequence[Round]
+    spans: Sequence[tuple[int, int, int]]
+    rest: Paging
+
+
+def plan_prompts(given: LatentAttentionInputs) -> PromptPlan:
+    """Return the plan for the prompts of a step."""
+    paging, tile, spans_3S = given.paging, _Tile.of(given), given.prompts()
+    if given.captured:
+        prompts_S = spans_3S[1] > 0
+        positions_T = paging.positions_T.masked_fill(prompts_S[paging.sequence_T.long()], -1)
+        return PromptPlan(tile, _plan_rounds(given, tile, spans_3S), (), replace(paging, positions_T=positions_T))
+    spans = [(row, new, first) for row, new, first in spans_3S.T.tolist() if new]
+    return PromptPlan(tile, _plan_rounds(given, tile, spans_3S), spans, paging)
+
+
+def _plan_rounds(given: LatentAttentionInputs, tile: _Tile, spans_3S: Tensor) -> list[Round]:
+    """Return ``PromptPlan.rounds``; ``spans_3S`` is the result of ``prompts``."""
+    (heads, channels, _), itemsize, device = given.up_HCL.shape, given.up_HCL.element_size(), given.paging.grow_SP.device
+    table_SP, per_page, captured = given.paging.grow_SP.long(), given.rows.rows_per_page, given.captured
+    if captured:
+        total = most = captured_rows(len(given.q_THC), heads, channels, itemsize)
+        blocks = len(given.q_THC) // tile.queries + min(spans_3S.shape[1], total // PLACE_ROWS)
+    else:
+        most = ceil_div(given.chunk_rows or projected_rows(heads, channels, itemsize), KEYS) * KEYS
+        prompts = [(new, first + new) for _, new, first in spans_3S.T.tolist() if new]
+        total = sum(ceil_div(end, tile.keys) * tile.keys for _, end in prompts)
+        blocks = sum(ceil_div(new, tile.queries) for new, _ in prompts)
     rounds = []
-    for parts in _pieces(spans, most, unit):
-        blocks, owner, place = [], [], []
-        for index, begin, count, used in parts:
-            sequence, row, new, first = spans[index]
-            rows = ceil_div(count, unit) * unit
-            owner.append(torch.full((rows,), sequence, dtype=torch.int64, device="cpu"))
-            place.append(torch.arange(begin, begin + rows, dtype=torch.int64, device="cpu").clamp_(max=begin + count - 1))
-            for at in range(0, new, queries):
-                size = min(queries, new - at)
-                last = first + at + size - 1
-                if last >= begin:
-                    blocks.append((row + at, size, first + at, begin, count, used, begin > 0, last < begin + count))
-        owner_R, place_R = send(torch.stack([torch.cat(owner), torch.cat(place)]), device)
-        addresses_R = table_SP[owner_R, place_R // per_page] * per_page + place_R % per_page
-        rounds.append(Round(addresses_R, send(torch.tensor(blocks, dtype=torch.int32, device="cpu"), device)))
+    for begin in range(0, total, most):
+        where_2R, block_B8 = _plan_round(spans_3S, begin, min(most, total - begin), blocks, tile)
+        if not captured:
+            where_2R, block_B8 = send(where_2R, device), send(block_B8[block_B8[:, 1] > 0], device)
+        owner_R, position_R = where_2R
+        addresses_R = table_SP[owner_R, position_R // per_page] * per_page + position_R % per_page
+        rounds.append(Round(addresses_R, block_B8.int(), (block_B8[:, 1] > 0).sum(dtype=torch.int32)[None]))
     return rounds
 
 
@@ -119,8 +176,8 @@ def _selection_bits_kernel(selected, positions, bits, words, TOP_K: tl.constexpr
 def selection_bits(given: LatentAttentionInputs) -> Tensor:
     """Return the positions that each token attends to as bits, int32 [T, W]: bit p % 32 of word p // 32 for position p."""
     assert given.selected_TK is not None and given.selected_TK.is_contiguous()
-    (tokens, top_k), longest = given.selected_TK.shape, max(first + new for _, new, first in given.paging.spans())
-    bits_TW = torch.zeros(tokens, ceil_div(longest, _CUT) * _CUT // 32, dtype=torch.int32, device=given.q_THC.device)
+    (tokens, top_k), longest = given.selected_TK.shape, given.paging.grow_SP.shape[1] * given.rows.rows_per_page
+    bits_TW = torch.zeros(tokens, ceil_div(longest, KEYS) * KEYS // _WORD, dtype=torch.int32, device=given.q_THC.device)
     _selection_bits_kernel[(tokens,)](
         given.selected_TK, given.paging.positions_T, bits_TW, bits_TW.shape[1], TOP_K=top_k, BLOCK=min(1024, power_of_2(top_k)),
         num_warps=4,
@@ -229,32 +286,26 @@ def _projected_kernel(
         tl.store(stats + at * 2 + 1, total, mask=i < size)
 
 
-def attend_projected(given: LatentAttentionInputs, sequences: Sequence[int], out_THV: Tensor) -> None:
-    """Write the results of some sequences' tokens in the up-projected form."""
-    q, up_HCL, nope, device = given.q_THC, given.up_HCL, given.nope, given.q_THC.device
+def attend_projected(given: LatentAttentionInputs, prompts: PromptPlan, out_THV: Tensor) -> None:
+    """Write the results of the tokens of prompts."""
+    q, up_HCL, nope, device, (tile, rounds, *_) = given.q_THC, given.up_HCL, given.nope, given.q_THC.device, prompts
     (tokens, heads, _), (_, channels, latent) = q.shape, up_HCL.shape
-    key, value = (max(16, power_of_2(size)) for size in (nope, channels - nope))
-    hopper = takes_round(given, len(sequences))
-    large = capability_of(device) in LARGE_SHARED_MEMORY and q.element_size() == 2 and key + value <= 256
-    queries, keys, stages = (QUERIES, 64, 3) if large else (32 if q.element_size() == 4 else 64, 32, 1 if key + value > 256 else 2)
-    unit = KEYS if hopper else 1
-    name = ("rounds", tuple(sequences), heads, channels, queries, unit, given.chunk_rows, given.rows.rows_per_page)
-    rounds = given.paging.once(name, lambda: plan_rounds(given, sequences, queries, unit))
     waits, selects = len(rounds) > 1, given.selected_TK is not None
     bits_TW = selection_bits(given) if selects else given.paging.grow_SP
     parts = torch.empty((tokens, heads, channels - nope) if waits else (1,), dtype=torch.float32, device=device)
     stats = torch.empty((tokens, heads, 2) if waits else (1,), dtype=torch.float32, device=device)
-    for addresses_R, blocks in rounds:
+    for addresses_R, blocks, used in rounds:
         rows = given.rows.read(addresses_R, q.dtype)
         projected = float_linear(rows[:, :latent], up_HCL.flatten(0, 1), q.dtype)
-        if hopper:
-            attend_round(given, projected, rows, blocks, bits_TW, (out_THV, parts, stats))
+        if tile.hopper:
+            attend_round(given, projected, rows, (blocks, used), bits_TW, (out_THV, parts, stats))
         else:
             _projected_kernel[(len(blocks), heads)](
                 q, *given.angles(), projected, rows, blocks, bits_TW, out_THV, parts, stats, q.stride(0), bits_TW.stride(0),
                 given.scale * LOG2_E,
-                H=heads, NOPE=nope, ROPE=given.rope, VALUE=channels - nope, LATENT=latent, KEY=key,
-                TAIL=max(16, power_of_2(given.rope)), OUT=value, QUERIES=queries, KEYS=keys, STAGES=stages,
-                SELECTED=selects, TURNS=given.cos is not None, num_warps=8 if large else 4, num_stages=1, enable_fp_fusion=True,
+                H=heads, NOPE=nope, ROPE=given.rope, VALUE=channels - nope, LATENT=latent, KEY=max(16, power_of_2(nope)),
+                TAIL=max(16, power_of_2(given.rope)), OUT=max(16, power_of_2(channels - nope)), QUERIES=tile.queries,
+                KEYS=tile.keys, STAGES=tile.stages, SELECTED=selects, TURNS=given.cos is not None,
+                num_warps=tile.num_warps, num_stages=1, enable_fp_fusion=True,
             )  # fmt: skip
         del rows, projected

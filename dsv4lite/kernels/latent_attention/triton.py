@@ -12,7 +12,7 @@ from dsv4lite.kernels.e4m3 import as_stored
 from dsv4lite.kernels.gemm.prefill_triton import many_rows, takes_many
 from dsv4lite.kernels.latent_attention import ROUND_TOKENS, LatentAttentionInputs
 from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed, widened_rows
-from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected
+from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected, plan_prompts
 
 _BLOCK_TOKENS, _BLOCK_OUTS = tl.constexpr(16), tl.constexpr(64)  # of one program
 _MANY_TOKENS = 64  # above it, ``any_order`` uses the kernel of many rows
@@ -64,21 +64,24 @@ def by_head_triton(x_THK: Tensor, w_HNK: Tensor, *, any_order: bool, out: Tensor
 
 
 def latent_attention_triton(given: LatentAttentionInputs) -> Tensor:
-    """See ``latent_attention.latent_attention``. Without ``host_spans`` all sequences use the absorbed form."""
+    """See ``latent_attention.latent_attention``. Without ``host_spans`` only captured steps with prompts use both forms."""
     q_THC, up_HCL, nope, paging = given.q_THC, given.up_HCL, given.nope, given.paging
     assert q_THC.dtype in (torch.bfloat16, torch.float32), q_THC.dtype
     out_THV = torch.empty(*q_THC.shape[:2], up_HCL.shape[1] - nope, dtype=q_THC.dtype, device=q_THC.device)
-    projected = [] if paging.host_spans is None else given.projected
-    if projected:
-        attend_projected(given, projected, out_THV)
-    # The other sequences' rows and padding, which lie between those of ``projected``.
-    spans = [paging.spans()[sequence] for sequence in projected]
-    wide_SNR = widened_rows(given) if given.widens(len(q_THC) - sum(new for _, new, _ in spans)) else None
+    prompts = None
+    if given.captured or (given.any_order and paging.host_spans is not None):
+        prompts = paging.once(("rounds", given.form), lambda: plan_prompts(given))
+    # The other sequences' rows and padding, which lie between those of prompts.
+    spans = () if prompts is None else prompts.spans
+    rest = given if prompts is None else given._replace(paging=prompts.rest)
+    wide_SNR = widened_rows(rest) if rest.widens(len(q_THC) - sum(new for _, new, _ in spans)) else None
     begin = 0
     for first, new, _ in (*spans, (len(q_THC), 0, 0)):
         for start in range(begin, first, ROUND_TOKENS):
-            _attend(given, out_THV, slice(start, min(start + ROUND_TOKENS, first)), wide_SNR)
+            _attend(rest, out_THV, slice(start, min(start + ROUND_TOKENS, first)), wide_SNR)
         begin = first + new
+    if prompts is not None and prompts.rounds:
+        attend_projected(given, prompts, out_THV)  # in a captured step the others' results are zeros for these tokens
     return out_THV
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dsv4lite.kernels.index_keys import IndexKeyInputs, index_queries, store_index_keys
 from dsv4lite.kernels.indexer import IndexInputs, choose_paged
-from dsv4lite.kernels.latent_attention import LatentAttentionInputs, latent_attention, splits_of
+from dsv4lite.kernels.latent_attention import CAPTURED_TOKENS, LatentAttentionInputs, captured_rows, latent_attention, splits_of
 from dsv4lite.kernels.latent_rows import LatentRowInputs, store_latent_rows
 from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
@@ -32,6 +32,7 @@ from dsv4lite.models.keys import Yarn
 from dsv4lite.models.moe import MoE, SharedExpert, Tokens
 from dsv4lite.models.partial_sums import all_reduce_parts
 from dsv4lite.models.shard import ModelShard
+from dsv4lite.paging import PAGE_TOKENS
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.parallel.mesh import Mesh
 from dsv4lite.state.spec import StateSpec
@@ -39,6 +40,8 @@ from dsv4lite.state.store import LayerCache
 from dsv4lite.weights.quant import Matrix, NamedSlots, Numerics, TensorSlot, linear, parameter
 
 _LATENT_EPS = 1e-6  # of the latents' norms: official code and transformers ignore ``rms_norm_eps`` there
+_FEW_TOKENS = 128  # of a step in which the up-projected form saves nothing
+_CAPTURED_PAIRS = 70_000_000  # of a captured step in the absorbed form, all heads together: 512 tokens after 8,000 with 16 heads
 
 
 class Indexer(nn.Module):
@@ -267,6 +270,18 @@ class DeepseekMla(Decoder):
     def short_lengths(self) -> tuple[int, ...]:
         """The longest sequence for which the indexer does not run: all its tokens are attended."""
         return (self.config.most_unselected,) if self.config.selects else ()
+
+    def captures(self, tokens: int, pairs: int, pages: int) -> bool:
+        """Return whether a step with prompts may be replayed; see ``models.family.Model``.
+
+        A captured step up-projects a fixed number of rows. Prompts that do not fit cost more in the absorbed form than in the
+        other one, but up to a number of pairs less than the launches of an eager step.
+        """
+        c, heads, rows = self.config, self.blocks[0].attn.heads, 0
+        if tokens >= CAPTURED_TOKENS:
+            rows = captured_rows(tokens, heads, c.nope_dim + c.value_dim, self.numerics.dtype.itemsize)
+        cheap = tokens <= _FEW_TOKENS or pairs * heads <= _CAPTURED_PAIRS or pages * PAGE_TOKENS <= rows
+        return self.numerics.deterministic or cheap
 
     def spec_of(self, *, drafter: bool) -> StateSpec:
         return state_spec(self.config, self.numerics, self.shard, drafter=drafter)
