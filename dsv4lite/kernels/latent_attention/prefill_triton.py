@@ -72,37 +72,54 @@ class _Tile(NamedTuple):
         return cls(False, 32 if itemsize == 4 else 64, 32, stages=1 if width > 256 else 2, num_warps=4)
 
 
-def _plan_round(spans_3S: Tensor, begin: int, rows: int, blocks: int, tile: _Tile) -> tuple[Tensor, Tensor]:
-    """Return sequences and positions of a round's rows, int64 [2, R], and ``Round.blocks``, int64 [B, 8].
+def _owners(stop_S: Tensor, begin: int, count: int) -> Tensor:
+    """Return which sequence each of ``count`` items from ``begin`` on belongs to, int64; sequence s has those before ``stop_S[s]``.
 
-    The rows of all prompts lie one after the other; the round has ``rows`` of them from row ``begin`` on. Blocks without rows in
-    this round are zeros.
+    Items past the last stop belong to the last sequence. On a CPU, ``searchsorted`` may wait milliseconds for other threads.
+    """
+    stops = torch.zeros(count + 1, dtype=torch.int64, device=stop_S.device)
+    stops.index_add_(0, (stop_S - begin).clamp(0, count), torch.ones_like(stop_S))
+    return stops[:count].cumsum(0).clamp_max(len(stop_S) - 1)
+
+
+def _places(spans_3S: Tensor, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where the rows of each sequence begin and stop, if those of all prompts lie one after the other, and how many it has."""
+    _, new_S, first_S = spans_3S
+    end_S = (first_S + new_S).masked_fill(new_S == 0, 0)
+    size_S = -(-end_S // tile.keys) * tile.keys
+    stop_S = size_S.cumsum(0)
+    return stop_S - size_S, stop_S, end_S
+
+
+def _rows_of(spans_3S: Tensor, begin: int, count: int, tile: _Tile) -> tuple[Tensor, Tensor]:
+    """Return sequences and positions of a round's rows, int64 [R]: of ``count`` rows of all prompts, from ``begin`` on."""
+    start_S, stop_S, end_S = _places(spans_3S, tile)
+    owner_R = _owners(stop_S, begin, count)
+    at_R = torch.arange(begin, begin + count, device=start_S.device)
+    return owner_R, torch.minimum(at_R - start_S[owner_R], end_S[owner_R] - 1).clamp_min(0)
+
+
+def _blocks_of(spans_3S: Tensor, begin: int, count: int, blocks: int, tile: _Tile) -> Tensor:
+    """Return ``Round.blocks`` of the same round, int64 [B, 8]; blocks that see none of its rows are zeros.
 
     Args:
         spans_3S: From ``LatentAttentionInputs.prompts``.
+        begin, count: The rows of the round.
         blocks: B, at least the number of blocks of all prompts.
         tile: Sizes of blocks and pieces.
     """
-    (row_S, new_S, first_S), device, last = spans_3S, spans_3S.device, spans_3S.shape[1] - 1
-    end_S = (first_S + new_S).masked_fill(new_S == 0, 0)
-    size_S, pieces_S = -(-end_S // tile.keys) * tile.keys, -(-new_S // tile.queries)
-    stop_S = size_S.cumsum(0)
-    start_S = stop_S - size_S
-    at_R = torch.arange(begin, begin + rows, device=device)
-    owner_R = torch.searchsorted(stop_S, at_R, right=True).clamp_max(last)
-    position_R = torch.minimum(at_R - start_S[owner_R], end_S[owner_R] - 1).clamp_min(0)
-    number_B, stops_S = torch.arange(blocks, device=device), pieces_S.cumsum(0)
-    owner_B = torch.searchsorted(stops_S, number_B, right=True).clamp_max(last)
-    at_B = (number_B - (stops_S - pieces_S)[owner_B]) * tile.queries
+    (row_S, new_S, first_S), (start_S, _, end_S) = spans_3S, _places(spans_3S, tile)
+    pieces_S = -(-new_S // tile.queries)
+    owner_B = _owners(pieces_S.cumsum(0), 0, blocks)
+    at_B = (torch.arange(blocks, device=new_S.device) - (pieces_S.cumsum(0) - pieces_S)[owner_B]) * tile.queries
     size_B = (new_S[owner_B] - at_B).clamp(0, tile.queries)
     position_B = first_S[owner_B] + at_B
     read_S = (begin - start_S).clamp_min(0)  # in earlier rounds
-    count_S = (torch.minimum(end_S, begin + rows - start_S) - read_S).clamp_min(0)
+    count_S = (torch.minimum(end_S, begin + count - start_S) - read_S).clamp_min(0)
     read_B, count_B, newest_B = read_S[owner_B], count_S[owner_B], position_B + size_B - 1
-    where_B8 = [row_S[owner_B] + at_B, size_B, position_B, read_B, count_B, (start_S + read_S)[owner_B] - begin]
-    block_B8 = torch.stack([*where_B8, (read_B > 0).long(), (newest_B < read_B + count_B).long()], 1)
-    block_B8 *= ((size_B > 0) & (count_B > 0) & (newest_B >= read_B))[:, None]
-    return torch.stack([owner_R, position_R]), block_B8
+    where_B6 = [row_S[owner_B] + at_B, size_B, position_B, read_B, count_B, (start_S + read_S)[owner_B] - begin]
+    block_B8 = torch.stack([*where_B6, (read_B > 0).long(), (newest_B < read_B + count_B).long()], 1)
+    return block_B8 * ((size_B > 0) & (count_B > 0) & (newest_B >= read_B))[:, None]
 
 
 class PromptPlan(NamedTuple):
@@ -146,10 +163,11 @@ def _plan_rounds(given: LatentAttentionInputs, tile: _Tile, spans_3S: Tensor) ->
         blocks = sum(ceil_div(new, tile.queries) for new, _ in prompts)
     rounds = []
     for begin in range(0, total, most):
-        where_2R, block_B8 = _plan_round(spans_3S, begin, min(most, total - begin), blocks, tile)
+        count = min(most, total - begin)
+        block_B8 = _blocks_of(spans_3S, begin, count, blocks, tile)
         if not captured:
-            where_2R, block_B8 = send(where_2R, device), send(block_B8[block_B8[:, 1] > 0], device)
-        owner_R, position_R = where_2R
+            block_B8 = send(block_B8[block_B8[:, 1] > 0], device)
+        owner_R, position_R = _rows_of(spans_3S if captured else send(spans_3S, device), begin, count, tile)
         addresses_R = table_SP[owner_R, position_R // per_page] * per_page + position_R % per_page
         rounds.append(Round(addresses_R, block_B8.int(), (block_B8[:, 1] > 0).sum(dtype=torch.int32)[None]))
     return rounds
