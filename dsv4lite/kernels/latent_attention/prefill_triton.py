@@ -83,7 +83,7 @@ def _owners(stop_S: Tensor, begin: int, count: int) -> Tensor:
 
 
 def _places(spans_3S: Tensor, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where the rows of each sequence begin and stop, if those of all prompts lie one after the other, and how many it has."""
+    """Return where each sequence's rows begin and stop, if those of all prompts lie one after the other, and how many it has."""
     _, new_S, first_S = spans_3S
     end_S = (first_S + new_S).masked_fill(new_S == 0, 0)
     size_S = -(-end_S // tile.keys) * tile.keys
@@ -119,7 +119,7 @@ def _blocks_of(spans_3S: Tensor, begin: int, count: int, blocks: int, tile: _Til
     read_B, count_B, newest_B = read_S[owner_B], count_S[owner_B], position_B + size_B - 1
     where_B6 = [row_S[owner_B] + at_B, size_B, position_B, read_B, count_B, (start_S + read_S)[owner_B] - begin]
     block_B8 = torch.stack([*where_B6, (read_B > 0).long(), (newest_B < read_B + count_B).long()], 1)
-    return block_B8 * ((size_B > 0) & (count_B > 0) & (newest_B >= read_B))[:, None]
+    return block_B8.masked_fill(~((size_B > 0) & (count_B > 0) & (newest_B >= read_B))[:, None], 0)
 
 
 class PromptPlan(NamedTuple):
