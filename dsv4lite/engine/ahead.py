@@ -19,7 +19,7 @@ from dsv4lite.config import EngineConfig, default_cache_dir
 from dsv4lite.device import find_chip, require_private
 from dsv4lite.engine.rank import make_runner
 from dsv4lite.errors import UnsupportedError
-from dsv4lite.kernels.dispatch import AbsentGpu
+from dsv4lite.kernels.dispatch import Gpu
 from dsv4lite.layout import AXES, Layout
 from dsv4lite.models.family import Model
 from dsv4lite.parallel.mesh import Mesh
@@ -82,7 +82,7 @@ def compile_ahead(config: EngineConfig, gpu: str, progress: Callable[[int, int],
     plan = merge_plans([of_rank(rank=rank) for rank in range(config.layout.world)])
     require_fit(plan)
     major, minor = chip.capability
-    with pretended(AbsentGpu(10 * major + minor, chip.multiprocessors)) as device, torch.inference_mode():
+    with pretended(Gpu(10 * major + minor, chip.multiprocessors)) as device, torch.inference_mode():
         wanted = {}
         for rank in range(config.layout.world):
             mesh = _silent_mesh(config.layout, rank, device)

@@ -19,8 +19,8 @@ F = TypeVar("F", bound=Callable[..., object])
 GPU_TYPE = "cuda"  # type of the devices that run kernels; ``warmup.pretended`` and tests replace it
 
 
-class AbsentGpu(NamedTuple):
-    """What launchers ask about a GPU that is not in this machine.
+class Gpu(NamedTuple):
+    """What launchers ask about a GPU.
 
     Attributes:
         capability: Compute capability as one number, such as 90.
@@ -31,7 +31,7 @@ class AbsentGpu(NamedTuple):
     multiprocessors: int
 
 
-ABSENT: AbsentGpu | None = None
+ABSENT: Gpu | None = None  # stands for every GPU, if it is none of this machine; ``warmup.pretended`` sets it
 HOPPER = 90  # compute capability
 LARGE_SHARED_MEMORY = (90, 100, 103)  # compute capabilities with more than 200 KB of shared memory per program
 _ALIGNED = 16  # bytes: what tensor descriptors ask of addresses and strides
@@ -89,7 +89,7 @@ def send(x: Tensor, device: torch.device) -> Tensor:
 def describable(x: Tensor) -> bool:
     """Return whether the address and the strides of a tensor are those of which a tensor descriptor can be made."""
     *strides, last = x.stride()
-    return last == 1 and all(count % _ALIGNED == 0 for count in (x.data_ptr(), *(x.itemsize * stride for stride in strides)))
+    return last == 1 and not x.data_ptr() % _ALIGNED and not [stride for stride in strides if x.itemsize * stride % _ALIGNED]
 
 
 def by_most(table: Iterable[tuple[float | None, Choice]], count: float | None) -> Choice:
@@ -158,25 +158,25 @@ def power_of_2(least: int) -> int:
 
 def capability_of(device: torch.device) -> int:
     """Return the compute capability as one number, 90 for 9.0; on a CPU, where kernels are interpreted, that of the newest chip."""
-    if not on_gpu(device):
-        return 120
-    if ABSENT is not None:
-        return ABSENT.capability
-    return _capability(device) if device.index is None else _known_capability(device)
+    return _gpu_of(device).capability if on_gpu(device) else 120
 
 
 def multiprocessors_of(device: torch.device) -> int:
     """Return the number of multiprocessors; on a CPU, where the interpreter runs one program after the other, that of an H100."""
+    return _gpu_of(device).multiprocessors if on_gpu(device) else 132
+
+
+def _gpu_of(device: torch.device) -> Gpu:
     if ABSENT is not None:
-        return ABSENT.multiprocessors
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+        return ABSENT
+    return _query(device) if device.index is None else _known_gpu(device)
 
 
-def _capability(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+def _query(device: torch.device) -> Gpu:
+    found = torch.cuda.get_device_properties(device)
+    return Gpu(10 * found.major + found.minor, found.multi_processor_count)
 
 
 @cache  # PyTorch's query takes as long as a launch. Only for devices with an index: without one, the current device can change.
-def _known_capability(device: torch.device) -> int:
-    return _capability(device)
+def _known_gpu(device: torch.device) -> Gpu:
+    return _query(device)

@@ -214,7 +214,7 @@ class _AbsentDriver:
 
 
 @contextmanager
-def pretended(gpu: dispatch.AbsentGpu) -> Iterator[torch.device]:
+def pretended(gpu: dispatch.Gpu) -> Iterator[torch.device]:
     """Treat tensors on the meta device as those of a GPU; only for a process in which no other thread launches kernels.
 
     Yields:

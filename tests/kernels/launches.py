@@ -22,7 +22,7 @@ from dsv4lite.config import tiny_model
 from dsv4lite.engine.packing import padding
 from dsv4lite.engine.step_graphs import StepGraphs
 from dsv4lite.kernels import warmup
-from dsv4lite.kernels.dispatch import AbsentGpu
+from dsv4lite.kernels.dispatch import Gpu
 from dsv4lite.kernels.experts import ExpertInputs, ExpertSum, Tiles, experts_forward, experts_outputs
 from dsv4lite.kernels.experts.decode_small import Held, MoeInputs, moe_decode_small
 from dsv4lite.kernels.gemm import float_linear, fp8_linear, fp8_weight_linear, pair_linear
@@ -69,7 +69,7 @@ VOCABULARY = 129280
 @contextmanager
 def pretended(capability: int) -> Iterator[None]:
     """Let launchers take ``meta`` tensors for those of a chip; it compiles nothing and launches nothing."""
-    with warmup.pretended(AbsentGpu(capability, 132)), torch.inference_mode():
+    with warmup.pretended(Gpu(capability, 132)), torch.inference_mode():
         yield
 
 

@@ -52,7 +52,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let tensors with memory take the way of a GPU's; nothing is launched."""
     monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
     monkeypatch.setattr(dispatch, "GPU_TYPE", "cpu")
-    monkeypatch.setattr(dispatch, "ABSENT", dispatch.AbsentGpu(90, 132))
+    monkeypatch.setattr(dispatch, "ABSENT", dispatch.Gpu(90, 132))
     without_device(monkeypatch)
     with torch.inference_mode():
         yield

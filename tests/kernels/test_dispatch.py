@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from dsv4lite.kernels import dispatch
-from dsv4lite.kernels.dispatch import by_most, capability_of, ceil_div, describable, on_gpu, power_of_2, use_triton
+from dsv4lite.kernels.dispatch import (
+    by_most,
+    capability_of,
+    ceil_div,
+    describable,
+    multiprocessors_of,
+    on_gpu,
+    power_of_2,
+    use_triton,
+)
 
 META = torch.device("meta")
 
@@ -19,10 +30,12 @@ def test_kernels_run_on_cuda_only() -> None:
 
 def test_a_test_can_pretend_a_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "GPU_TYPE", "meta")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    chip = SimpleNamespace(major=8, minor=9, multi_processor_count=58)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
     x = torch.zeros(1, device=META)
     assert use_triton(x) and not use_triton(x.requires_grad_())
     assert (capability_of(META), capability_of(torch.device("cpu"))) == (89, 120)
+    assert (multiprocessors_of(META), multiprocessors_of(torch.device("cpu"))) == (58, 132)
 
 
 def test_choice_is_the_first_one_that_is_for_so_many() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,7 +61,8 @@ def test_steps_of_few_tokens_are_launched_early() -> None:
 def test_dependent_launch_is_for_chips_that_know_it(
     capability: tuple[int, int], wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    chip = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
     assert dependent_launch(torch.device("cuda")) is wanted
     assert not dependent_launch(torch.device("cpu"))
 

@@ -96,14 +96,14 @@ OPEN_KEYWORDS = {
 # Caches that outlive an engine, and why.
 CACHES = {
     "kernels.counters._counters": "scratch of one stream, zero between kernels; engines have streams of their own",
-    "kernels.dispatch._known_capability": "of a device, which does not change",
+    "kernels.dispatch._known_gpu": "of a device, which does not change",
     "kernels.gemm.triton.tile_for": "follows from its arguments alone; every launch asks",
     "state.paging._integers": "integers in order; slices of them are positions",
     "kernels.warmup._load_launchers_one_by_one": "Triton has one loader for the whole process",
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
-MAX_PACKAGE_LINES = 46_702
-MAX_TEST_LINES = 45_074
+MAX_PACKAGE_LINES = 46_703
+MAX_TEST_LINES = 45_089
 MAX_FUNCTION_LINES = 80
 
 # Debts. These may only shrink: public names that docs/api.md does not describe yet and ops without tests
