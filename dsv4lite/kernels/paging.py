@@ -55,7 +55,7 @@ class Paging:
         width: Rows of every sequence, including padding: T = S * width and rows_S = 0, width, …; 0 if the numbers of rows differ.
         host_spans: The result of ``spans``, if the host knows it.
         splits: KV splits in attention; the bits of its result depend on them.
-        derived: Values that references derived from the tensors, which must not change afterwards (``once``).
+        derived: Values derived from the tensors (``once``). What is derived on the host must not change afterwards.
     """
 
     positions_T: Tensor
@@ -75,7 +75,7 @@ class Paging:
     derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
-        """Return the result of ``make``, called once per step and key, so that layers share it. For references, not kernels."""
+        """Return the result of ``make``, called once per step and key, so that layers share it."""
         if key not in self.derived:
             self.derived[key] = make()
         found: Derived = self.derived[key]
