@@ -310,6 +310,17 @@ def test_products_of_each_head_take_weights_of_any_strides(tokens: int, any_orde
 
 
 @kernel_test
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_products_of_each_head_leave_out_blocks_of_other_tokens(dtype: torch.dtype) -> None:
+    x, w, positions = random(40, 2, 24, seed=1).to(dtype), random(2, 72, 24, seed=2).to(dtype), torch.full((40,), -1, device=DEVICE)
+    positions[[5, 39]] = 7
+    out = torch.full((40, 2, 72), float("nan"), dtype=dtype, device=DEVICE)
+    by_head_triton(x, w, any_order=True, out=out, positions_T=positions.int())
+    assert torch.equal(out[:16], by_head_triton(x[:16], w, any_order=False)) and out[16:32].isnan().all()
+    assert torch.equal(out[32:], by_head_triton(x[32:], w, any_order=False))
+
+
+@kernel_test
 @pytest.mark.parametrize("splits", [1, 2])
 def test_without_a_query_results_are_mean_latents(splits: int) -> None:
     given = inputs(LAYERS[0], [(0, 2), (299, 1)], splits=splits)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -20,13 +22,16 @@ _MANY_TOKENS = 64  # above it, ``any_order`` uses the kernel of many rows
 
 @triton.jit(do_not_specialize=["tokens"])
 def _by_head_kernel(
-    x, w, out, tokens, x_token, x_head,
+    x, w, out, positions, tokens, x_token, x_head,
     H: tl.constexpr, N: tl.constexpr, K: tl.constexpr, W_HEAD: tl.constexpr, W_OUT: tl.constexpr, W_IN: tl.constexpr,
-    BK: tl.constexpr,
+    BK: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     # Reference: by_head
     PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
     t = tl.program_id(0).to(tl.int64) * _BLOCK_TOKENS + tl.arange(0, _BLOCK_TOKENS)
+    if SKIPS:  # noqa: SIM102  decided when compiled; the other when run
+        if tl.max(tl.load(positions + t, mask=t < tokens, other=-1)) < 0:
+            return
     head = tl.program_id(1).to(tl.int64)
     n = tl.program_id(2) * _BLOCK_OUTS + tl.arange(0, _BLOCK_OUTS)
     here = (t < tokens)[:, None]
@@ -44,20 +49,26 @@ def _by_head_kernel(
     tl.store(out + (t[:, None] * H + head) * N + n[None, :], as_stored(y, out), mask=here & (n < N)[None, :])
 
 
-def by_head_triton(x_THK: Tensor, w_HNK: Tensor, *, any_order: bool, out: Tensor | None = None) -> Tensor:
-    """Return each head's ``x @ W.T`` [T, H, N] in the dtype of ``x``, in ``out`` if given; weights may have any strides."""
+def by_head_triton(
+    x_THK: Tensor, w_HNK: Tensor, *, any_order: bool, out: Tensor | None = None, positions_T: Tensor | None = None
+) -> Tensor:
+    """Return each head's ``x @ W.T`` [T, H, N] in the dtype of ``x``, in ``out`` if given; weights may have any strides.
+
+    If ``positions_T`` is given, results are not written for blocks of tokens with negative positions alone.
+    """
     (tokens, heads, inputs), outs = x_THK.shape, w_HNK.shape[1]
     assert x_THK.stride(2) == 1 and x_THK.dtype == w_HNK.dtype and w_HNK.shape == (heads, outs, inputs), (x_THK.shape, w_HNK.shape)
     if out is None:
         out = torch.empty(tokens, heads, outs, dtype=x_THK.dtype, device=x_THK.device)
     assert out.is_contiguous() and out.shape == (tokens, heads, outs), out.shape
-    if any_order and tokens > _MANY_TOKENS and x_THK.element_size() == 2 and takes_many(x_THK, w_HNK, out):
+    skips = positions_T is not None
+    if any_order and not skips and tokens > _MANY_TOKENS and x_THK.element_size() == 2 and takes_many(x_THK, w_HNK, out):
         many_rows(x_THK, w_HNK, out)
         return out
     _by_head_kernel[(ceil_div(tokens, _BLOCK_TOKENS.value), heads, ceil_div(outs, _BLOCK_OUTS.value))](
-        x_THK, w_HNK, out, tokens, x_THK.stride(0), x_THK.stride(1),
+        x_THK, w_HNK, out, positions_T if skips else out, tokens, x_THK.stride(0), x_THK.stride(1),
         H=heads, N=outs, K=inputs, W_HEAD=w_HNK.stride(0), W_OUT=w_HNK.stride(1), W_IN=w_HNK.stride(2),
-        BK=min(64 if x_THK.element_size() == 4 else 128, max(16, power_of_2(inputs))),
+        BK=min(64 if x_THK.element_size() == 4 else 128, max(16, power_of_2(inputs))), SKIPS=skips,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out
@@ -67,7 +78,8 @@ def latent_attention_triton(given: LatentAttentionInputs) -> Tensor:
     """See ``latent_attention.latent_attention``. Without ``host_spans`` only captured steps with prompts use both forms."""
     q_THC, up_HCL, nope, paging = given.q_THC, given.up_HCL, given.nope, given.paging
     assert q_THC.dtype in (torch.bfloat16, torch.float32), q_THC.dtype
-    out_THV = torch.empty(*q_THC.shape[:2], up_HCL.shape[1] - nope, dtype=q_THC.dtype, device=q_THC.device)
+    empty = torch.zeros if given.captured else torch.empty  # most tokens of a captured step may be of prompts or padding
+    out_THV = empty(*q_THC.shape[:2], up_HCL.shape[1] - nope, dtype=q_THC.dtype, device=q_THC.device)
     prompts = None
     if given.captured or (given.any_order and paging.host_spans is not None):
         prompts = paging.once(("rounds", given.form), lambda: plan_prompts(given))
@@ -81,13 +93,16 @@ def latent_attention_triton(given: LatentAttentionInputs) -> Tensor:
             _attend(rest, out_THV, slice(start, min(start + ROUND_TOKENS, first)), wide_SNR)
         begin = first + new
     if prompts is not None and prompts.rounds:
-        attend_projected(given, prompts, out_THV)  # in a captured step the others' results are zeros for these tokens
+        attend_projected(given, prompts, out_THV)  # in a captured step the absorbed form may write zeros for these tokens
     return out_THV
 
 
 def _attend(given: LatentAttentionInputs, out_THV: Tensor, part: slice, wide_SNR: Tensor | None) -> None:
     """Write the results of some tokens in the absorbed form."""
-    up_HCL, nope, any_order = given.up_HCL, given.nope, given.any_order
-    query_THL = by_head_triton(given.q_THC[part, :, :nope], up_HCL[:, :nope].transpose(1, 2), any_order=any_order)
+    up_HCL, nope = given.up_HCL, given.nope
+    by_head = partial(
+        by_head_triton, any_order=given.any_order, positions_T=given.paging.positions_T[part] if given.captured else None
+    )
+    query_THL = by_head(given.q_THC[part, :, :nope], up_HCL[:, :nope].transpose(1, 2))
     mixed_THL = attend_absorbed(given, query_THL, part.start, wide_SNR)
-    by_head_triton(mixed_THL, up_HCL[:, nope:], any_order=any_order, out=out_THV[part])
+    by_head(mixed_THL, up_HCL[:, nope:], out=out_THV[part])
