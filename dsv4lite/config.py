@@ -185,11 +185,18 @@ def tiny_model() -> str:
 
 
 def default_cache_dir() -> str:
-    """Return where compiled kernels are kept: ``$DSV4LITE_CACHE``, ``$XDG_CACHE_HOME/dsv4lite`` or ``~/.cache/dsv4lite``."""
+    """Return where compiled kernels are kept: ``$DSV4LITE_CACHE``, ``$XDG_CACHE_HOME/dsv4lite`` or ``~/.cache/dsv4lite``.
+
+    Raises:
+        ConfigError: None of them is set, and the user has no home folder.
+    """
     explicit = os.environ.get("DSV4LITE_CACHE")
     if explicit:
         return explicit
-    return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv4lite")
+    try:
+        return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv4lite")
+    except RuntimeError as error:
+        raise ConfigError("compile_cache_dir=None, and there is no home folder; give a folder, or set DSV4LITE_CACHE") from error
 
 
 def local_rank() -> int | None:

@@ -247,11 +247,20 @@ def require_private(folder: Path) -> None:
     Raises:
         ConfigError: Names the folder, and what to do.
     """
+    try:
+        _check_private(folder)
+    except (OSError, RuntimeError) as error:  # below a file or a loop of links, in a folder of others, or a name that is too long
+        message = f"compile_cache_dir={str(folder)!r} cannot be used: {error}; choose another place for the kernels"
+        raise ConfigError(message) from error
+
+
+def _check_private(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():  # else the first kernel that is written would find it
         raise ConfigError(f"compile_cache_dir={str(folder)!r} is not a folder; choose another place for the kernels")
     if os.name != "posix":
         return
-    folder, home, me = folder.resolve(), Path.home().resolve(), os.getuid()
+    home = Path(os.path.expanduser("~")).resolve()  # a user may have none
+    folder, me = folder.resolve(), os.getuid()
     above = list(folder.parents)
     if home in above:
         above = above[: above.index(home) + 1]

@@ -210,6 +210,26 @@ def test_cache_of_kernels_need_not_be_there(gpu: Fake, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_places_where_no_folder_can_be_are_refused_by_name(gpu: Fake, tmp_path: Path) -> None:
+    """The engine died in its start, of an ``OSError`` that did not name the setting."""
+    gpu()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for folder in (tmp_path / "file" / "kernels", tmp_path / "loop" / "kernels", tmp_path / ("a" * 300)):
+        with pytest.raises(ConfigError, match=r"compile_cache_dir=.* cannot be used: .*; choose another place for the kernels"):
+            Probe.of(cached_in(folder), torch.device("cuda"))
+
+
+def test_user_without_a_home_folder_names_the_place(gpu: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu()
+    for variable in ("HOME", "DSV4LITE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", raising(KeyError("no such user")))
+    assert Probe.of(cached_in(tmp_path), torch.device("cuda")).report.plan.fits
+    with pytest.raises(ConfigError, match="there is no home folder; give a folder, or set DSV4LITE_CACHE"):
+        Probe.of(replace(cached_in(tmp_path), compile_cache_dir=None), torch.device("cuda"))
+
+
 def test_plan_for_another_machine_has_all_its_memory(gpu: Fake) -> None:
     gpu(free=1)
     plan = plan_memory(tiny_model(), device="cuda", memory_bytes=8 * GIB)
