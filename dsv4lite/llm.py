@@ -570,13 +570,14 @@ class AsyncLLM(BaseLLM):
         """Save the next step as ``path``, for ``python -m dsv4lite replay``; returns before that step has run.
 
         Raises:
-            ConfigError: There is no such folder, or it cannot be written to.
+            ConfigError: There is no such folder, it cannot be written to, or ``path`` is there and is no regular file.
             UnsupportedError: The engine has several ranks, or its model is in another process.
         """
         self._check("dump_step")
         file = None if file_name(path) else Path(path).absolute()
         try:
-            good = file is not None and file.parent.is_dir() and not file.is_dir() and os.access(file.parent, os.W_OK)
+            free = file is not None and (file.is_file() or not file.exists())  # a device or a pipe would be replaced
+            good = file is not None and free and file.parent.is_dir() and os.access(file.parent, os.W_OK)
         except OSError:  # the name is too long, or a folder above may not be searched
             good = False
         if file is None or not good:
