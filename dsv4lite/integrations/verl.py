@@ -7,6 +7,7 @@ Settings of the engine that verl does not have go to ``rollout.engine_kwargs.dsv
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,8 @@ class Server:
     def __init__(self, config: Any, model: str, mode: RolloutMode, replica_rank: int) -> None:
         self._config, self._model, self._mode, self._rank = config, model, mode, replica_rank
         self._global_steps: int | None = None
-        self._rejecting = False
+        self._rejecting, self._gate = False, asyncio.Event()  # closed from ``abort_all_requests`` to ``resume_generation``
+        self._gate.set()
 
     async def launch(self) -> None:
         """Start the engine."""
@@ -78,8 +80,10 @@ class Server:
         """Continue a prompt. A request that was aborted has ``stop_reason="aborted"`` and its tokens so far."""
         if image_data or video_data or audio_data:
             raise UnsupportedError("dsv4lite with verl: images, video and audio")
-        if self._rejecting:
-            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self._global_steps})
+        while not self._gate.is_set():
+            if self._rejecting:
+                return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self._global_steps})
+            await self._gate.wait()  # the engine may be asleep meanwhile
         params = self._params(len(prompt_ids), dict(sampling_params))
         output = await self._llm.generate(list(prompt_ids), params, request_id=request_id, priority=priority)
         extra: dict[str, Any] = {"global_steps": self._global_steps}  # an update may have come while the request was waiting
@@ -151,6 +155,7 @@ class Server:
         """End all requests with what they have; later ones wait for ``resume_generation``, or with ``reject_request`` end empty."""
         stats = self._llm.stats()
         self._rejecting = reject_request
+        self._gate.clear()
         await self._llm.pause(mode="abort")
         if reset_prefix_cache:
             await self._llm.reset_prefix_cache()
@@ -165,8 +170,9 @@ class Server:
 
     async def resume_generation(self) -> None:
         """Go on after ``abort_all_requests``."""
-        self._rejecting = False
         await self._llm.resume()
+        self._rejecting = False
+        self._gate.set()
 
     async def wait_for_requests_to_drain(self) -> None:
         """Return when no request is open; those that come meanwhile wait."""

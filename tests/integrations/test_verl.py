@@ -156,6 +156,27 @@ async def test_aborted_requests_go_on_from_their_tokens(models: tuple[Path, Path
         await server._llm.aclose()
 
 
+async def test_requests_wait_for_the_end_of_an_update_for_which_the_engine_sleeps(models: tuple[Path, Path]) -> None:
+    """verl's other backends release the KV cache while agent loops go on; those that came then failed or were aborted."""
+    server = await started(models, "STANDALONE")
+    try:
+        params = {"max_tokens": 3, "ignore_eos": True, "logprobs": True}
+        await server.abort_all_requests()
+        early = asyncio.create_task(server.generate(PROMPT, params, "a"))
+        await asyncio.sleep(0.1)
+        await server.release_kv_cache()
+        late = asyncio.create_task(server.generate(PROMPT, params, "b"))
+        await asyncio.sleep(0.1)
+        assert not early.done() and not late.done()
+        await server.set_global_steps(2)
+        await server.resume_kv_cache()
+        await server.resume_generation()
+        for output in (await early, await late):
+            assert (output.stop_reason, output.extra_fields["global_steps"]) == ("completed", 2) and len(output.token_ids) == 3
+    finally:
+        await server._llm.aclose()
+
+
 @pytest.mark.parametrize(
     ("mode", "asleep", "valid"), [("HYBRID", True, False), ("COLOCATED", True, True), ("STANDALONE", False, True)]
 )
