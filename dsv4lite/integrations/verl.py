@@ -8,6 +8,7 @@ Settings of the engine that verl does not have go to ``rollout.engine_kwargs.dsv
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ class Server:
         self._global_steps: int | None = None
         self._rejecting, self._gate = False, asyncio.Event()  # closed from ``abort_all_requests`` to ``resume_generation``
         self._gate.set()
+        self._open: dict[str, str] = {}  # the caller's id by the engine's
+        self._numbers = itertools.count()
 
     async def launch(self) -> None:
         """Start the engine."""
@@ -85,7 +88,12 @@ class Server:
                 return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self._global_steps})
             await self._gate.wait()  # the engine may be asleep meanwhile
         params = self._params(len(prompt_ids), dict(sampling_params))
-        output = await self._llm.generate(list(prompt_ids), params, request_id=request_id, priority=priority)
+        name = f"{request_id}-{next(self._numbers)}"  # with full_determinism verl's trainers may give all requests one id
+        self._open[name] = request_id
+        try:
+            output = await self._llm.generate(list(prompt_ids), params, request_id=name, priority=priority)
+        finally:
+            del self._open[name]
         extra: dict[str, Any] = {"global_steps": self._global_steps}  # an update may have come while the request was waiting
         (completion,) = output.outputs
         if (scores := output.prompt_logprobs) is not None:
@@ -162,8 +170,9 @@ class Server:
         return {"aborted_count": stats.num_running + stats.num_waiting, "request_ids": []}
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
-        """End a request with what it has."""
-        self._llm.abort(request_id)
+        """End all requests of an id with what they have."""
+        for name in [name for name, given in self._open.items() if given == request_id]:
+            self._llm.abort(name)
         if reset_prefix_cache:
             await self._llm.reset_prefix_cache()
         return {"aborted": True, "request_id": request_id}

@@ -177,6 +177,21 @@ async def test_requests_wait_for_the_end_of_an_update_for_which_the_engine_sleep
         await server._llm.aclose()
 
 
+async def test_requests_may_have_one_id(models: tuple[Path, Path]) -> None:
+    """With full_determinism verl's v1 trainer and its fully asynchronous one call every request ``det-0``."""
+    server = await started(models)
+    try:
+        params = {"max_tokens": 60, "ignore_eos": True}
+        await server._llm.pause(mode="keep")
+        tasks = [asyncio.create_task(server.generate(PROMPT, params, name)) for name in ("det-0", "det-0", "other")]
+        await asyncio.sleep(0.1)
+        await server.abort_request("det-0")
+        await server._llm.resume()
+        assert [(await task).stop_reason for task in tasks] == ["aborted", "aborted", "completed"]
+    finally:
+        await server._llm.aclose()
+
+
 @pytest.mark.parametrize(
     ("mode", "asleep", "valid"), [("HYBRID", True, False), ("COLOCATED", True, True), ("STANDALONE", False, True)]
 )
