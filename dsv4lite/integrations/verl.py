@@ -119,6 +119,7 @@ class Server:
 
     def _params(self, prompt_tokens: int, given: dict[str, Any]) -> SamplingParams:
         config = self._config
+        given = {name: value for name, value in given.items() if value is not None}  # as if it was not given, as vLLM reads it
         left = (config.max_model_len or config.prompt_length + config.response_length) - prompt_tokens
         default = min(config.response_length, config.prompt_length + config.response_length - prompt_tokens)
         wanted = given.pop("max_tokens", given.pop("max_new_tokens", default))

@@ -88,6 +88,8 @@ async def test_server_generates_what_an_engine_does(models: tuple[Path, Path]) -
         assert plain.log_probs is None and len(plain.token_ids) == 128 - len(PROMPT)
         stopped = await server.generate(PROMPT, {"stop": ["c"], "allowed_token_ids": [9]}, "d")
         assert stopped.token_ids == [9] and stopped.stop_reason == "completed"
+        nothing = dict.fromkeys(("max_new_tokens", "top_k", "stop", "stop_token_ids", "repetition_penalty", "seed"))
+        assert (await server.generate(PROMPT, {**nothing, "ignore_eos": True}, "f")).token_ids == plain.token_ids[:64]
         for best in (0, 2):  # a teacher's: a row for each token of the prompt, of which the last says nothing
             taught = (await server.generate(PROMPT, {"max_tokens": 1, "prompt_logprobs": best}, "e")).extra_fields
             scores = await server._llm.score(PROMPT[:1], PROMPT[1:], top_logprobs=best)
