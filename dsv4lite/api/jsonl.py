@@ -14,7 +14,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
 
@@ -315,7 +315,9 @@ def _openai_body(row: dict[str, Any]) -> Mapping[str, Any]:
 
 
 def _plain_body(row: dict[str, Any]) -> Mapping[str, Any]:
-    """Return a line that has a prompt and settings beside each other; unknown keys are errors."""
+    """Return a line that has a prompt and settings beside each other; ``null`` does not set one, and unknown keys are errors."""
+    known = {*_PROMPTS, *_CHAT_KEYS, *(f.name for f in fields(SamplingParams))}
+    row = {key: value for key, value in row.items() if value is not None or key not in known}
     given = [key for key in _PROMPTS if key in row]
     require(len(given) == 1, "line", sorted(row), f"must have one of {', '.join(_PROMPTS)}")
     settings = {key: value for key, value in row.items() if key not in (*_PROMPTS, *_CHAT_KEYS)}

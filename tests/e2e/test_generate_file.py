@@ -34,6 +34,7 @@ GOOD: list[Any] = [
     {"custom_id": "c", **CHAT, "body": {"messages": HELLO, "prompt": 3, "max_completion_tokens": 2, "reasoning_effort": None}},
     {"custom_id": "d", **TEXT, "body": {"model": "m", "prompt": "cab", "max_tokens": 5, "stream": False, "messages": HELLO}},
     {"prompt": "abc", "logit_bias": {"20": 100}},
+    {"custom_id": None, "prompt": "abc", **dict.fromkeys(("messages", "tools", "stop", "temperature", "ignore_eos", "seed"))},
 ]
 DEEP = '{"a": ' * 600 + "1" + "}" * 600
 BAD: dict[str, str] = {
@@ -41,7 +42,8 @@ BAD: dict[str, str] = {
     "3": "must be an object, or a prompt as a string",
     '{"prompt": "a", "max_token": 3}': "unknown sampling parameter 'max_token'; did you mean 'max_tokens'?",
     '{"prompt": "a", "messages": []}': "must have one of messages, prompt, prompt_token_ids",
-    '{"max_tokens": 3}': "must have one of messages, prompt, prompt_token_ids",
+    '{"max_tokens": 3, "prompt": null}': "must have one of messages, prompt, prompt_token_ids",
+    '{"prompt": "a", "max_token": null}': "unknown sampling parameter 'max_token'",
     '{"prompt": "a", "temperature": -1}': "temperature=-1 must be",
     '{"prompt_token_ids": [1, 99999]}': "99999",
     '{"messages": [{"role": "nobody", "content": ""}]}': "role",
@@ -95,7 +97,7 @@ def test_rows_of_every_kind_are_answered_as_calls_answer_them(llm: LLM, tmp_path
     report = llm.generate_file(source, target, DEFAULTS, progress=reports.append)
     found = outputs(target)
     assert sorted(found) == list(range(len(GOOD))) and all(line["error"] is None for line in found.values())
-    assert [found[i]["custom_id"] for i in range(len(GOOD))] == [None, "a", None, "b", "c", "d", None]
+    assert [found[i]["custom_id"] for i in range(len(GOOD))] == [None, "a", None, "b", "c", "d", None, None]
     assert (report.rows, report.earlier, report.done, report.failed) == (len(GOOD), 0, len(GOOD), 0)
     assert [seen.done for seen in reports] == list(range(1, len(GOOD) + 1)) and report.remaining_s == 0
     usage = [line["response"]["body"]["usage"] for line in found.values()]
@@ -113,6 +115,7 @@ def test_rows_of_every_kind_are_answered_as_calls_answer_them(llm: LLM, tmp_path
         llm.chat(HELLO, change(max_tokens=2)),
         llm.generate("cab", change(max_tokens=5)),
         llm.generate("abc", change(logit_bias={20: 100})),
+        llm.generate("abc", DEFAULTS),
     ]
     bodies = [output.to_openai(chat=i in (3, 4)) for i, output in enumerate(wanted)]
     assert [found[i]["response"]["body"]["choices"] for i in range(len(GOOD))] == [body["choices"] for body in bodies]
