@@ -144,7 +144,15 @@ def shards_of(config: ModelConfig, tensors: Tensors, layout: Layout, rank: int) 
         "pp": (place.pp, layout.pp),
         "width": (place.tp // layout.ep, width_ranks(layout)),
     }
-    return Shards(table=tensors.sharding, axes=axes, stages=stages(config, tensors, layout.pp), num_experts=config.num_experts)
+    names = [name.split(".") for name in tensors.specs(_one_expert(config))]
+    routed = {int(parts[1]) for parts in names if parts[0] == "layers" and "experts" in parts}
+    return Shards(
+        table=tensors.sharding,
+        axes=axes,
+        stages=stages(config, tensors, layout.pp),
+        num_experts=config.num_experts,
+        dense=frozenset(range(config.num_hidden_layers)) - routed,
+    )
 
 
 def check_layout(config: ModelConfig, tensors: Tensors, layout: Layout) -> None:

@@ -47,12 +47,14 @@ class Shards:
         axes: Axis to (rank, size); an axis that is absent has size 1.
         stages: Hidden layers of every pipeline stage.
         num_experts: Routed experts of a layer.
+        dense: Hidden layers without routed experts.
     """
 
     table: Mapping[str, Rule]
     axes: Mapping[str, tuple[int, int]]
     stages: tuple[range, ...]
     num_experts: int
+    dense: frozenset[int] = frozenset()
 
     def cut(self, name: str, shape: Sequence[int], block: Sequence[int] = ()) -> Cut:
         """Return this rank's part of a tensor that it holds.
@@ -91,10 +93,11 @@ class Shards:
         """Return whether another rank may hold a tensor that this rank does not: an expert, or a tensor of another stage."""
         rule = self.table.get(pattern_of(name))
         parts, routed, (stage, count) = name.split("."), isinstance(rule, Experts), self.axes.get("pp", (0, 1))
-        layer = int(parts[1]) if parts[0] == "layers" else None
-        if rule is None or (layer is not None and layer >= self.stages[-1].stop):
+        last = self.stages[-1].stop - 1
+        layer = int(parts[1]) if parts[0] == "layers" else 0 if parts[0] == "embed" else last
+        if rule is None or layer > last:
             return False
-        if routed and int(parts[parts.index("experts") + 1]) >= self.num_experts:
+        if routed and (layer in self.dense or int(parts[parts.index("experts") + 1]) >= self.num_experts):
             return False
         return (count > 1 and layer not in self.stages[stage]) or (routed and self.axes.get("ep", (0, 1))[1] > 1)
 

@@ -118,6 +118,19 @@ def test_ranks_change_together(models: tuple[Path, Path], fresh: list[Any], kind
         is_of(old, old_sums, 3)
 
 
+@pytest.mark.parametrize(
+    ("kind", "layout", "name"),
+    [("v3", "tp and ep", "layers.0.ffn.experts.0.w1.weight"), ("v3", "pp", "embed.scale")],
+    indirect=["kind"],
+)
+def test_tensors_that_the_model_lacks_are_refused_on_every_layout(models: tuple[Path, Path], layout: str, name: str) -> None:
+    """Experts of a dense layer, and a scale without a use: each rank took them for those of another one."""
+    with LLM(str(models[0]), **{**SETTINGS, **LAYOUTS[layout]}) as llm:
+        with pytest.raises(WeightUpdateError) as caught, llm.update_weights(1, partial=True) as update:
+            update.load(NamedTensors({name: torch.zeros(32, 64)}))
+        assert caught.value.unexpected == (f"{name}: unexpected; the model has no such tensor",)
+
+
 def held(model: torch.nn.Module, rank: int) -> int:
     """Bytes of a rank's weights."""
     return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())

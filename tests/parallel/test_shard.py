@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 
 from dsv4lite.errors import ConfigError
 from dsv4lite.layout import Layout
+from dsv4lite.models.deepseek_mla.config import parse_config
+from dsv4lite.models.deepseek_mla.tensors import MLA_TENSORS
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.tensors import V4_SHARDING, V4_TENSORS, official_shapes
 from dsv4lite.models.shard import shards_of
 from dsv4lite.parallel.shard import Cut, Experts, Replicate, Rule, Shards, Split, blocks_of, pattern_of
+from tests.mla import V3
 from tests.tiny import flash, pro
 
 BLOCKS = {"dense": (128, 128), "expert": (1, 32)}
@@ -85,6 +88,9 @@ def test_v4_cuts_fall_between_heads_and_output_groups(config: Callable[[], V4Con
         ({"pp": (1, 2)}, "layers.1.attn.wkv.weight", False),  # its own
         ({"pp": (1, 2)}, "layers.2.attn.wkv.weight", False),  # nobody's
         ({"pp": (1, 2)}, "embed.weight", True),
+        ({"pp": (0, 2)}, "embed.weight", False),  # its own, and so is a scale that it has no use for
+        ({"pp": (0, 2)}, "head.weight", True),
+        ({"pp": (1, 2)}, "head.weight", False),
         ({"pp": (1, 2), "ep": (1, 4)}, "layers.1.ffn.experts.7.w1.weight", True),
         ({"pp": (1, 2)}, "layers.0.ffn.experts.8.w1.weight", False),
         ({"pp": (1, 2)}, "layers.0.attn.wxv.weight", False),
@@ -92,6 +98,11 @@ def test_v4_cuts_fall_between_heads_and_output_groups(config: Callable[[], V4Con
 )
 def test_tensor_without_a_place_may_be_another_ranks(axes: dict[str, tuple[int, int]], name: str, elsewhere: bool) -> None:
     assert Shards(table=V4_SHARDING, axes=axes, stages=(range(1), range(1, 2)), num_experts=8).elsewhere(name) == elsewhere
+
+
+def test_no_rank_has_experts_of_a_dense_layer() -> None:
+    shards = shards_of(parse_config(V3), MLA_TENSORS, Layout(tp=2, ep=2), 1)  # the first three are dense
+    assert [shards.elsewhere(f"layers.{layer}.ffn.experts.0.w1.weight") for layer in (2, 3)] == [False, True]
 
 
 def test_experts_are_cut_by_width_where_tp_exceeds_ep() -> None:
