@@ -71,9 +71,13 @@ class Generation(VLLMGeneration):
         """Yield parameters as TRL gathers them, and persistent buffers, which it leaves out: router biases and tables of ids."""
         yield from self._iter_named_params()
         for path, module in self.model.named_modules():
-            for name, buffer in module.named_buffers(path.removeprefix("base_model.model."), recurse=False):
-                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                    yield self._fix_param_name_to_vllm(name), buffer
+            if "original_module" in path:  # of PEFT, which trains a copy
+                continue
+            wrappers = ["_fsdp_wrapped_module.", "base_layer.", "modules_to_save.default."]
+            place = self._fix_param_name_to_vllm(path and f"{path}.", wrappers).removeprefix("base_model.model.")
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield place + name, buffer
 
     def generate(
         self,

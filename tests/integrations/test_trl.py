@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from dsv4lite.errors import UnsupportedError
 from dsv4lite.request import SamplingParams
@@ -42,8 +46,8 @@ def make(policy: Any) -> Iterator[Any]:
 
     made: list[Generation] = []
 
-    def _make(**settings: Any) -> Generation:
-        made.append(Mine(policy, Accelerator(cpu=True), None, max_completion_length=6, **settings))
+    def _make(model: Any = policy, **settings: Any) -> Generation:
+        made.append(Mine(model, Accelerator(cpu=True), None, max_completion_length=6, **settings))
         return made[-1]
 
     yield _make
@@ -73,6 +77,30 @@ def test_policy_s_weights_reach_the_engine_in_sleep_and_awake(make: Any, policy:
             parameter.copy_(old)
     generation.sync_weights()
     assert generation.llm.weight_version == 2
+
+
+@pytest.mark.parametrize("more", [{"modules_to_save": ["gate"]}, {"target_parameters": ["gate.weight"]}], ids=["copied", "adapted"])
+def test_buffers_of_a_router_that_peft_trains_have_their_names(make: Any, policy: Any, more: dict[str, Any]) -> None:
+    """PEFT wraps modules, so that their buffers lie at other paths."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(copy.deepcopy(policy), peft.LoraConfig(r=2, target_modules=["q_a_proj"], **more))
+    make(model).sync_weights()
+
+
+def test_buffers_of_a_policy_that_fsdp_shards_have_their_names(make: Any, policy: Any) -> None:
+    """FSDP of version 1, accelerate's default, wraps modules, too."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrap = ModuleWrapPolicy({type(policy.model.layers[0])})
+        model = FullyShardedDataParallel(
+            copy.deepcopy(policy), auto_wrap_policy=wrap, device_id=torch.device("cpu"), use_orig_params=True
+        )
+        model(torch.tensor(PROMPTS[:1]))  # as in training: FSDP is ready after the first pass
+        generation = make(model)
+        generation._dist.fsdp_version = 1
+        generation.sync_weights()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_lists_of_log_probabilities_are_sorted_and_have_the_sampled_token(make: Any) -> None:
