@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence, Sized
 from concurrent.futures import Future
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from dsv4lite.api.batch import Batch, OnError
@@ -32,6 +33,15 @@ Model = str | os.PathLike[str] | EngineConfig
 BatchParams = SamplingParams | Sequence[SamplingParams] | None
 
 
+def _on_current_gpu(config: EngineConfig) -> EngineConfig:
+    """Return the settings with the GPU that is current in this thread, if they name none: the engine's thread has another."""
+    torch = sys.modules.get("torch")
+    named = config.layout.world > 1 or config.device not in ("auto", "cuda")
+    if named or torch is None or not torch.cuda.is_initialized() or not torch.cuda.current_device():
+        return config
+    return replace(config, device=f"cuda:{torch.cuda.current_device()}")
+
+
 class BaseLLM:
     """An engine and its public calls; ``AsyncLLM`` and ``LLM`` add how a caller waits."""
 
@@ -52,7 +62,7 @@ class BaseLLM:
         given: dict[str, Any] = {"model": model}
         if isinstance(model, EngineConfig):
             given = {field.name: getattr(model, field.name) for field in fields(model)}
-        self._session = Session(EngineConfig.from_dict({**given, **settings}))
+        self._session = Session(_on_current_gpu(EngineConfig.from_dict({**given, **settings})))
         self._noted_limit = False
         # The session has no reference to this object, so that the engine's thread does not keep it alive.
         weakref.finalize(self, self._session.drop).atexit = False

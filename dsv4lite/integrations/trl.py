@@ -46,9 +46,7 @@ class Generation(VLLMGeneration):
     def _init_vllm(self) -> None:
         if self.mode != "colocate" or self.tensor_parallel_size > 1:
             raise UnsupportedError(f"dsv4lite with TRL: vllm_mode={self.mode!r}, tensor_parallel_size={self.tensor_parallel_size}")
-        device = self.accelerator.device  # CUDA has a current device for each thread, and the engine has a thread of its own
         settings: dict[str, Any] = {
-            "device": str(device) if device.type == "cuda" else "auto",
             "max_model_len": self.max_model_length,
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "seed": self.accelerator.process_index,

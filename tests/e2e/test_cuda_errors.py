@@ -30,6 +30,7 @@ from dsv4lite.engine import rank as rank_module
 from dsv4lite.engine.rank import Probe
 from dsv4lite.engine.runner import Runner
 from dsv4lite.errors import CapacityError, ConfigError, EngineDeadError, UnsupportedError
+from dsv4lite.llm import LLM
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.planning.memory import MemoryPlan, plan_memory, require_fit
 from dsv4lite.request import SamplingParams
@@ -111,6 +112,22 @@ def test_chips_without_what_the_kernels_need_are_refused(gpu: Fake, device: str)
         choose_device(config_of(device))
     gpu(capability=(8, 0))
     assert choose_device(config_of(device)) == torch.device("cuda", 0)
+
+
+def test_engine_is_on_the_gpu_that_is_current_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA has a current device for each thread. All trainers' engines were on the first GPU."""
+    assert LLM(tiny_model()).config.device == "auto"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for current, given, found in (
+        (1, "auto", "cuda:1"),
+        (1, "cuda", "cuda:1"),
+        (0, "auto", "auto"),
+        (1, "cuda:0", "cuda:0"),
+        (1, "cpu", "cpu"),
+    ):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        assert LLM(tiny_model(), device=given).config.device == found
+    assert LLM(tiny_model(), device="cuda", tensor_parallel_size=2).config.device == "cuda"
 
 
 def test_missing_triton_is_named(gpu: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from dsv4lite.errors import UnsupportedError
-from dsv4lite.llm import LLM
 from dsv4lite.request import SamplingParams
 from tests.e2e.engines import MODEST, prompts_of, write_tokenizer
 from tests.tiny import trainer_model, trainer_settings
@@ -134,19 +133,6 @@ def test_conversation_with_tools_goes_on_to_the_longest_length(make: Any) -> Non
     generation.generation_kwargs = {"ignore_eos": True}
     _, completion_ids, _, _ = generation.generate([PROMPTS[0], *prompts_of((longest - 2,), VOCAB, seed=2)], None, 1)
     assert [len(ids) for ids in completion_ids] == [6, 2]
-
-
-def test_engine_of_each_process_is_on_the_gpu_of_its_trainer(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of all processes were on the first GPU."""
-    from accelerate import Accelerator
-
-    from dsv4lite.integrations.trl import Generation
-
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(LLM, "create", lambda model, **settings: given.update(settings))
-    monkeypatch.setattr(Accelerator, "device", torch.device("cuda:1"))
-    Generation(policy, Accelerator(cpu=True), None)
-    assert given["device"] == "cuda:1"
 
 
 def test_what_it_does_not_do_is_said_at_once(make: Any) -> None:
