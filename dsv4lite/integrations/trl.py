@@ -117,13 +117,14 @@ class Generation(VLLMGeneration):
             "repetition_penalty": self.repetition_penalty,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": max(0, self.top_k),
+            "top_k": self.top_k,
             "min_p": self.min_p or 0.0,
             "max_tokens": self.max_completion_length,
             "logprobs": self.logprobs,
             "logprobs_mode": "processed",
-            **self.generation_kwargs,
+            **{name: value for name, value in self.generation_kwargs.items() if value is not None},  # as vLLM reads ``None``
         }
+        found["top_k"] = max(0, found["top_k"])  # -1 is no limit
         if self.structured_outputs_regex is not None:
             found["structured_outputs"] = {"regex": self.structured_outputs_regex}
         return {"detokenize": bool(found.get("stop") or found.get("structured_outputs")), **found}

@@ -130,7 +130,7 @@ def test_conversation_with_tools_goes_on_to_the_longest_length(make: Any) -> Non
     generation.sync_weights()
     longest = generation.llm.llm_engine.model_config.max_model_len
     assert longest == generation.llm.memory().max_model_len
-    generation.generation_kwargs = {"ignore_eos": True}
+    generation.generation_kwargs = {"ignore_eos": True, "top_k": -1, "stop": None}
     _, completion_ids, _, _ = generation.generate([PROMPTS[0], *prompts_of((longest - 2,), VOCAB, seed=2)], None, 1)
     assert [len(ids) for ids in completion_ids] == [6, 2]
 

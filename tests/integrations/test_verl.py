@@ -97,6 +97,8 @@ async def test_server_generates_what_an_engine_does(models: tuple[Path, Path]) -
             ids, values = (scores.token_ids, scores.values) if best else own
             assert taught["prompt_ids"] == [*ids.tolist(), [0] * max(best, 1)]
             assert taught["prompt_logprobs"] == [*values.tolist(), [0.0] * max(best, 1)]
+            short = (await server.generate(PROMPT[:1], {"max_tokens": 1, "prompt_logprobs": best}, "f")).extra_fields
+            assert (short["prompt_ids"], short["prompt_logprobs"]) == ([[0] * max(best, 1)], [[0.0] * max(best, 1)])
         with pytest.raises(UnsupportedError, match="images"):
             await server.generate(PROMPT, {}, "c", image_data=["picture"])
         with pytest.raises(UnsupportedError, match=r"'init_weights'\); use wake_up, .* and update_weights of the rollout"):
