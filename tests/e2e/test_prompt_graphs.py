@@ -86,13 +86,15 @@ def test_steps_with_scores_are_captured_and_steps_that_record_choices_are_not(mo
         assert sum(count for _, count in ran) == 3
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_captured_steps_of_latent_attention_choose_forms_by_what_the_device_knows(tmp_path: Path, deterministic: bool) -> None:
+@pytest.mark.parametrize(("deterministic", "speculative"), [(False, None), (True, None), (False, MTP(2, adaptive=False))], ids=str)
+def test_captured_steps_of_latent_attention_choose_forms_by_what_the_device_knows(
+    tmp_path: Path, deterministic: bool, speculative: Any
+) -> None:
     """A prompt that has room in a captured step is up-projected there; one that has none, and would cost too much, runs eagerly."""
     ran: list[tuple[PromptShape, int]] = []
-    folder, vocabulary = write_random_model(tmp_path, "v3"), raw_config("v3")["vocab_size"]
+    folder, vocabulary = write_random_model(tmp_path, "v3", num_nextn_predict_layers=1), raw_config("v3")["vocab_size"]
     prompts = prompts_of((700, 30, 651), vocabulary, seed=5)
-    settings = {"deterministic": deterministic, "max_num_batched_tokens": 800, "enable_prefix_caching": False}
+    settings = {**SETTINGS, "deterministic": deterministic, "max_num_batched_tokens": 800, "speculative": speculative}
     with opened(folder, **settings) as llm:
         expected = llm.generate_batch(prompts, GREEDY)
     with capturing(ran, prompt_tokens=768), opened(folder, **settings) as llm:
