@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4lite.config import Progress
-from dsv4lite.errors import CheckpointError
+from dsv4lite.errors import CheckpointError, ConfigError
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.parallel.shard import Shards, blocks_of
 from dsv4lite.weights.checkpoint import Checkpoint, Described, HeldTensor, Wanted, read_tensors
@@ -272,7 +272,13 @@ def _assign(
         problems.append(f"{name}: shape {list(shape)}, expected {list(slot.shape)}")
         return
     block = group.block if group else form.block if form else own.form.block if own else ()
-    cut = None if shards is None else shards.cut(name, shape, block)
+    try:
+        cut = None if shards is None else shards.cut(name, shape, block)
+    except ConfigError:
+        if not any(n % part for n, part in zip(shape, slot.shape, strict=True)):
+            raise  # the shape may be the model's, which the layout does not suit
+        problems.append(f"{name}: shape {list(shape)}, which has no parts of the expected {list(slot.shape)}")
+        return
     held = shape if cut is None else tuple(part.stop - part.start for part in cut)
     if held != slot.shape:
         part = "" if held == shape else f", of which this rank holds {list(held)}"

@@ -323,6 +323,19 @@ def test_misfit_of_a_shard_tells_both_shapes(tmp_path: Path, config: V4Config) -
         match(found.headers, slots, shards)
 
 
+def test_tensor_that_has_no_equal_parts_is_listed_with_other_problems(tmp_path: Path, config: V4Config) -> None:
+    """It was a ``ConfigError`` by itself, though the layout suits the model."""
+    tensors = everything(config)
+    stages = (range(config.num_hidden_layers),)
+    shards = Shards(table=V4_SHARDING, axes={"tp": (0, 2)}, stages=stages, num_experts=config.num_experts)
+    slots = slots_for(config, shards)
+    tensors["head.weight"], tensors["norm.weight"] = tensors["head.weight"][:-1], tensors["norm.weight"][:-1]
+    with pytest.raises(CheckpointError) as caught:
+        match(opened(tmp_path, tensors.items()).headers, slots, shards)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["head.weight", "norm.weight"]
+    assert "which has no parts of the expected [" in caught.value.problems[0]
+
+
 def test_stray_tensor_is_not_taken_for_another_ranks(tmp_path: Path, config: V4Config) -> None:
     tensors = {**everything(config), "layers.0.stray.weight": torch.zeros(2), "layers.0.ffn.experts.9.w1.bias": torch.zeros(2)}
     found = opened(tmp_path, tensors.items())
