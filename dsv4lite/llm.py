@@ -591,9 +591,9 @@ class AsyncLLM(BaseLLM):
         self._session.begin_start(bridge)
         self._bridge = bridge
         try:
-            await anyio.to_thread.run_sync(self._session.start, limiter=anyio.CapacityLimiter(1))
+            await anyio.to_thread.run_sync(self._session.start, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         except BaseException:
-            # asyncio can cancel the task while the thread runs on; the thread then finds the session closed and frees the engine.
+            # After a cancellation the thread runs on; at its next report it finds the session closed and frees the engine.
             if self._session.phase is not Phase.FAILED:
                 await self.aclose()
             raise

@@ -319,6 +319,7 @@ class Session:
             self.require("start", Phase.STARTING)
             try:
                 self._engine = open_engine(self.config)
+                self.require("start", Phase.STARTING)  # importing takes a while, too
                 self._engine.start(self._deliver, self._deliver_failure)
             except BaseException as error:
                 failure = EngineDeadError(f"the engine did not start: {error}", phase="start")
@@ -349,17 +350,19 @@ class Session:
             message = "close: a callback of the engine, such as `progress`, cannot close it; raise an exception in the callback"
             raise EngineStateError(f"{message} to end the engine, or close it in another thread", state=self.phase.value)
         with self._lock:
-            self._phase = Phase.CLOSED
+            starting, self._phase = self._phase is Phase.STARTING, Phase.CLOSED
             self._end_all(self._queue.values(), "abort")
             self._end_pauses("closed")
             self._end_loads(EngineStateError("load: the engine was closed", state=Phase.CLOSED.value))
             self._wake_readers()
+        if starting and self._engine is not None:
+            self._engine.close(wait=False)
         self._end_rest()
 
     def close(self) -> None:
-        """End open requests with their partial outputs, then the engine and the bridge; waits for a start in progress.
+        """End open requests with their partial outputs, then the engine and the bridge.
 
-        May be repeated. In a fork of the engine's process it does nothing.
+        A start ends at its next report of progress. May be repeated. In a fork of the engine's process it does nothing.
         """
         if self.forked:
             return

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dsv4lite.config import Drafting, EngineConfig
+from dsv4lite.config import Drafting, EngineConfig, LoadProgress, Progress
 from dsv4lite.device import advice_for, forget_frames, start_error
 from dsv4lite.engine.choices import ChoiceRecord
 from dsv4lite.engine.contract import ExecutionContract
@@ -124,6 +124,7 @@ class Engine:
         self._plans_ahead = False  # the next step may be planned before the results of the last one
         self._drafts_ahead = False  # even if both steps have draft tokens
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._unwanted = False  # closed: a start ends at its next report of progress
         self._thread: threading.Thread | None = None
         self._at_exit: weakref.finalize[..., threading.Thread]
         self._info: EngineInfo | None = None
@@ -295,7 +296,7 @@ class Engine:
         Args:
             wait: Join the thread. Otherwise the thread ends on its own, and the call takes no lock, so a finalizer may make it.
         """
-        thread = self._thread
+        thread, self._unwanted = self._thread, True
         if thread is None:
             return
         self._inbox.put(self._close)
@@ -389,7 +390,7 @@ class Engine:
     ) -> None:
         config, vocab_size = self.config, report.model.vocab_size
         grammars, problem = grammar_compiler(tokenizer, vocab_size)
-        runner = self._runner = executor.load(plan, grammars, progress_of(config))
+        runner = self._runner = executor.load(plan, grammars, partial(self._report, progress_of(config)))
         self._preparing = Preparing(
             grammars, problem, runner.prepare, lambda r: self._inbox.put(partial(self._add, r, prepared=True))
         )
@@ -409,6 +410,12 @@ class Engine:
             costs = None if alone is None else alone.step_costs
             self._proposer = DraftProposer(drafting, vocab_size=vocab_size, costs=costs, clock=clock)
         self._scheduler = self._make_scheduler(plan, report.model.window, drafting)
+
+    def _report(self, progress: Progress | None, report: LoadProgress) -> None:
+        if self._unwanted:
+            raise EngineStateError("the engine was closed during its start", state="closed")
+        if progress is not None:
+            progress(report)
 
     def _make_scheduler(self, plan: MemoryPlan, window: int, drafting: Drafting) -> Scheduler | Replicas:
         config, sizes = self.config, plan.sizes

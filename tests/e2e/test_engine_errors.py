@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import threading
 import time
 import traceback
@@ -19,7 +20,7 @@ import anyio
 import pytest
 import torch
 
-from dsv4lite.config import tiny_model
+from dsv4lite.config import LoadProgress, tiny_model
 from dsv4lite.engine import rank
 from dsv4lite.engine.engine import Engine
 from dsv4lite.errors import (
@@ -352,6 +353,66 @@ def test_callback_cannot_close_the_engine_that_calls_it(model: Path) -> None:
     with unopened(model) as other:
         future = engine_of(other).call(lambda engine: other.close())
         assert isinstance(future.exception(60), EngineStateError) and other.state == "ready"
+
+
+@pytest.mark.parametrize("end", ["close", "interrupt"])
+def test_start_that_is_closed_or_interrupted_ends_at_its_next_report(end: str) -> None:
+    """Ctrl-C waited until the whole checkpoint was loaded."""
+    every, reports = list[LoadProgress](), list[LoadProgress]()
+    with unopened(tiny_model(), progress=every.append):
+        pass
+    threads, main = set(threading.enumerate()), threading.main_thread().ident or 0
+
+    def report(progress: LoadProgress) -> None:
+        reports.append(progress)
+        if len(reports) > 1:
+            return
+        if end == "close":
+            closing.start()
+        else:
+            signal.pthread_kill(main, signal.SIGINT)
+        while llm.state == "starting":
+            time.sleep(0.01)
+        time.sleep(0.1)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    try:
+        llm = unopened(tiny_model(), progress=report)
+        closing = threading.Thread(target=llm.close)
+        with pytest.raises(EngineStateError if end == "close" else KeyboardInterrupt), llm:
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+    llm.close()
+    if end == "close":
+        closing.join()
+    assert llm.state == "closed" and 0 < len(reports) < len(every) and set(threading.enumerate()) == threads
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_start_that_is_cancelled_ends_at_its_next_report(backend: str) -> None:
+    reports, reported, cancelled = list[LoadProgress](), threading.Event(), threading.Event()
+
+    def report(progress: LoadProgress) -> None:
+        reports.append(progress)
+        reported.set()
+        cancelled.wait(60)
+        time.sleep(0.1)
+
+    async def start() -> None:
+        async def cancel() -> None:
+            await anyio.to_thread.run_sync(reported.wait)
+            scope.cancel()
+            cancelled.set()
+
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as group:
+                group.start_soon(cancel)
+                await AsyncLLM.create(tiny_model(), device="cpu", progress=report)
+        assert scope.cancelled_caught
+
+    anyio.run(start, backend=backend)
+    assert len(reports) == 1
 
 
 class NoText(Exception):
