@@ -391,26 +391,28 @@ def test_start_that_is_closed_or_interrupted_ends_at_its_next_report(end: str) -
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_start_that_is_cancelled_ends_at_its_next_report(backend: str) -> None:
-    reports, reported, cancelled = list[LoadProgress](), threading.Event(), threading.Event()
+    reports, reported = list[LoadProgress](), threading.Event()
 
     def report(progress: LoadProgress) -> None:
         reports.append(progress)
         reported.set()
-        cancelled.wait(60)
+        while llm.state == "starting":
+            time.sleep(0.01)
         time.sleep(0.1)
 
     async def start() -> None:
         async def cancel() -> None:
             await anyio.to_thread.run_sync(reported.wait)
             scope.cancel()
-            cancelled.set()
 
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as group:
                 group.start_soon(cancel)
-                await AsyncLLM.create(tiny_model(), device="cpu", progress=report)
+                async with llm:
+                    pass
         assert scope.cancelled_caught
 
+    llm = AsyncLLM(tiny_model(), device="cpu", progress=report)
     anyio.run(start, backend=backend)
     assert len(reports) == 1
 

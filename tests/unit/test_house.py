@@ -103,7 +103,7 @@ CACHES = {
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
 MAX_PACKAGE_LINES = 46_795
-MAX_TEST_LINES = 45_315
+MAX_TEST_LINES = 45_317
 MAX_FUNCTION_LINES = 80
 
 # Debts. These may only shrink: public names that docs/api.md does not describe yet and ops without tests
