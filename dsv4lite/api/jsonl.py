@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _PROMPTS = ("messages", "prompt", "prompt_token_ids")
 _CHAT_KEYS = ("tools", "tool_choice", "reasoning_effort")
+_PLAIN_KEYS = frozenset((*_PROMPTS, *_CHAT_KEYS, *(f.name for f in fields(SamplingParams))))
 _OUTPUT_PREFIX = b'{"id": "row-'  # of every output line
 # Characters that JSON does not escape, and at which str.splitlines would break an output line in two.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
@@ -316,8 +317,7 @@ def _openai_body(row: dict[str, Any]) -> Mapping[str, Any]:
 
 def _plain_body(row: dict[str, Any]) -> Mapping[str, Any]:
     """Return a line that has a prompt and settings beside each other; ``null`` does not set one, and unknown keys are errors."""
-    known = {*_PROMPTS, *_CHAT_KEYS, *(f.name for f in fields(SamplingParams))}
-    row = {key: value for key, value in row.items() if value is not None or key not in known}
+    row = {key: value for key, value in row.items() if value is not None or key not in _PLAIN_KEYS}
     given = [key for key in _PROMPTS if key in row]
     require(len(given) == 1, "line", sorted(row), f"must have one of {', '.join(_PROMPTS)}")
     settings = {key: value for key, value in row.items() if key not in (*_PROMPTS, *_CHAT_KEYS)}

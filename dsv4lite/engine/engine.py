@@ -290,6 +290,8 @@ class Engine:
     def close(self, *, wait: bool = True) -> None:
         """Abort every request, free everything and end the thread; on an external worker, wait until rank 0 closes its engine.
 
+        A start ends at its next report of progress.
+
         May be called twice, and from any thread but the engine's. If the thread of a dead engine does not return from its last step
         within 10 seconds, ``close`` returns; the thread keeps running and keeps its memory.
 

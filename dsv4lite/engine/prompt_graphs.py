@@ -97,8 +97,10 @@ class PromptGraphs:
 
     def shape_for(self, step: StepShape) -> PromptShape | None:
         """Return the first shape that a step fits in; ``None`` if the step runs eagerly."""
+        if not self._model.captures(step.tokens or 0, step.pairs, step.pages):
+            return None
         drafts = step.max_drafts > 0 and self._most_drafts > 0
-        for shape in self.shapes if self._model.captures(step.tokens or 0, step.pairs, step.pages) else ():
+        for shape in self.shapes:
             large_enough = shape.tokens >= (step.tokens or 0) and shape.sequences >= step.sequences
             if large_enough and shape.longest >= step.longest and shape.drafts == drafts:
                 return shape

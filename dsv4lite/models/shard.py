@@ -144,14 +144,12 @@ def shards_of(config: ModelConfig, tensors: Tensors, layout: Layout, rank: int) 
         "pp": (place.pp, layout.pp),
         "width": (place.tp // layout.ep, width_ranks(layout)),
     }
-    names = [name.split(".") for name in tensors.specs(_one_expert(config))]
-    routed = {int(parts[1]) for parts in names if parts[0] == "layers" and "experts" in parts}
     return Shards(
         table=tensors.sharding,
         axes=axes,
         stages=stages(config, tensors, layout.pp),
         num_experts=config.num_experts,
-        dense=frozenset(range(config.num_hidden_layers)) - routed,
+        dense=frozenset(layer for layer in range(config.num_hidden_layers) if not config.has_experts(layer)),
     )
 
 

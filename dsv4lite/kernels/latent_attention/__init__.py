@@ -101,11 +101,14 @@ class LatentAttentionInputs(NamedTuple):
         return wanted and self.paging.splits == 1 and rows <= WIDENED_ROWS * tokens
 
     def prompts(self) -> Tensor:
-        """Return first row, number of tokens and first position of each sequence, int64 [3, S].
+        """Return first row, number of tokens and first position of each sequence, int64 [3, S]; layers share them.
 
         The number is 0 for sequences that use the absorbed form; in a captured step also for those without room. The tensor is on
         the CPU, but for captured steps on the device.
         """
+        return self.paging.once(("prompts", self.form), self._prompts)
+
+    def _prompts(self) -> Tensor:
         paging, (heads, width, latent) = self.paging, self.up_HCL.shape
         if self.captured:
             rows_S, lens_S, first_S = torch.stack([paging.rows_S, paging.lens_S, paging.first_S]).long()
@@ -124,8 +127,7 @@ class LatentAttentionInputs(NamedTuple):
         """The sequences that use the up-projected form. For references, or with ``host_spans``."""
         if not self.any_order:
             return []
-        found = self.paging.once(("prompts", self.form), lambda: self.prompts()[1].tolist())
-        return [sequence for sequence, new in enumerate(found) if new]
+        return [sequence for sequence, new in enumerate(self.prompts()[1].tolist()) if new]
 
     @property
     def form(self) -> tuple[object, ...]:

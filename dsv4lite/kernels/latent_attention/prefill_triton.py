@@ -110,8 +110,9 @@ def _blocks_of(spans_3S: Tensor, begin: int, count: int, blocks: int, tile: _Til
     """
     (row_S, new_S, first_S), (start_S, _, end_S) = spans_3S, _places(spans_3S, tile)
     pieces_S = -(-new_S // tile.queries)
-    owner_B = _owners(pieces_S.cumsum(0), 0, blocks)
-    at_B = (torch.arange(blocks, device=new_S.device) - (pieces_S.cumsum(0) - pieces_S)[owner_B]) * tile.queries
+    stop_S = pieces_S.cumsum(0)
+    owner_B = _owners(stop_S, 0, blocks)
+    at_B = (torch.arange(blocks, device=stop_S.device) - (stop_S - pieces_S)[owner_B]) * tile.queries
     size_B = (new_S[owner_B] - at_B).clamp(0, tile.queries)
     position_B = first_S[owner_B] + at_B
     read_S = (begin - start_S).clamp_min(0)  # in earlier rounds
@@ -140,27 +141,26 @@ class PromptPlan(NamedTuple):
 
 def plan_prompts(given: LatentAttentionInputs) -> PromptPlan:
     """Return the plan for the prompts of a step."""
-    paging, tile, spans_3S = given.paging, _Tile.of(given), given.prompts()
+    paging, tile = given.paging, _Tile.of(given)
     if given.captured:
-        prompts_S = spans_3S[1] > 0
+        prompts_S = given.prompts()[1] > 0
         positions_T = paging.positions_T.masked_fill(prompts_S[paging.sequence_T.long()], -1)
-        return PromptPlan(tile, _plan_rounds(given, tile, spans_3S), (), replace(paging, positions_T=positions_T))
-    spans = [(row, new, first) for row, new, first in spans_3S.T.tolist() if new]
-    return PromptPlan(tile, _plan_rounds(given, tile, spans_3S), spans, paging)
+        return PromptPlan(tile, _plan_rounds(given, tile, ()), (), replace(paging, positions_T=positions_T))
+    spans = [paging.spans()[sequence] for sequence in given.projected]
+    return PromptPlan(tile, _plan_rounds(given, tile, spans), spans, paging)
 
 
-def _plan_rounds(given: LatentAttentionInputs, tile: _Tile, spans_3S: Tensor) -> list[Round]:
-    """Return ``PromptPlan.rounds``; ``spans_3S`` is the result of ``prompts``."""
+def _plan_rounds(given: LatentAttentionInputs, tile: _Tile, spans: Sequence[tuple[int, int, int]]) -> list[Round]:
+    """Return ``PromptPlan.rounds``; ``spans`` is that of the plan."""
     (heads, channels, _), itemsize, device = given.up_HCL.shape, given.up_HCL.element_size(), given.paging.grow_SP.device
-    table_SP, per_page, captured = given.paging.grow_SP.long(), given.rows.rows_per_page, given.captured
+    spans_3S, table_SP, per_page, captured = given.prompts(), given.paging.grow_SP.long(), given.rows.rows_per_page, given.captured
     if captured:
         total = most = captured_rows(len(given.q_THC), heads, channels, itemsize)
         blocks = len(given.q_THC) // tile.queries + min(spans_3S.shape[1], total // PLACE_ROWS)
     else:
         most = ceil_div(given.chunk_rows or projected_rows(heads, channels, itemsize), KEYS) * KEYS
-        prompts = [(new, first + new) for _, new, first in spans_3S.T.tolist() if new]
-        total = sum(ceil_div(end, tile.keys) * tile.keys for _, end in prompts)
-        blocks = sum(ceil_div(new, tile.queries) for new, _ in prompts)
+        total = sum(ceil_div(first + new, tile.keys) * tile.keys for _, new, first in spans)
+        blocks = sum(ceil_div(new, tile.queries) for _, new, _ in spans)
     rounds = []
     for begin in range(0, total, most):
         count = min(most, total - begin)

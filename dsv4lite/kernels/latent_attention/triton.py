@@ -78,8 +78,8 @@ def latent_attention_triton(given: LatentAttentionInputs) -> Tensor:
     """See ``latent_attention.latent_attention``. Without ``host_spans`` only captured steps with prompts use both forms."""
     q_THC, up_HCL, nope, paging = given.q_THC, given.up_HCL, given.nope, given.paging
     assert q_THC.dtype in (torch.bfloat16, torch.float32), q_THC.dtype
-    empty = torch.zeros if given.captured else torch.empty  # most tokens of a captured step may be of prompts or padding
-    out_THV = empty(*q_THC.shape[:2], up_HCL.shape[1] - nope, dtype=q_THC.dtype, device=q_THC.device)
+    allocate = torch.zeros if given.captured else torch.empty  # products leave out blocks of padding, whose results are zeros
+    out_THV = allocate(*q_THC.shape[:2], up_HCL.shape[1] - nope, dtype=q_THC.dtype, device=q_THC.device)
     prompts = None
     if given.captured or (given.any_order and paging.host_spans is not None):
         prompts = paging.once(("rounds", given.form), lambda: plan_prompts(given))
