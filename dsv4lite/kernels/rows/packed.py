@@ -24,13 +24,13 @@ def narrowed(x, FLOAT32: tl.constexpr):
 
 
 WIDEN_E4M3 = tl.constexpr("""{
-.reg .b32 t, m, f, z;
+.reg .b32 t, f, z;
 mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;
-prmt.b32 t, $2, 0, 0x1404;
-and.b32 m, t, 0x7F007F00; shr.b32 m, m, 4; lop3.b32 t, t, 0x80008000, m, 0xEA;
+prmt.b32 t, $2, 0, 0x9180;
+shl.b32 t, t, 4; and.b32 t, t, 0x87F087F0;
 fma.rn.bf16x2 t, t, f, z; fma.rn.bf16x2 $0, t, $3, z;
-prmt.b32 t, $2, 0, 0x3424;
-and.b32 m, t, 0x7F007F00; shr.b32 m, m, 4; lop3.b32 t, t, 0x80008000, m, 0xEA;
+prmt.b32 t, $2, 0, 0xB3A2;
+shl.b32 t, t, 4; and.b32 t, t, 0x87F087F0;
 fma.rn.bf16x2 t, t, f, z; fma.rn.bf16x2 $1, t, $4, z;
 }""")
 
