@@ -106,6 +106,7 @@ def _works() -> Iterator[Callable[[], object]]:
     yield from _steps(_v4(FLASH, fp4), PREFILLS, DECODES)
     for config, numerics in (
         (V2_LITE, {"quantized": False}),
+        (V2_LITE, {"quantized": False, "fp8_rows": True}),
         (V2_LITE, {"quantized": False, "dtype": torch.float32}),
         (V2_LITE, {"quantized": False, "dtype": torch.float32, "fp8_rows": True}),
         (V2, {"quantized": False, "deterministic": True}),

@@ -56,7 +56,7 @@ ONLY = {
     "gemm.prefill_triton": (90, 100),
     **dict.fromkeys(("attention.prefill_triton", "gemm.prefill_fp8_triton"), (90,)),
     **dict.fromkeys((f"experts.prefill_{kind}_triton" for kind in ("bf16", "fp4", "fp8")), (90,)),
-    **dict.fromkeys(("latent_attention.decode_hopper_triton", "latent_attention.prefill_hopper_triton"), (90,)),
+    **dict.fromkeys((f"latent_attention.{part}_hopper_triton" for part in ("decode", "decode_fp8", "prefill")), (90,)),
 }
 # PTX, with or without a predicate; a descriptor's copy names the memory that it writes first.
 WRITES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:(?:st|red|atom)\.(?:\w+\.)*|cp\.async\.bulk\.tensor\.\dd\.)global\b", re.MULTILINE)

@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs, by_head, latent_attention, projected_rows, splits_of
+from dsv4lite.kernels.latent_attention.decode_fp8_hopper_triton import takes_few_heads
 from dsv4lite.kernels.latent_attention.decode_hopper_triton import takes_absorbed
 from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed, widened_rows
 from dsv4lite.kernels.latent_attention.prefill_hopper_triton import takes_round
@@ -95,11 +96,14 @@ def test_several_tokens_of_a_sequence_and_padding_agree(layer: Layer, top_k: int
 @pytest.mark.parametrize("top_k", [0, 100])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_the_kernel_for_any_chip_agrees(layer: Layer, top_k: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper ``attend_absorbed_hopper`` takes the sizes of released models otherwise."""
+    """On Hopper ``attend_absorbed_hopper`` and ``attend_few_heads`` take the sizes of released models otherwise."""
     given = inputs(layer, [(0, 1), (61, 4), (300, 1)], splits=splits, top_k=top_k, padding=1)
     hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
     assert takes_absorbed(given) == (hopper and layer[1] == 128 and given.q_THC.dtype == BF16)
-    monkeypatch.setattr("dsv4lite.kernels.latent_attention.decode_triton.takes_absorbed", lambda given: False)
+    few_heads = takes_absorbed(given) and layer[0] <= 16 and isinstance(layer[3], Fp8Latent) and not top_k
+    assert takes_few_heads(given) == few_heads
+    for name in ("takes_absorbed", "takes_few_heads"):
+        monkeypatch.setattr(f"dsv4lite.kernels.latent_attention.decode_triton.{name}", lambda given: False)
     check(given)
 
 

@@ -107,8 +107,8 @@ def _pair(x):
 
 
 @gluon.jit
-def _widen(words, bits, buffer):
-    """Store the values of words of codes as bfloat16 [64, 128]."""
+def _widen_words(words, bits):
+    """Return the values of words of codes [64, 32] as bfloat16 [64, 128], given the bits of the rows' scales."""
     # Reference: Fp8Latent.unpack.  Exponent and mantissa, shifted to bit 4 of a bfloat16, are 2^-120 times the value.
     words, factor = gl.broadcast(words, gl.expand_dims((bits >> 16) * 0x10001, 1))
     low, high = gl.inline_asm_elementwise(
@@ -116,7 +116,7 @@ def _widen(words, bits, buffer):
     )
     first, second = _pair(low)
     third, fourth = _pair(high)
-    buffer.store(gl.reshape(gl.join(gl.join(first, third), gl.join(second, fourth)), (_HALF, 128)))
+    return gl.reshape(gl.join(gl.join(first, third), gl.join(second, fourth)), (_HALF, 128))
 
 
 @gluon.jit
@@ -147,13 +147,13 @@ def _bring_codes(memory, place, following, ahead, HALF: gl.constexpr, buffers, f
     copy_by_threads(rotated.index(HALF), gl.expand_dims(tail, 1) + gl.expand_dims(pair, 0))
     async_copy.mbarrier_arrive(full.index(HALF), increment_count=False)
     words2 = _codes_of(memory, place, 2, ROW)
-    _widen(words0, bits0, keys[4 * HALF].index(0))
+    keys[4 * HALF].index(0).store(_widen_words(words0, bits0))
     words3 = _codes_of(memory, place, 3, ROW)
-    _widen(words1, bits1, keys[4 * HALF + 1].index(0))
+    keys[4 * HALF + 1].index(0).store(_widen_words(words1, bits1))
     words0 = _codes_of(memory, following, 0, ROW)
-    _widen(words2, bits2, keys[4 * HALF + 2].index(0))
+    keys[4 * HALF + 2].index(0).store(_widen_words(words2, bits2))
     words1 = _codes_of(memory, following, 1, ROW)
-    _widen(words3, bits3, keys[4 * HALF + 3].index(0))
+    keys[4 * HALF + 3].index(0).store(_widen_words(words3, bits3))
     bits0, bits1, bits2, bits3 = _scales_of(memory, following, ROW)
     fence_async_shared()
     mbarrier.arrive(full.index(HALF), count=1)
@@ -245,7 +245,7 @@ def _load(
 
 
 @gluon.jit
-def _zero(x):
+def _hidden_zero(x):
     """Return zero, but hide it from the compiler, which would keep the descriptors of all tiles in registers over a loop."""
     return gl.inline_asm_elementwise("and.b32 $0, $1, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -334,7 +334,7 @@ def _attend(
         for piece in range(split, pieces, splits):
             rows = count - piece * _ROWS
             mbarrier.wait(k_full.index(PART), step & 1)
-            zero = _zero(step)
+            zero = _hidden_zero(step)
             logits = _logits(buffers, zero, PART)
             if PART == 0:
                 logits = warpgroup_mma_wait(0, deps=(logits,))

@@ -8,7 +8,7 @@ the same multiprocessor do not all wait for memory at the same time.
 Neighbouring tokens of a prompt read mostly the same rows. If a step has many tokens for its FP8 rows, a first launch copies all of
 them, widened to bfloat16, from pages to where their positions say; the bits of the results are the same.
 
-``decode_hopper_triton`` has the kernel for Hopper and the sizes of released models.
+``decode_hopper_triton`` and ``decode_fp8_hopper_triton`` have kernels for Hopper and the sizes of released models.
 
 A float32 product is three TF32 products; the tensor cores truncate their sums, which costs a few of float32's last bits.
 """
@@ -25,6 +25,7 @@ from dsv4lite.kernels.attention.triton import Tile
 from dsv4lite.kernels.dispatch import LARGE_SHARED_MEMORY, capability_of, ceil_div, compiled, power_of_2
 from dsv4lite.kernels.e4m3 import e4m3_values
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs
+from dsv4lite.kernels.latent_attention.decode_fp8_hopper_triton import FEW_PIECE_ROWS, attend_few_heads, takes_few_heads
 from dsv4lite.kernels.latent_attention.decode_hopper_triton import PIECE_ROWS, attend_absorbed_hopper, takes_absorbed
 from dsv4lite.kernels.latent_rows.triton import _row_elements
 from dsv4lite.kernels.rows.packed import LOG2_E, WIDEN_E4M3, narrowed
@@ -261,9 +262,10 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
     assert given.selected_TK is None or given.selected_TK.is_contiguous()
     top_k = 0 if given.selected_TK is None else given.selected_TK.shape[1]
     hopper, tile = takes_absorbed(given), _tile_for(q.element_size(), capability_of(device))
+    few_heads = wide_SNR is None and takes_few_heads(given)
     layer = {
         "H": heads, "LATENT": latent, "PADDED": max(16, power_of_2(latent)), "TOP_K": top_k, "SPLITS": splits,
-        "ROWS": PIECE_ROWS if hopper else tile.rows,
+        "ROWS": FEW_PIECE_ROWS if few_heads else PIECE_ROWS if hopper else tile.rows,
     }  # fmt: skip
     out = torch.empty_like(query_THL)
     parts = stats = out
@@ -271,7 +273,9 @@ def attend_absorbed(given: LatentAttentionInputs, query_THL: Tensor, begin: int 
         parts = torch.empty(splits, tokens, heads, latent, dtype=torch.float32, device=device)
         stats = torch.empty(splits, tokens, heads, 2, dtype=torch.float32, device=device)
     selected = paging.positions_T if given.selected_TK is None else given.selected_TK
-    if hopper:
+    if few_heads:
+        attend_few_heads(given, query_THL, begin, (memory, row), (parts, stats))
+    elif hopper:
         attend_absorbed_hopper(
             given, query_THL, begin, (memory, row, fp8), columns, selected, (parts, stats), widened=wide_SNR is not None
         )
