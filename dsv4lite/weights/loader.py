@@ -6,11 +6,10 @@ data is read, and one error lists them all. Then the tensors are streamed: each 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from dsv4lite.config import Progress
@@ -151,78 +150,42 @@ def read_assigned(
 ) -> Iterator[tuple[str, Slot, Tensor | FourBit, Tensor | None]]:
     """Read the assigned tensors: yields name, slot, this rank's part of the weight and of its scale, both as stored.
 
+    The parts of a matrix may lie in any order. Those that wait for the last one are copied, for the next tensor may reuse their
+    memory; files usually have scales before weights, so only scales wait.
+
     Raises:
         CheckpointError: A file cannot be read, or the parts of a packed matrix are invalid.
     """
-    packed = {name: a.weight for name, a in assignments.items() if isinstance(a.weight, PackedCut)}
-    single = (part for a in assignments.values() for part in (a.weight, a.scale) if isinstance(part, Wanted | HeldTensor))
-    wanted = [*single, *(part for cut in packed.values() for part in cut.parts.values())]
-    held = ((part.name, part.tensor) for part in wanted if isinstance(part, HeldTensor))
-    stored = read_tensors([part for part in wanted if isinstance(part, Wanted)], progress=progress)
-    devices = {name: assignments[name].slot.tensors[0].device for name in packed}
-    stream = _unpacked(chain(held, ((info.name, tensor) for info, tensor in stored)), packed, devices)
-    for name, weight, scale in paired(stream, {name for name, a in assignments.items() if a.scale is not None}):
-        yield name, assignments[name].slot, weight, scale
-
-
-def _unpacked(
-    tensors: Iterable[tuple[str, Tensor]], packed: Mapping[str, PackedCut], devices: Mapping[str, torch.device]
-) -> Iterator[tuple[str, Tensor | FourBit]]:
-    """Yield tensors; each packed matrix takes the place of its last part. Earlier parts are copied.
-
-    A packed matrix is unpacked on the device of its slot: a GPU does this much faster than the host.
-    """
-    parts = {
-        part.name if isinstance(part, HeldTensor) else part.info.name: (name, leaf)
-        for name, cut in packed.items()
-        for leaf, part in cut.parts.items()
-    }
+    wanted = {name: _parts(assignment) for name, assignment in assignments.items()}
+    every = [(name, leaf, part) for name, parts in wanted.items() for leaf, part in parts.items()]
+    owners = {part.name if isinstance(part, HeldTensor) else part.info.name: (name, leaf) for name, leaf, part in every}
+    held = ((part.name, part.tensor) for _, _, part in every if isinstance(part, HeldTensor))
+    stored = read_tensors([part for _, _, part in every if isinstance(part, Wanted)], progress=progress)
     waiting: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors:
-        if name not in parts:
-            yield name, tensor
-            continue
-        owner, leaf = parts[name]
-        arrived = waiting.setdefault(owner, {})
-        last = len(arrived) + 1 == len(packed[owner].parts)
-        arrived[leaf] = tensor.to(devices[owner], copy=not last)
+    for given, tensor in chain(held, ((info.name, tensor) for info, tensor in stored)):
+        name, leaf = owners[given]
+        slot, weight, _ = assignments[name]
+        arrived = waiting.setdefault(name, {})
+        last = len(arrived) + 1 == len(wanted[name])
+        packed = weight if isinstance(weight, PackedCut) else None
+        # A packed matrix is unpacked on the device of its slot: a GPU does this much faster than the host.
+        arrived[leaf] = tensor.to(tensor.device if packed is None else slot.tensors[0].device, copy=not last)
         if last:
-            yield owner, packed[owner].read(waiting.pop(owner))
+            del waiting[name]
+            if packed is None:
+                yield name, slot, arrived["weight"], arrived.get("scale")
+            else:
+                yield name, slot, packed.read(arrived), None
 
 
-def paired(
-    tensors: Iterable[tuple[str, Tensor | FourBit]], with_scale: set[str]
-) -> Iterator[tuple[str, Tensor | FourBit, Tensor | None]]:
-    """Join weights with their scales, in either order.
-
-    A tensor that waits for its partner is copied. Files usually have scales before weights, so only scales wait.
-
-    Args:
-        tensors: Official name and tensor; the next item may reuse the tensor's memory.
-        with_scale: Names of the weights that have a scale.
-
-    Yields:
-        Name of the weight, weight, scale.
-
-    Raises:
-        CheckpointError: The stream ended before all partners arrived.
-    """
-    waiting: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        owner = weight_name(name)
-        if owner not in with_scale:
-            yield name, tensor, None
-            continue
-        assert isinstance(tensor, Tensor)
-        partner = waiting.pop(owner, None)
-        if partner is None:
-            waiting[owner] = tensor.clone()
-        elif name == owner:
-            yield owner, tensor, partner
-        else:
-            yield owner, partner, tensor
-    if waiting:
-        raise CheckpointError("weights or scales came without their partner:", problems=sorted(waiting))
+def _parts(assignment: Assignment) -> Mapping[str, Wanted | HeldTensor]:
+    """Return the tensors to read for a slot, by leaf."""
+    if isinstance(assignment.weight, PackedCut):
+        return assignment.weight.parts
+    found = {"weight": assignment.weight}
+    if assignment.scale is not None:
+        found["scale"] = assignment.scale
+    return found
 
 
 def scale_name(name: str) -> str:

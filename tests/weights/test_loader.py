@@ -18,7 +18,7 @@ from dsv4lite.parallel.shard import Shards, Split, pattern_of
 from dsv4lite.weights import checkpoint as reading
 from dsv4lite.weights.checkpoint import Checkpoint, ExpertFormat
 from dsv4lite.weights.dummy import dummy_tensors
-from dsv4lite.weights.loader import load, match, paired
+from dsv4lite.weights.loader import load, match
 from dsv4lite.weights.tensors import TensorKind
 from tests.tiny import TINY_QUANTIZED, TINY_REFRESHED, v4_names, write_checkpoint
 
@@ -348,14 +348,6 @@ def test_stray_tensor_is_not_taken_for_another_ranks(tmp_path: Path, config: V4C
         "layers.0.ffn.experts.9.w1.bias",
         "layers.0.stray.weight",
     ]
-
-
-def test_pair_that_stays_incomplete_is_an_error() -> None:
-    stream = [("a.weight", torch.zeros(1)), ("b.weight", torch.zeros(1)), ("b.scale", torch.ones(1))]
-    results = paired(stream, {"a.weight", "b.weight"})
-    assert [name for name, _, _ in (next(results),)] == ["b.weight"]
-    with pytest.raises(CheckpointError, match=r"without their partner:\n  - a\.weight"):
-        next(results)
 
 
 def test_every_official_tensor_has_a_sharding_rule(config: V4Config) -> None:
