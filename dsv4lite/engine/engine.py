@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -23,7 +23,6 @@ from dsv4lite.device import advice_for, forget_frames, start_error
 from dsv4lite.engine.choices import ChoiceRecord
 from dsv4lite.engine.contract import ExecutionContract
 from dsv4lite.engine.executor import InProcessExecutor, JointStep, MultiRankExecutor, make_executor
-from dsv4lite.engine.preparing import Preparing
 from dsv4lite.engine.rank import ProbeReport, grammar_compiler
 from dsv4lite.engine.recorder import StepRecorder
 from dsv4lite.engine.resident import Ask, ResidentMethod, whole_checksums
@@ -41,10 +40,14 @@ from dsv4lite.scheduling.replicas import SEQ_IDS, Replicas
 from dsv4lite.scheduling.scheduler import Scheduler, SchedulerLimits
 from dsv4lite.speculation.speculator import DraftProposer, SpeculationStats, make_drafting
 from dsv4lite.text.forms import ChatForm, find_form
+from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import progress_of
 from dsv4lite.weights.update import buckets
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 log = logging.getLogger("dsv4lite.engine")
 
@@ -151,7 +154,9 @@ class Engine:
         self._seq_ids: dict[tuple[str, int], int] = {}
         self._with_host_rules: set[int] = set()  # sequences with sampling rules on the host, which read every sampled token
         self._scheduler: Scheduler | Replicas
-        self._preparing: Preparing
+        self._grammars: GrammarCompiler | None
+        self._no_grammars = ""  # why there is no compiler
+        self._compiling: dict[int, Future[LLMatcher]] = {}  # the grammars of held sequences; what is not kept is not compiled
         self._recorder: StepRecorder | None = None
         self._trace: StepTrace | None = None
         self._executor: InProcessExecutor | MultiRankExecutor | ExternalWorker
@@ -391,11 +396,8 @@ class Engine:
         self, executor: InProcessExecutor | MultiRankExecutor, report: ProbeReport, plan: MemoryPlan, tokenizer: Tokenizer
     ) -> None:
         config, vocab_size = self.config, report.model.vocab_size
-        grammars, problem = grammar_compiler(tokenizer, vocab_size)
-        runner = self._runner = executor.load(plan, grammars, partial(self._report, progress_of(config)))
-        self._preparing = Preparing(
-            grammars, problem, runner.prepare, lambda r: self._inbox.put(partial(self._add, r, prepared=True))
-        )
+        self._grammars, self._no_grammars = grammar_compiler(tokenizer, vocab_size)
+        runner = self._runner = executor.load(plan, self._grammars, partial(self._report, progress_of(config)))
         alone = runner if isinstance(runner, Runner) else None  # one rank, in this thread
         if alone is not None:
             self._recorder = alone.recorder = StepRecorder(config, alone.model, alone.cache)
@@ -447,10 +449,8 @@ class Engine:
 
     def _drain(self) -> None:
         """Run the commands in the inbox; wait for one when no sequence can run."""
-        block, preparing, timeout = not self._scheduler.has_work(), self._preparing.num_waiting > 0, None
-        if preparing:
-            self._outputs += self._preparing.expire(time.monotonic())
-        if preparing or (self._paused and not block):
+        block, timeout = not self._scheduler.has_work(), None
+        if self._compiling or (self._paused and not block):
             block, timeout = block or self._paused, _PAUSED_POLL_S
         if block and not self._in_flight:
             if self._proposer is not None:
@@ -460,7 +460,7 @@ class Engine:
                 self._scheduler.check_released()
             try:
                 self._inbox.get(timeout=timeout)()
-            except Empty:  # deadlines pass while the engine is paused, too
+            except Empty:  # deadlines pass while the engine is paused or compiles grammars, too
                 self._notify(self._scheduler.expire(time.monotonic()))
         while not self._closing:
             try:
@@ -577,6 +577,7 @@ class Engine:
         """Forget a sequence that ended; return its last update, with its recorded experts and index entries, if any."""
         seq_id = self._seq_ids.pop((update.request_id, update.index))
         self._with_host_rules.discard(seq_id)
+        self._compiling.pop(seq_id, None)
         self._runner.remove(seq_id)
         if self._proposer is not None:
             self._proposer.forget(seq_id)
@@ -595,7 +596,7 @@ class Engine:
             step_s=self._step_s,
             host_s=self._host_s,
             num_running=counts.num_running,
-            num_waiting=counts.num_waiting + self._preparing.num_waiting,
+            num_waiting=counts.num_waiting,
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
             preemptions=counts.preemptions,
@@ -621,47 +622,68 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------- commands
 
-    def _add(self, request: Request, *, prepared: bool = False) -> None:
-        """Add a request. If its grammar must be compiled first, the request is added again, ``prepared``, when that is done."""
-        ended: set[int] = set()
+    def _add(self, request: Request) -> None:
+        """Add a request; its sequences are held until its grammar is compiled."""
         try:
-            if prepared:
-                found = self._preparing.finish(request)
-                if found is None:
-                    return
-                _, ended = found  # ``found`` keeps the compiled grammar until the sampler has it
-            elif not self._preparing.begin(request):
-                return
-            self._admit(request)
+            compiled = self._begin_grammar(request)
+            seq_ids = self._admit(request, ready=compiled is None)
         except Exception as error:
-            reason = error if isinstance(error, DSV4LiteError) else failed(error)
-            self._outputs.append(SequenceUpdate(request_id=request.request_id, finish_reason="error", error=reason))
+            self._refuse(request.request_id, error)
             return
-        for index in ended:
-            for update in self._scheduler.abort(request.request_id, index=index):
-                self._release(update)  # ``Preparing.end`` has returned its last update
+        if compiled is not None:
+            self._compiling.update(dict.fromkeys(seq_ids, compiled))
+            if isinstance(self._runner, MultiRankExecutor):
+                self._runner.flush()
+            compiled.add_done_callback(lambda done: self._inbox.put(partial(self._compiled, request.request_id, seq_ids, done)))
 
-    def _admit(self, request: Request) -> None:
-        """Add a request to the scheduler and the runner; on an error, to neither."""
+    def _begin_grammar(self, request: Request) -> Future[LLMatcher] | None:
+        """Start to compile the grammar of a request; ``None`` if it has none, or one that is compiled."""
+        grammar = request.params.structured_outputs
+        if grammar is None:
+            return None
+        if self._grammars is None:
+            raise UnsupportedError(self._no_grammars)
+        assert isinstance(grammar, StructuredOutputs)
+        compiled = self._grammars.begin(grammar)
+        if not compiled.done():
+            return compiled
+        compiled.result()
+        return None
+
+    def _compiled(self, request_id: str, seq_ids: Sequence[int], compiled: Future[LLMatcher]) -> None:
+        """Let a request run whose grammar is compiled, unless all its sequences have ended."""
+        if not [seq_id for seq_id in seq_ids if self._compiling.pop(seq_id, None)]:
+            return
+        try:
+            compiled.result()
+        except Exception as error:
+            self._refuse(request_id, error)
+        else:
+            self._scheduler.ready(request_id)
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        """End a request that cannot run, with its error."""
+        for update in self._scheduler.abort(request_id):
+            self._release(update)
+        reason = error if isinstance(error, DSV4LiteError) else failed(error)
+        self._outputs.append(SequenceUpdate(request_id=request_id, finish_reason="error", error=reason))
+
+    def _admit(self, request: Request, *, ready: bool) -> tuple[int, ...]:
+        """Add a request to the scheduler and the runner; return the ids of its sequences."""
         dry_run(request, self.info.model.vocab_size)
-        self._scheduler.add(request)
+        self._scheduler.add(request, ready=ready)
         sequences = self._scheduler.sequences_of(request.request_id)
         self._seq_ids.update({(request.request_id, s.index): s.seq_id for s in sequences})
         self._with_host_rules.update(s.seq_id for s in sequences if s.needs_host)
-        try:
-            for sequence in sequences:
-                self._runner.add(sequence.seq_id, request, sequence.index)
-        except Exception:
-            for update in self._scheduler.abort(request.request_id):
-                self._release(update)
-            raise
+        for sequence in sequences:
+            self._runner.add(sequence.seq_id, request, sequence.index)
         if request.params.records_choices:
             leader = self._choices[sequences[0].seq_id] = ChoiceRecord()
             shared = (leader, len(request.prompt_token_ids) - 1)
             self._choices.update({s.seq_id: ChoiceRecord(shared=shared) for s in sequences[1:]})
+        return tuple(s.seq_id for s in sequences)
 
     def _abort(self, request_id: str | None, reason: FinishReason, index: int | None) -> None:
-        self._outputs += self._preparing.end(request_id, reason, index)
         self._notify(self._scheduler.abort(request_id, reason, index=index))
 
     def _call(self, function: Callable[[Engine], T], future: Future[T]) -> None:
@@ -788,10 +810,10 @@ class Engine:
 
     def _free(self) -> None:
         """Drop all tensors, and fail the queued calls."""
-        self._in_flight.clear()
-        self._choices.clear()
+        for held in (self._in_flight, self._choices, self._compiling):
+            held.clear()
         self._external = None
-        for part in ("_runner", "_executor", "_scheduler", "_preparing", "_recorder"):  # an external worker lacks some
+        for part in ("_runner", "_executor", "_scheduler", "_grammars", "_recorder"):  # an external worker lacks some
             vars(self).pop(part, None)
         if self._dead is not None:
             forget_frames(self._dead.__cause__)  # callers keep the error, whose frames hold the model

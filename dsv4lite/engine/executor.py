@@ -33,7 +33,7 @@ from dsv4lite.planning.memory import MemoryPlan, require_fit
 from dsv4lite.request import Request
 from dsv4lite.scheduling.replicas import SEQ_IDS, JointPlan
 from dsv4lite.scheduling.step_plan import StepPlan, StepShape
-from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
+from dsv4lite.text.structured import GrammarCompiler
 from dsv4lite.weights.shared import SharedWeights
 
 log = logging.getLogger("dsv4lite.engine")
@@ -243,13 +243,12 @@ class MultiRankExecutor:
 
     # ----------------------------------------------------------------------------------------------------- a runner's methods
 
-    def prepare(self, grammar: StructuredOutputs) -> None:
-        """Let the ranks that sample compile a grammar while the leader compiles it, so that no step waits for it."""
-        for replica in range(self._layout.dp):
-            reporter = self._layout.reporter(replica)
-            if reporter in self._processes:
-                message = encode(Step(changes=(("prepare", (grammar,)),), plan=None, shape=None))
-                self._send_in_step(reporter, self._processes[reporter], message)
+    def flush(self) -> None:
+        """Send the changes since the last step: ranks that sample compile grammars while the leader does, so that no step waits."""
+        changes, self._changes = self._changes, [[] for _ in range(self._layout.dp)]
+        for replica, some in enumerate(changes):
+            if some:
+                self._send_step(replica, Step(changes=tuple(some), plan=None, shape=None))
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Announce a sequence before its first step."""
@@ -286,10 +285,7 @@ class MultiRankExecutor:
                 self._changes[replica] = changes[replica]  # sent with its next step
                 continue
             written = None if part is None else self._writers[replica].write(part)
-            message = encode(Step(changes=tuple(changes[replica]), plan=written, shape=shape))
-            for rank, process in self._processes.items():
-                if self._layout.place(rank).dp == replica:
-                    self._send_in_step(rank, process, message)
+            self._send_step(replica, Step(changes=tuple(changes[replica]), plan=written, shape=shape))
             reporter = self._layout.reporter(replica)
             if part is not None and reporter in self._processes:
                 parts.append(partial(self._result, reporter, self._processes[reporter].work.receive))
@@ -409,11 +405,14 @@ class MultiRankExecutor:
         for process in processes.values():
             process.end(kill=kill)
 
-    def _send_in_step(self, rank: int, process: RankProcess | ExternalRank, message: bytes) -> None:
-        """Send to a rank that may be in a step: a long message waits until the rank has finished it, and reads."""
+    def _send_step(self, replica: int, step: Step) -> None:
+        """Send to the ranks of a replica, which may be in a step: a long message waits until a rank has finished it, and reads."""
         assert self._watch is not None
-        with self._watch.within(self._config.step_timeout_s, rank, _FINISH):
-            self._send(process.work, message)
+        message = encode(step)
+        for rank, process in self._processes.items():
+            if self._layout.place(rank).dp == replica:
+                with self._watch.within(self._config.step_timeout_s, rank, _FINISH):
+                    self._send(process.work, message)
 
     def _send(self, channel: Channel, message: bytes) -> None:
         try:

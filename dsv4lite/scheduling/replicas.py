@@ -62,11 +62,14 @@ class Replicas:
         self._placement, self._turn = placement, 0
         self._chosen: dict[str, Scheduler] = {}  # by request id
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, ready: bool = True) -> None:
         """Queue a request with one of the replicas."""
         scheduler = self._choose(request)
-        scheduler.add(request)
+        scheduler.add(request, ready=ready)
         self._chosen[request.request_id] = scheduler
+
+    def ready(self, request_id: str) -> None:
+        self._chosen[request_id].ready(request_id)
 
     def _choose(self, request: Request) -> Scheduler:
         in_turn = (*self._schedulers[self._turn :], *self._schedulers[: self._turn])

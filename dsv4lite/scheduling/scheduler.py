@@ -77,7 +77,7 @@ class SchedulerStats:
 
     Attributes:
         num_running: Sequences that hold state.
-        num_waiting: Sequences that wait to start, or to start again after a preemption.
+        num_waiting: Sequences that wait to start, or to start again after a preemption; held ones are included.
         preemptions: Preemptions so far.
         prompt_tokens: Tokens of sequences that started, so far; a preempted sequence counts again when it starts again.
         cached_tokens: Those of ``prompt_tokens`` that came from the prefix cache.
@@ -122,11 +122,12 @@ class _Planning:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The sequences of one request, the number of those that have not ended, and the deadline."""
+    """The sequences of one request, the number of those that have not ended, the deadline, and whether they may run."""
 
     sequences: list[Sequence]
     open: int
     deadline: float
+    ready: bool = False
 
 
 class Scheduler:
@@ -166,7 +167,7 @@ class Scheduler:
         self._sliding: dict[Sequence, None] = {}  # the window may have passed their first page
         self._next_deadline = inf  # the earliest of all requests
         self._outstanding: deque[StepPlan] = deque()
-        self._num_unforked = 0
+        self._num_unforked = self._num_held = 0
         self._steps_held = 0  # during which free places were held back
         self._next_seq_id = first_seq_id
         self._next_step = 0
@@ -177,8 +178,8 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    def add(self, request: Request) -> None:
-        """Queue the ``n`` sequences of a checked request, whose id is not in use."""
+    def add(self, request: Request, *, ready: bool = True) -> None:
+        """Queue the ``n`` sequences of a checked request, whose id is not in use, or hold them until it is ``ready``."""
         assert request.request_id not in self._groups
         sequences = make_sequences(request, first_id=self._next_seq_id, max_model_len=self._limits.max_model_len)
         self._next_seq_id += len(sequences)
@@ -186,10 +187,20 @@ class Scheduler:
         deadline = inf if request.deadline is None else request.deadline
         self._groups[request.request_id] = _Group(sequences, len(sequences), deadline)
         self._next_deadline = min(self._next_deadline, deadline)
-        leader, *others = sequences
-        self._waiting.add(leader)
-        for seq in others:
-            if leader.prompt_len == 1:  # nothing to share
+        self._num_held += len(sequences)
+        if ready:
+            self.ready(request.request_id)
+
+    def ready(self, request_id: str) -> None:
+        """Queue the sequences of a request that has been held; those that have ended stay so."""
+        group = self._groups[request_id]
+        group.ready = True
+        self._num_held -= group.open
+        leader = group.sequences[0]
+        for seq in group.sequences:
+            if seq.state is State.ENDED:
+                continue
+            if seq is leader or leader.state is State.ENDED or leader.prompt_len == 1:  # nothing to share
                 self._waiting.add(seq)
             else:
                 seq.state = State.UNFORKED
@@ -253,17 +264,17 @@ class Scheduler:
         return self._cache.longest(self._cache.chain(request.prompt_token_ids, request.cache_salt), most)
 
     def has_work(self) -> bool:
-        """Return whether any sequence has not ended."""
-        return bool(self._live)
+        """Return whether any sequence has not ended and is not held."""
+        return len(self._live) > self._num_held
 
     def foresees(self, max_drafts: int) -> bool:
         """Return whether a step with at most ``max_drafts`` drafts per span can be planned before the results of the last step.
 
         It can if neither step has drafts. It also can if both have the same number of drafts, made on the device, all running
-        sequences decode without rules on the host, and no waiting sequence can start. A scheduler without sequences, such as that
-        of an idle replica, foresees any step.
+        sequences decode without rules on the host, and no waiting sequence can start. A scheduler without work, such as that of an
+        idle replica, foresees any step.
         """
-        if not self._live:
+        if not self.has_work():
             return True
         drafting = [plan for plan in self._outstanding if plan.max_drafts]
         if not drafting or not max_drafts:
@@ -287,8 +298,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait to start."""
-        return len(self._waiting) + self._num_unforked
+        """Sequences that wait to start, held ones included."""
+        return len(self._waiting) + self._num_unforked + self._num_held
 
     def stats(self) -> SchedulerStats:
         """Return the present counts."""
@@ -529,7 +540,7 @@ class Scheduler:
         self._num_unforked -= len(children)
         for child in children:
             if len(self._running) >= self._limits.max_num_seqs or not self._kv.fork(leader, child):
-                self._enqueue(child)
+                self._waiting.add(child)
                 continue
             child.started = step.now
             self._run(child)
@@ -701,7 +712,7 @@ class Scheduler:
             del group.sequences[0].unforked[seq]
             self._num_unforked -= 1
         for child in seq.unforked:
-            self._enqueue(child)
+            self._waiting.add(child)
         self._num_unforked -= len(seq.unforked)
         seq.unforked = {}
         self._kv.drop_pending(seq)
@@ -710,6 +721,7 @@ class Scheduler:
             self._waiting.leave(seq)
         del self._live[seq.seq_id]
         group.open -= 1
+        self._num_held -= not group.ready
         if not group.open:
             del self._groups[seq.request.request_id]
 
@@ -724,15 +736,11 @@ class Scheduler:
         del self._running[at]
         self._kv.release(seq)
 
-    def _enqueue(self, seq: Sequence) -> None:
-        seq.state = State.WAITING
-        self._waiting.add(seq)
-
     def _preempt(self, seq: Sequence) -> None:
         """Release a running sequence's state and queue it. Its tokens in flight still arrive, before it can start again."""
         self._kv.drop_pending(seq)
         self._stop(seq)
-        self._enqueue(seq)
+        self._waiting.add(seq)
         self._preemptions += 1
 
     # ------------------------------------------------------------------------------------------------------------- integrity
@@ -748,16 +756,20 @@ class Scheduler:
         self._kv.check(self._live.values())
         unforked = [child for seq in self._live.values() for child in seq.unforked]
         retired = [seq for seq in self._live.values() if seq.state is State.RETIRED]
-        assert len(unforked) == self._num_unforked
+        held = [
+            seq for group in self._groups.values() if not group.ready for seq in group.sequences if seq.state is not State.ENDED
+        ]
+        assert (len(unforked), len(held)) == (self._num_unforked, self._num_held)
         for members, state in (
             (running, State.RUNNING),
             (waiting, State.WAITING),
             (unforked, State.UNFORKED),
             (retired, State.RETIRED),
+            (held, State.HELD),
         ):
             for seq in members:
                 assert seq.state is state and self._live.get(seq.seq_id) is seq, f"sequence {seq.seq_id} is not {state.name}"
-        places = Counter(seq.seq_id for members in (running, waiting, unforked, retired) for seq in members)
+        places = Counter(seq.seq_id for members in (running, waiting, unforked, retired, held) for seq in members)
         assert places == Counter(self._live.keys()), "a sequence is lost or in two places"
         assert running == sorted(running, key=lambda seq: seq.order), "a queue is out of order"
         assert len(waiting) == len(self._waiting), "the number of waiting sequences is wrong"

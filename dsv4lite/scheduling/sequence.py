@@ -25,6 +25,7 @@ class State(enum.Enum):
     """The scheduling state of a sequence.
 
     Attributes:
+        HELD: Waits until its request is ready.
         WAITING: In the queue, without state on the device.
         UNFORKED: Waits for its leader to prefill the prompt that they share.
         RUNNING: Has a slot and pages.
@@ -32,6 +33,7 @@ class State(enum.Enum):
         ENDED: Its finish reason is known.
     """
 
+    HELD = enum.auto()
     WAITING = enum.auto()
     UNFORKED = enum.auto()
     RUNNING = enum.auto()
@@ -78,7 +80,7 @@ class Sequence:
     order: tuple[int, float, int]
     score_next: int | None
     needs_host: bool
-    state: State = State.WAITING
+    state: State = State.HELD
     num_computed: int = 0
     in_flight: int = 0
     slot: int = NO_SLOT
@@ -195,7 +197,8 @@ class WaitingQueue:
         return (seq for _, seq in self._entries if seq.state is State.WAITING)
 
     def add(self, seq: Sequence) -> None:
-        """Insert a sequence, whose state is ``WAITING``."""
+        """Insert a sequence; its state is then ``WAITING``."""
+        seq.state = State.WAITING
         heapq.heappush(self._entries, (seq.order, seq))
         self._size += 1
 

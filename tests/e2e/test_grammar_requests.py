@@ -132,8 +132,7 @@ class Held:
 
     def __init__(self, llm: LLM) -> None:
         self.may_go_on, self.begun = threading.Event(), threading.Event()
-        compiler = engine_of(llm)._preparing._grammars
-        assert compiler is not None
+        compiler: Any = engine_of(llm)._grammars
         original = compiler._build
 
         def build(spec: Any) -> Any:
@@ -141,7 +140,7 @@ class Held:
             self.may_go_on.wait(ENOUGH_S)
             return original(spec)
 
-        compiler._build = build  # type: ignore[method-assign]
+        compiler._build = build
 
 
 def test_other_requests_continue_while_a_grammar_is_compiled(model: Path) -> None:
@@ -158,7 +157,7 @@ def test_other_requests_continue_while_a_grammar_is_compiled(model: Path) -> Non
         aborted.abort()
         assert [c.finish_reason for c in aborted.final().outputs] == ["abort"] * 3
         engine_of(llm).call(lambda engine: None).result(ENOUGH_S)
-        assert engine_of(llm).call(lambda engine: engine._preparing.num_waiting).result(ENOUGH_S) == 3
+        assert engine_of(llm).call(lambda engine: engine._scheduler.num_waiting).result(ENOUGH_S) == 3
         # One completion of the third ends before its grammar is compiled.
         engine_of(llm).abort("2", index=0)
         held.may_go_on.set()

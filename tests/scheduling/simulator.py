@@ -315,6 +315,7 @@ class Harness:
         self.now = 0.0
         self.version = 0
         self.requests: dict[str, Request] = {}
+        self.held: list[str] = []  # requests that are not ready
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[tuple[str, int], SequenceUpdate] = {}
         self.cached: dict[tuple[str, int], int] = {}
@@ -333,8 +334,9 @@ class Harness:
         assert not self.outstanding
         self.scheduler.preempt_all()
 
-    def add(self, request: Request, *, fails_at: int | None = None) -> None:
-        self.scheduler.add(request)
+    def add(self, request: Request, *, fails_at: int | None = None, held: bool = False) -> None:
+        self.scheduler.add(request, ready=not held)
+        self.held += [request.request_id] * held
         self.requests[request.request_id] = request
         for seq in self.scheduler.sequences_of(request.request_id):
             self.device.truths[seq.seq_id] = Truth(request, seq.index, list(request.prompt_token_ids), fails_at)
@@ -418,7 +420,13 @@ class Harness:
             self.scheduler.publish(self.version)
         self.device.epoch += 1
 
+    def release(self) -> None:
+        for name in filter(self.scheduler.has_request, self.held):
+            self.scheduler.ready(name)
+        self.held.clear()
+
     def drain(self) -> None:
+        self.release()
         while len(self.outstanding) > self.most_outstanding:
             self.update()
         for _ in range(100_000):

@@ -207,10 +207,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival=self.harness.now,
             **settings,
         )
-        self.harness.add(made, fails_at=fails_at if generate else None)
+        self.harness.add(made, fails_at=fails_at if generate else None, held=settings["thinking_budget"] is not None)
 
     @rule(steps=st.sampled_from((1, 1, 2, 5, 60)))
     def step(self, steps: int) -> None:
+        self.harness.release()
         for _ in range(steps):
             self.harness.now += 1
             self.harness.step()
