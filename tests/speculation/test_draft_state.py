@@ -14,17 +14,13 @@ from hypothesis import strategies as st
 from dsv4lite.engine.packing import step_batch, step_inputs
 from dsv4lite.engine.step_graphs import graph_widths
 from dsv4lite.kernels.spans import place_spans
-from dsv4lite.models.deepseek_v4.batch import Batch, Rotary
-from dsv4lite.parallel.mesh import Axis
+from dsv4lite.models.batch import Batch
 from dsv4lite.sampling.samples import HostCopy, Samples
 from dsv4lite.scheduling.step_plan import IN_FLIGHT, SequencePlan, StepPlan
 from dsv4lite.speculation.draft_state import AcceptedLengths, DraftState
 
-CPU = torch.device("cpu")
 PAGES, SLOTS = 3, 9
-ONES = torch.ones(2)
-ROTARY = Rotary.of(ONES, ONES, (), CPU)
-MODEL: Any = SimpleNamespace(batch=partial(Batch.of, rotary=ROTARY, peers=Axis("tp"), most_unselected=0, deterministic=True))
+MODEL: Any = SimpleNamespace(batch=lambda token_ids_T, paging, **rest: Batch(token_ids_T=token_ids_T, paging=paging, **rest))
 NO_ENDS = torch.zeros(3, 8, dtype=torch.int64), torch.zeros(0, 8, dtype=torch.int64)
 TOKENS = st.integers(0, 2)  # few, so that drafts are accepted
 

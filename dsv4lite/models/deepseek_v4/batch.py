@@ -6,16 +6,14 @@ Shapes: T tokens, S sequences, P pages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.dispatch import by_most
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.models import batch
 from dsv4lite.models.partial_sums import ALL_TOKENS, TokenShard
-from dsv4lite.parallel.mesh import Axis
 
 # KV splits per token, by the most tokens of a step: without splits, few tokens do not fill a GPU.
 SPLITS: tuple[tuple[int | None, int], ...] = ((4, 16), (12, 8), (32, 4), (100, 2), (None, 1))
@@ -78,30 +76,3 @@ class Batch(batch.Batch):
     def selects(self) -> bool:
         """Whether the indexer must run: a token may see more compressed entries than it attends to."""
         return self.max_tokens > self.most_unselected
-
-    @classmethod
-    def of(
-        cls,
-        token_ids_T: Tensor,
-        paging: Paging,
-        rotary: Rotary,
-        peers: Axis,
-        *,
-        max_tokens: int,
-        most_unselected: int,
-        deterministic: bool,
-    ) -> Batch:
-        """Compute the angles, divide the tokens among ``peers``, choose the KV splits: a deterministic model never splits."""
-        main, compress, *groups = rotary.angles(paging.positions_T)
-        paging = replace(paging, splits=1 if deterministic else by_most(SPLITS, len(token_ids_T)))
-        return cls(
-            token_ids_T=token_ids_T,
-            paging=paging,
-            max_tokens=max_tokens,
-            rope_T=main,
-            compress_rope_T=compress,
-            group_rope_T=dict(zip(rotary.ratios, groups, strict=True)),
-            most_unselected=most_unselected,
-            seen=paging,
-            shard=TokenShard.of(peers, len(token_ids_T)),
-        )

@@ -8,6 +8,7 @@ Names are those of the checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from dsv4lite.kernels.attention import AttentionInputs, paged_attention
 from dsv4lite.kernels.compress import OVERLAP_RATIO, CompressInputs, compress_step
+from dsv4lite.kernels.dispatch import by_most
 from dsv4lite.kernels.hc import HcWeights, hc_head
 from dsv4lite.kernels.indexer import IndexInputs, choose_paged
 from dsv4lite.kernels.latent_norm_store import LatentInputs, latent_norms
@@ -26,7 +28,7 @@ from dsv4lite.kernels.rope import rope_frequencies
 from dsv4lite.kernels.rows import RowStore
 from dsv4lite.models.choices import experts_of, selection_of
 from dsv4lite.models.decoder import Decoder
-from dsv4lite.models.deepseek_v4.batch import Batch, Rotary
+from dsv4lite.models.deepseek_v4.batch import SPLITS, Batch, Rotary
 from dsv4lite.models.deepseek_v4.config import V4Config
 from dsv4lite.models.deepseek_v4.state import state_spec
 from dsv4lite.models.deepseek_v4.streams import Streams
@@ -351,14 +353,19 @@ class DeepseekV4(Decoder):
         return state_spec(self.config, self.numerics, self.shard, drafter=drafter)
 
     def batch(self, token_ids_T: Tensor, paging: Paging, *, max_tokens: int) -> Batch:
-        return Batch.of(
-            token_ids_T,
-            paging,
-            self.rotary,
-            self.shard.mesh.peers,
+        splits = 1 if self.numerics.deterministic else by_most(SPLITS, len(token_ids_T))
+        paging = replace(paging, splits=splits)
+        main, compress, *groups = self.rotary.angles(paging.positions_T)
+        return Batch(
+            token_ids_T=token_ids_T,
+            paging=paging,
             max_tokens=max_tokens,
+            rope_T=main,
+            compress_rope_T=compress,
+            group_rope_T=dict(zip(self.rotary.ratios, groups, strict=True)),
             most_unselected=self.config.most_unselected,
-            deterministic=self.numerics.deterministic,
+            seen=paging,
+            shard=TokenShard.of(self.shard.mesh.peers, len(token_ids_T)),
         )
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache], streams_TND: Tensor | None = None) -> Tensor:
