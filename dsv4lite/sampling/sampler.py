@@ -276,32 +276,21 @@ class Sampler:
             placed: See ``Samples``.
         """
 
-        def rows_of(places: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-            """Return rows, slots and positions of the tokens that some sequences sample."""
+        def rows_of(places: Sequence[int]) -> tuple[list[int], Tensor]:
+            """Return the rows of the tokens that some sequences sample, and rows, slots and positions, int32 [3, L]."""
             each = [(i, place) for i in places for place in range(1 + sequences[i].drafts)]
+            rows = [first_rows[i] + place for i, place in each]
             slots, positions = [sequences[i].slot for i, _ in each], [_position(sequences[i]) + place for i, place in each]
-            return [first_rows[i] + place for i, place in each], slots, positions
+            return rows, self._columns(rows, slots, positions)
 
-        rows, lists, kept_rows, kept = list[int](), None, list[int](), None
+        long = kept = None
         if asked.long:
-            rows, slots, positions = rows_of(asked.long)
-            lists = self._long_lists(out, logits, best[0], rows, slots, positions, max(k for _, k in asked.wanted))
+            rows, numbers_3L = rows_of(asked.long)
+            long = rows, self._long_lists(out, logits, best[0], numbers_3L, max(k for _, k in asked.wanted))
         if asked.kept:
-            kept_rows, slots, positions = rows_of(asked.kept)
-            values, _ = self._scored_values(logits, best[0], kept_rows, slots, positions)
-            kept = values > -math.inf
-        return Samples(
-            out,
-            sequences,
-            first_rows,
-            wanted=asked.wanted,
-            failures=failures,
-            long_rows=rows,
-            long_lists=lists,
-            kept_rows=kept_rows,
-            kept=kept,
-            placed=placed,
-        )
+            rows, numbers_3L = rows_of(asked.kept)
+            kept = rows, self._scored_values(logits, best[0], numbers_3L) > -math.inf
+        return Samples(out, sequences, first_rows, wanted=asked.wanted, failures=failures, long=long, kept=kept, placed=placed)
 
     def sample(self, logits: Tensor, sequences: Sequence[SequencePlan], last_token: Tensor) -> Samples:
         """Sample the next tokens of some sequences.
@@ -393,7 +382,8 @@ class Sampler:
                 state.line.occurrences.index_add_(0, ids, torch.ones_like(ids))
         k = max(state.num_logprobs for state in states)
         if k > BEST:
-            lists = self._long_lists(out, logits, best[0], rows, slots.tolist(), positions.tolist(), k)
+            numbers_3L = torch.stack((torch.arange(len(logits), dtype=torch.int32, device=self._device), slots, positions))
+            lists = self._long_lists(out, logits, best[0], numbers_3L, k)
         else:
             lists = torch.stack((out[HEADER : HEADER + 2 * k : 2].t(), out[HEADER + 1 : HEADER + 2 * k : 2].t()))
         return out[4].view(torch.float32), out[3], lists[0], lists[1].view(torch.float32)
@@ -418,28 +408,16 @@ class Sampler:
         """Send columns of numbers to the device, as int32 [columns, R]."""
         return send(torch.tensor(columns, dtype=torch.int32, device="cpu"), self._device)
 
-    def _long_lists(
-        self,
-        out: Tensor,
-        logits: Tensor,
-        top: Tensor,
-        rows: Sequence[int],
-        slots: Sequence[int],
-        positions: Sequence[int],
-        k: int,
-    ) -> Tensor:
+    def _long_lists(self, out: Tensor, logits: Tensor, top: Tensor, numbers_3L: Tensor, k: int) -> Tensor:
         """Return ids and log-probabilities (as bits) of the ``k`` best tokens of some rows, int32 [2, L, k]."""
-        values, rows_L = self._scored_values(logits, top, rows, slots, positions)
-        _, _, ids, listed = token_logprobs(values, out[0, rows_L].long(), k)
+        values = self._scored_values(logits, top, numbers_3L)
+        _, _, ids, listed = token_logprobs(values, out[0, numbers_3L[0].long()].long(), k)
         return torch.stack((ids, listed.view(torch.int32)))
 
-    def _scored_values(
-        self, logits: Tensor, top: Tensor, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Return the logits whose log-probabilities L rows report, float32 [L, V], and the rows, int64 [L]."""
-        numbers, slots_L, positions_L = self._columns(rows, slots, positions)
-        rows_L = numbers.long()
-        return scored_values(logits, top, self.settings[slots_L.long()], positions_L, self.space, rows_L), rows_L
+    def _scored_values(self, logits: Tensor, top: Tensor, numbers_3L: Tensor) -> Tensor:
+        """Return the logits whose log-probabilities L rows report, float32 [L, V]; ``numbers_3L``: rows, slots, positions."""
+        rows_L, slots_L, positions_L = numbers_3L
+        return scored_values(logits, top, self.settings[slots_L.long()], positions_L, self.space, rows_L.long())
 
     def _constrain(
         self,

@@ -106,10 +106,8 @@ class Samples:
         first_rows: The row of each sequence's first sampled token; one more follows for each draft.
         wanted: See ``RowNeeds``.
         failures: Rows in which the request itself failed, with the reason.
-        long_rows: Rows whose lists have more than ``BEST`` tokens, in the order of ``long_lists``.
-        long_lists: int32 [2, L, K], ids and log-probabilities (as bits) of their best tokens.
-        kept_rows: Rows that record which tokens could be sampled.
-        kept: bool [L, V], these tokens.
+        long: Rows that list more than ``BEST`` tokens, and their lists: ids and log-probabilities (as bits), int32 [2, L, K].
+        kept: Rows that record which tokens could be sampled, and these tokens, bool [L, V].
         placed: If the host does not know where spans start: position, number of drafts, copy of the compressor state and tokens
             of each span, int32 [3 + width, S].
     """
@@ -122,17 +120,15 @@ class Samples:
         *,
         wanted: tuple[tuple[int, int], ...] = (),
         failures: Mapping[int, RequestFailedError] | None = None,
-        long_rows: Sequence[int] = (),
-        long_lists: Tensor | None = None,
-        kept_rows: Sequence[int] = (),
-        kept: Tensor | None = None,
+        long: tuple[Sequence[int], Tensor] | None = None,
+        kept: tuple[Sequence[int], Tensor] | None = None,
         placed: HostCopy | None = None,
     ) -> None:
         lines = HEADER + 2 * max([k for _, k in wanted if k <= BEST], default=0) if wanted else 3
         self.out, self._sequences, self._first_rows = out, sequences, first_rows
         self._wanted, self._failures = wanted, failures or {}
-        self._long_rows, self._long_lists = long_rows, None if long_lists is None else HostCopy(long_lists)
-        self._kept_rows, self._kept = kept_rows, None if kept is None else HostCopy(kept)
+        self._long = None if long is None else (long[0], HostCopy(long[1]))
+        self._kept = None if kept is None else (kept[0], HostCopy(kept[1]))
         self._download, self._placed = HostCopy(out[:lines]), placed
 
     def not_finite(self) -> set[int]:
@@ -205,11 +201,13 @@ class Samples:
             return {}
         ranks, logprobs = lines[3].tolist(), lines[4].view(torch.float32).tolist()
         best = dict(enumerate(_rows(torch.stack((lines[HEADER::2].t(), lines[HEADER + 1 :: 2].t())))))
-        if self._long_lists is not None:
-            best.update(zip(self._long_rows, _rows(self._long_lists.wait()), strict=True))
-        found, drafts = {}, self._drafts()
-        masks = () if self._kept is None else self._kept.wait()
-        kept = {row: mask.nonzero()[:, 0].int() for row, mask in zip(self._kept_rows, masks, strict=True)}
+        if self._long is not None:
+            rows, lists = self._long
+            best.update(zip(rows, _rows(lists.wait()), strict=True))
+        found, drafts, kept = {}, self._drafts(), {}
+        if self._kept is not None:
+            rows, masks = self._kept
+            kept = {row: mask.nonzero()[:, 0].int() for row, mask in zip(rows, masks.wait(), strict=True)}
         for i, k in self._wanted:
             for row in range(self._first_rows[i], self._first_rows[i] + 1 + len(drafts[i])):
                 ids, values = best[row] if k else _NONE
