@@ -250,21 +250,26 @@ def test_tokens_of_one_rank_come_to_the_other(source: int) -> None:
             assert torch.equal(axis.broadcast_tokens(sent[axis.rank] + turn, source), (tokens + turn).int().long())
 
 
-def test_columns_of_more_than_an_inbox_take_several_launches() -> None:
+@pytest.fixture
+def abandoned(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Two ranks of which the host has ended all waiting, which the kernels see at their first poll."""
+    monkeypatch.setattr(kernels, "_PATIENCE", 1)
     world = World.of(2)
     world.abandoned.fill_(1)
+    return world
+
+
+def test_columns_of_more_than_an_inbox_take_several_launches(abandoned: World) -> None:
     tokens = torch.arange(2 * 3000, dtype=torch.int32).view(2, 3000)  # two rows of three blocks, one in a launch
-    out = all_gather_columns(tokens, world.inboxes[1])
-    assert torch.equal(out[:, 3000:], tokens) and world.inboxes[1].calls.tolist()[:4] == [2, 2, 2, 0]
+    out = all_gather_columns(tokens, abandoned.inboxes[1])
+    assert torch.equal(out[:, 3000:], tokens) and abandoned.inboxes[1].calls.tolist()[:4] == [2, 2, 2, 0]
 
 
-def test_shards_of_more_than_an_inbox_take_several_launches() -> None:
+def test_shards_of_more_than_an_inbox_take_several_launches(abandoned: World) -> None:
     """The second launch waits for what the first has made room for; here a peer that never comes is given up after each."""
-    world = World.of(2)
-    world.abandoned.fill_(1)
     rows = 2 * (SHARD // BLOCK) * BLOCK // 512
-    all_reduce_shards(torch.ones(rows + 1, 512), world.inboxes[0])
-    assert world.inboxes[0].calls.tolist()[: SHARD // BLOCK + 1] == [2] + [1] * (SHARD // BLOCK - 1) + [0]
+    all_reduce_shards(torch.ones(rows + 1, 512), abandoned.inboxes[0])
+    assert abandoned.inboxes[0].calls.tolist()[: SHARD // BLOCK + 1] == [2] + [1] * (SHARD // BLOCK - 1) + [0]
 
 
 def test_shards_of_experts_and_of_two_parts_are_rounded_once() -> None:
@@ -390,16 +395,13 @@ def test_inbox_has_a_place_for_each_number_and_its_call() -> None:
     assert most_rows(inbox, HIDDEN) == 2 and shard_numbers(inbox) == SHARD
 
 
-def test_abandoned_collectives_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_PATIENCE", 1)
-    for words in (False, True):
-        world = World.of(2)
-        world.abandoned.fill_(1)
-        if words:
-            all_gather(rows_of(1, 1), world.inboxes[0], 2)
-            reduce_scatter(experts_of(2, 2 * COUNT, HIDDEN, 1)[0], world.inboxes[0], 2, torch.float32)
-            assert world.inboxes[0].calls.tolist() == [2] * 4 + [0] * 4
-        else:
-            all_reduce_part(world, 0, torch.ones(10))
-            assert world.inboxes[0].calls.tolist() == [1] + [0] * 7
-            assert torch.equal(world.buffers[1][0, 0, :10].view(torch.float32), torch.ones(10))
+def test_abandoned_sums_end(abandoned: World) -> None:
+    all_reduce_part(abandoned, 0, torch.ones(10))
+    assert abandoned.inboxes[0].calls.tolist() == [1] + [0] * 7
+    assert torch.equal(abandoned.buffers[1][0, 0, :10].view(torch.float32), torch.ones(10))
+
+
+def test_abandoned_rows_end(abandoned: World) -> None:
+    all_gather(rows_of(1, 1), abandoned.inboxes[0], 2)
+    reduce_scatter(experts_of(2, 2 * COUNT, HIDDEN, 1)[0], abandoned.inboxes[0], 2, torch.float32)
+    assert abandoned.inboxes[0].calls.tolist() == [2] * 4 + [0] * 4
