@@ -429,6 +429,7 @@ def test_any_change_opens_or_is_a_typed_error(workbench: Path, name: str, data: 
         path.write_bytes(before)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("stages", [1, 2])
 def test_tensors_for_which_the_config_has_no_use_are_refused(tmp_path: Path, stages: int) -> None:
     """V3.2 read as V3: pipeline stages took the tensors that a layer has besides for those of another stage."""
@@ -439,6 +440,7 @@ def test_tensors_for_which_the_config_has_no_use_are_refused(tmp_path: Path, sta
 
 
 @pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("blocks", [0, 1])
 def test_config_with_too_few_layers_is_refused(tmp_path: Path, layers: int, stages: int, blocks: int) -> None:
