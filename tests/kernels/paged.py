@@ -20,6 +20,8 @@ from dsv4lite.kernels.rows import (
     RowStore,
     UnquantizedRow,
 )
+from dsv4lite.scheduling.step_plan import SequencePlan
+from dsv4lite.state.paging import PagingSizes, read_paging, write_paging
 
 GROW, WINDOW = 256, 64
 
@@ -34,26 +36,13 @@ def make_paging(steps: Sequence[tuple[int, int]], device: torch.device, *, paddi
     firsts = [max(0, first - 130) // WINDOW for first, _ in steps]
     width = max((-(-end // WINDOW) - page for end, page in zip(ends, firsts)), default=1)
     window = torch.randperm(len(steps) * width + 1, generator=generator)[: len(steps) * width].view(len(steps), width)
-    positions = [first + i for first, length in steps for i in range(length)] + [-1] * padding
-    sequences = [s for s, length in enumerate(lens) for _ in range(length)] + [0] * padding
-
-    def ints(values: object) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.int32).to(device)
-
-    return Paging(
-        positions_T=ints(positions),
-        sequence_T=ints(sequences),
-        slots_S=ints(list(range(len(steps)))),
-        first_S=ints([first for first, _ in steps]),
-        rows_S=ints([sum(lens[:s]) for s in range(len(steps))]),
-        lens_S=ints(lens),
-        drafts_S=ints([0] * len(steps)),
-        state_copy_S=ints([0] * len(steps)),
-        grow_SP=ints(grow),
-        window_SP=ints(window),
-        window_first_S=ints(firsts),
-        width=int(not padding and all(length == 1 for length in lens)),
-    )
+    sizes = PagingSizes(sum(lens) + padding, max(1, len(steps)), columns, width)  # a block is of one sequence at least
+    plans = [
+        SequencePlan(s, s, first, (0,) * length, tuple(grow[s].tolist()), firsts[s], tuple(window[s].tolist()), sample=False)
+        for s, (first, length) in enumerate(steps)
+    ]
+    block = write_paging(plans, sizes).to(device)
+    return read_paging(block, sizes, width=int(not padding and all(length == 1 for length in lens)))[1]
 
 
 def fill_store(fmt: RowFormat, pages: int, rows_per_page: int, device: torch.device, *, seed: int = 0) -> RowStore:

@@ -112,11 +112,8 @@ def test_deterministic_results_depend_on_the_token_alone() -> None:
     for sequence, (first, new) in enumerate(STEPS):
         for count in {1, min(2, new), new}:
             steps = [(0, 1)] * sequence + [(first, count)]
-            alone = every._replace(
-                q_THC=torch.cat([every.q_THC[:sequence], every.q_THC[row : row + count]]), paging=make_paging(steps, CPU)
-            )
-            table = every.paging.grow_SP[[0] * sequence + [sequence]]
-            alone.paging.grow_SP.resize_(table.shape).copy_(table)
+            paging = replace(make_paging(steps, CPU), grow_SP=every.paging.grow_SP[[0] * sequence + [sequence]])
+            alone = every._replace(q_THC=torch.cat([every.q_THC[:sequence], every.q_THC[row : row + count]]), paging=paging)
             assert torch.equal(latent_attention(alone)[sequence:], out[row : row + count])
         row += new
 
