@@ -24,7 +24,7 @@ from dsv4lite.kernels.hc import (
     weighted_sum,
 )
 from dsv4lite.kernels.quantize import quantize_fp8
-from tests.kernels.tensors import assert_independent
+from tests.kernels.tensors import CPU, assert_independent
 from tests.kernels.tensors import cpu_random as random
 
 ITERS, EPS = 20, 1e-6
@@ -32,10 +32,10 @@ SETTINGS = HcSettings(ITERS, EPS, EPS)
 COUNTS = (0, 1, 2, 63, 257)
 
 
-def weights_of(streams: int, width: int, *, head: bool = False) -> HcWeights:
+def weights_of(streams: int, width: int, *, head: bool = False, device: torch.device = CPU) -> HcWeights:
     rows = streams if head else streams * (streams + 2)
-    fn = random(rows, streams * width, seed=1, scale=(streams * width) ** -0.5)
-    return HcWeights(fn, random(rows, seed=2), 1 + random(1 if head else 3, seed=3, scale=0.2))
+    fn = random(rows, streams * width, seed=1, scale=(streams * width) ** -0.5, device=device)
+    return HcWeights(fn, random(rows, seed=2, device=device), 1 + random(1 if head else 3, seed=3, scale=0.2, device=device))
 
 
 def sinkhorn_of(m: Tensor, iters: int) -> Tensor:

@@ -26,6 +26,7 @@ from dsv4lite.kernels.hc import (
 )
 from dsv4lite.kernels.quantize import quantize_fp8
 from tests.kernels.tensors import DEVICE, ON_GPU, random
+from tests.kernels.test_hc import weights_of
 
 pytest.importorskip("triton")
 
@@ -41,12 +42,6 @@ EPS = 1e-6
 SETTINGS = HcSettings(20, EPS, EPS)
 FEW_SETTINGS = SETTINGS if ON_GPU else HcSettings(2, EPS, EPS)  # the interpreter takes its time
 ROW_TILE = 1  # any number leaves few tokens to the kernels of many
-
-
-def weights_of(width: int, streams: int = 4, *, head: bool = False) -> HcWeights:
-    rows = streams if head else streams * (streams + 2)
-    fn = random(rows, streams * width, seed=1, scale=(streams * width) ** -0.5)
-    return HcWeights(fn, random(rows, seed=2), 1 + random(1 if head else 3, seed=3, scale=0.2))
 
 
 def norm_of(width: int) -> Tensor:
@@ -72,7 +67,7 @@ def inputs(
     row_tile: int | None = ROW_TILE,
 ) -> HcInputs:
     _, streams, width = x.shape
-    return HcInputs(x, pending, weights_of(width, streams, head=head), norm_of(width), settings, quantize, row_tile)
+    return HcInputs(x, pending, weights_of(streams, width, head=head, device=DEVICE), norm_of(width), settings, quantize, row_tile)
 
 
 def on_cpu(given: HcInputs) -> HcInputs:
@@ -166,7 +161,7 @@ def normalised(sums: Tensor, columns: int) -> Tensor:
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize(("tokens", "width"), MANY)
 def test_projection_is_as_good_as_float32(tokens: int, width: int, written: bool) -> None:
-    x, fn = streams_of(tokens, width), weights_of(width).fn
+    x, fn = streams_of(tokens, width), weights_of(4, width, device=DEVICE).fn
     left, sums = expand_project_triton(x, pending_of(tokens, width) if written else None, fn, None)
     z, total = left.flatten(1).double(), sums.double().sum(0)
     size = z.abs() @ fn.double().abs().T

@@ -156,15 +156,11 @@ def hca(official: DeepseekV4, outputs: Outputs) -> AttentionRun:
     return AttentionRun(official, outputs, 2)
 
 
-def test_hca_output_agrees(hca: AttentionRun, outputs: Outputs) -> None:
-    got, wanted = hca.output[outputs["main.pos"].long()], outputs["main.attn_out.2"]
-    assert distance(got, wanted) < 4e-3
-    assert distances(got, wanted).median() < 2e-3
-
-
-def test_csa_output_agrees(csa: AttentionRun, outputs: Outputs) -> None:
-    got, wanted = csa.output[outputs["main.pos"].long()], outputs["main.attn_out.1"]
-    assert distance(got, wanted) < 1.5e-2
+@pytest.mark.parametrize(("kind", "layer", "limit"), [("csa", 1, 1.5e-2), ("hca", 2, 4e-3)])
+def test_attention_agrees(request: pytest.FixtureRequest, outputs: Outputs, kind: str, layer: int, limit: float) -> None:
+    run: AttentionRun = request.getfixturevalue(kind)
+    got, wanted = run.output[outputs["main.pos"].long()], outputs[f"main.attn_out.{layer}"]
+    assert distance(got, wanted) < limit
     assert distances(got, wanted).median() < 2e-3
 
 
@@ -196,14 +192,20 @@ def test_selection_agrees_but_for_ties(csa: AttentionRun, outputs: Outputs) -> N
     assert total == 17344 and missing <= 10
 
 
+def check_experts(model: DeepseekV4, outputs: Outputs, layer: int, limit: float, *, with_fp8: bool = False) -> None:
+    """Check an FFN's output and, exactly, its choice of experts; ``with_fp8``, from an input that is there in FP8, too."""
+    place, device = outputs["main.pos"].long(), model.numerics.device
+    ids = torch.tensor(official_ids(400))[place].to(device)
+    routed = torch.empty(len(ids), OFFICIAL.experts_per_token, dtype=torch.int16, device=device)
+    x = outputs[f"main.ffn_in.{layer}"].to(device)
+    got = model.layers[layer].ffn(Tokens(x, ids, routed, quantize_fp8(x, 128) if with_fp8 else None))
+    assert distance(got.cpu(), outputs[f"main.ffn_out.{layer}"]) < limit
+    assert torch.equal(routed.cpu(), outputs[f"main.gate_idx.{layer}"][place].sort(-1).values)
+
+
 @pytest.mark.parametrize("layer", [0, 2])
 def test_experts_agree_bit_for_bit(official: DeepseekV4, outputs: Outputs, layer: int) -> None:
-    ids = torch.tensor(official_ids(400))[outputs["main.pos"].long()]
-    routed = torch.empty(len(ids), OFFICIAL.experts_per_token, dtype=torch.int16)
-    got = official.layers[layer].ffn(Tokens(outputs[f"main.ffn_in.{layer}"], ids, routed))
-    assert distance(got, outputs[f"main.ffn_out.{layer}"]) < 1e-4
-    wanted = outputs[f"main.gate_idx.{layer}"][outputs["main.pos"].long()]
-    assert torch.equal(routed, wanted.sort(-1).values)
+    check_experts(official, outputs, layer, 1e-4)
 
 
 # Layers, head, MTP ---------------------------------------------------------------------------------

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from dsv4lite.kernels.quantize import quantize_fp8
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
-from dsv4lite.models.moe import Tokens
 from tests.golden import OFFICIAL, fill, official_ids, poisoned, rounded
 from tests.models.paged import PagedModel
-from tests.models.test_official_golden import NOISE, Outputs, check_logits, distance, distances, in_steps
+from tests.models.test_official_golden import NOISE, Outputs, check_experts, check_logits, distance, distances, in_steps
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYERS = range(OFFICIAL.num_hidden_layers)
@@ -88,13 +87,7 @@ def check_entries(run: Run, outputs: Outputs, layer: int) -> None:
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_experts_agree(model: DeepseekV4, outputs: Outputs, layer: int) -> None:
-    ids = on(model, torch.tensor(official_ids(400))[outputs["main.pos"].long()])
-    routed = on(model, torch.empty(len(ids), OFFICIAL.experts_per_token, dtype=torch.int16))
-    x = on(model, outputs[f"main.ffn_in.{layer}"])
-    got = model.layers[layer].ffn(Tokens(x, ids, routed, quantize_fp8(x, 128)))
-    assert distance(got.cpu(), outputs[f"main.ffn_out.{layer}"]) < 5e-3
-    wanted = outputs[f"main.gate_idx.{layer}"][outputs["main.pos"].long()]
-    assert torch.equal(routed.cpu(), wanted.sort(-1).values)
+    check_experts(model, outputs, layer, 5e-3, with_fp8=True)
 
 
 @pytest.mark.parametrize("layer", LAYERS)

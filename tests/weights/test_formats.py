@@ -267,6 +267,12 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
 # A format of the host's own.
 
 
+def int8_rows(weight: Tensor) -> Packed:
+    scale = weight.abs().amax(1) / 127
+    codes = (weight / scale[:, None]).round()
+    return {"codes": codes.to(torch.int8), "row_scale": scale}, codes * scale[:, None]
+
+
 def test_format_of_the_documentation_serves_and_updates(tmp_path: Path) -> None:
     """A byte for each number and a scale for each row, from the page's own text."""
     page = (Path(__file__).parents[2] / "docs/quantization.md").read_text(encoding="utf-8")
@@ -274,12 +280,8 @@ def test_format_of_the_documentation_serves_and_updates(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     exec(text, names)
 
-    def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        scale = weight.abs().amax(1) / 127
-        codes = (weight / scale[:, None]).round()
-        return {"codes": codes.to(torch.int8), "row_scale": scale}, codes * scale[:, None]
-
-    first, second = (write_packed(tmp_path / str(i), Packing({"quant_method": "int8_rows"}, pack), seed=i) for i in (0, 1))
+    packing = Packing({"quant_method": "int8_rows"}, int8_rows)
+    first, second = (write_packed(tmp_path / str(i), packing, seed=i) for i in (0, 1))
     settings: dict[str, Any] = {"dtype": "float32", "quant_formats": names["config"].quant_formats}
     found = []
     for folder in (first.plain, second.plain):
@@ -301,12 +303,6 @@ def test_format_of_the_documentation_serves_and_updates(tmp_path: Path) -> None:
 
 
 CODES, ROW_SCALE = Part("codes", ("I8",), ((OUT, 1), (IN, 1))), Part("row_scale", ("F32",), ((OUT, 1),))
-
-
-def int8_rows(weight: Tensor) -> Packed:
-    scale = weight.abs().amax(1) / 127
-    codes = (weight / scale[:, None]).round()
-    return {"codes": codes.to(torch.int8), "row_scale": scale}, codes * scale[:, None]
 
 
 @pytest.fixture(scope="module")
