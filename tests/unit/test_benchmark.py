@@ -149,9 +149,10 @@ def test_prompts_without_a_length_are_refused(capsys: pytest.CaptureFixture[str]
     assert "invalid prompts_of value" in capsys.readouterr().err
 
 
-def test_rollouts_are_measured_phase_by_phase(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rollouts_are_measured_phase_by_phase(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("examples.benchmarks.rollouts.TURNS", 3)
     report = benchmark_rollouts(
-        ["--model", "shipped", "--layers", "3", "--device", "cpu", "--batch", "2", "--max-model-len", "512"]
+        ["--model", "shipped", "--layers", "1", "--device", "cpu", "--batch", "2", "--max-model-len", "512"]
     )
     names = [name for name, _ in report]
     assert names[:4] == ["update, staged", "first request after it", "update, in place", "first request after it"]
