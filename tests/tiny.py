@@ -11,8 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dsv4lite.models.config import ModelConfig
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.names import V4_NAMES
+from dsv4lite.models.deepseek_v4.tensors import V4_SHARDING
+from dsv4lite.parallel.shard import Shards
 from dsv4lite.weights.names import NameTables
 
 _SHARED: dict[str, Any] = {
@@ -149,6 +152,11 @@ def changed(raw: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
 def v4_names(raw: Mapping[str, Any]) -> NameTables:
     """Return V4's names."""
     return V4_NAMES
+
+
+def v4_shards(config: ModelConfig, **axes: tuple[int, int]) -> Shards:
+    """Return a model's sharding seen from one rank, by axis its rank and the number of ranks; one stage has all layers."""
+    return Shards(table=V4_SHARDING, axes=axes, stages=(range(config.num_hidden_layers),), num_experts=config.num_experts)
 
 
 def flash() -> V4Config:

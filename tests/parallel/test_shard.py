@@ -20,7 +20,7 @@ from dsv4lite.models.deepseek_v4.tensors import V4_SHARDING, V4_TENSORS, officia
 from dsv4lite.models.shard import shards_of
 from dsv4lite.parallel.shard import Cut, Experts, Replicate, Rule, Shards, Split, blocks_of, pattern_of
 from tests.mla import V3
-from tests.tiny import flash, pro
+from tests.tiny import flash, pro, v4_shards
 
 BLOCKS = {"dense": (128, 128), "expert": (1, 32)}
 
@@ -64,7 +64,7 @@ def test_v4_rules_cover_every_tensor_exactly_once(config: Callable[[], V4Config]
 @pytest.mark.parametrize(("config", "tp"), [(flash, 2), (flash, 8), (pro, 16)])
 def test_v4_cuts_fall_between_heads_and_output_groups(config: Callable[[], V4Config], tp: int) -> None:
     c = config()
-    shards = Shards(table=V4_SHARDING, axes={"tp": (1, tp)}, stages=(range(c.num_hidden_layers),), num_experts=c.num_experts)
+    shards = v4_shards(c, tp=(1, tp))
     shapes = shapes_of(config)
     units = {
         "attn.wq_b": c.head_dim * (c.num_attention_heads // c.o_groups),

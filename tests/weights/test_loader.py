@@ -20,7 +20,7 @@ from dsv4lite.weights.checkpoint import Checkpoint, ExpertFormat
 from dsv4lite.weights.dummy import dummy_tensors
 from dsv4lite.weights.loader import load, match
 from dsv4lite.weights.tensors import TensorKind
-from tests.tiny import TINY_QUANTIZED, TINY_REFRESHED, v4_names, write_checkpoint
+from tests.tiny import TINY_QUANTIZED, TINY_REFRESHED, v4_names, v4_shards, write_checkpoint
 
 # Cuts into two must fall on scale blocks of 128.
 CONFIG = {
@@ -179,12 +179,7 @@ def test_shards_of_all_ranks_make_the_whole(
     expected = truth(tensors)
     seen: dict[str, dict[tuple[int, ...], Tensor]] = {}
     for t, e in product(range(tp), range(ep)):
-        shards = Shards(
-            table=V4_SHARDING,
-            axes={"tp": (t, tp), "ep": (e, ep)},
-            stages=(range(config.num_hidden_layers),),
-            num_experts=config.num_experts,
-        )
+        shards = v4_shards(config, tp=(t, tp), ep=(e, ep))
         slots = slots_for(config, shards)
         load(found, slots, shards=shards)
         for name, slot in slots.items():
@@ -200,9 +195,7 @@ def test_shards_read_only_this_ranks_experts(tmp_path: Path, config: V4Config) -
     experts = {name: info for name, info in found.headers.items() if ".experts." in name}
     totals = []
     for ep in (1, 4):
-        shards = Shards(
-            table=V4_SHARDING, axes={"ep": (0, ep)}, stages=(range(config.num_hidden_layers),), num_experts=config.num_experts
-        )
+        shards = v4_shards(config, ep=(0, ep))
         reports: list[LoadProgress] = []
         load(found, slots_for(config, shards), shards=shards, progress=reports.append)
         totals.append(reports[-1].total)
@@ -228,9 +221,7 @@ def test_packed_experts_can_be_cut_between_scales(tmp_path: Path, dim: int) -> N
 
 def test_cut_through_a_scale_block_is_an_error(tmp_path: Path, config: V4Config) -> None:
     found = opened(tmp_path, everything(config).items())
-    shards = Shards(
-        table=V4_SHARDING, axes={"tp": (0, 4)}, stages=(range(config.num_hidden_layers),), num_experts=config.num_experts
-    )
+    shards = v4_shards(config, tp=(0, 4))
     with pytest.raises(ConfigError, match=r"attn\.\w+\.weight: tp=4 cuts .* through scale blocks of 128"):
         load(found, slots_for(config, shards), shards=shards)
 
@@ -312,9 +303,7 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path, config: V4Config) -> Non
 
 def test_misfit_of_a_shard_tells_both_shapes(tmp_path: Path, config: V4Config) -> None:
     found = opened(tmp_path, everything(config).items())
-    shards = Shards(
-        table=V4_SHARDING, axes={"tp": (0, 2)}, stages=(range(config.num_hidden_layers),), num_experts=config.num_experts
-    )
+    shards = v4_shards(config, tp=(0, 2))
     slots = slots_for(config, shards)
     slots["embed.weight"].shape = (96, 128)
     with pytest.raises(
@@ -326,8 +315,7 @@ def test_misfit_of_a_shard_tells_both_shapes(tmp_path: Path, config: V4Config) -
 def test_tensor_that_has_no_equal_parts_is_listed_with_other_problems(tmp_path: Path, config: V4Config) -> None:
     """It was a ``ConfigError`` by itself, though the layout suits the model."""
     tensors = everything(config)
-    stages = (range(config.num_hidden_layers),)
-    shards = Shards(table=V4_SHARDING, axes={"tp": (0, 2)}, stages=stages, num_experts=config.num_experts)
+    shards = v4_shards(config, tp=(0, 2))
     slots = slots_for(config, shards)
     tensors["head.weight"], tensors["norm.weight"] = tensors["head.weight"][:-1], tensors["norm.weight"][:-1]
     with pytest.raises(CheckpointError) as caught:
@@ -339,9 +327,7 @@ def test_tensor_that_has_no_equal_parts_is_listed_with_other_problems(tmp_path: 
 def test_stray_tensor_is_not_taken_for_another_ranks(tmp_path: Path, config: V4Config) -> None:
     tensors = {**everything(config), "layers.0.stray.weight": torch.zeros(2), "layers.0.ffn.experts.9.w1.bias": torch.zeros(2)}
     found = opened(tmp_path, tensors.items())
-    shards = Shards(
-        table=V4_SHARDING, axes={"ep": (0, 2)}, stages=(range(config.num_hidden_layers),), num_experts=config.num_experts
-    )
+    shards = v4_shards(config, ep=(0, 2))
     with pytest.raises(CheckpointError) as caught:
         match(found.headers, slots_for(config, shards), shards)
     assert sorted(problem.split(":")[0] for problem in caught.value.problems) == [

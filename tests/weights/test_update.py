@@ -21,8 +21,7 @@ from dsv4lite.models.deepseek_mla.tensors import MLA_SHARDING
 from dsv4lite.models.deepseek_v4.config import V4Config, parse_config
 from dsv4lite.models.deepseek_v4.model import DeepseekV4
 from dsv4lite.models.deepseek_v4.names import V4_NAMES
-from dsv4lite.models.deepseek_v4.tensors import V4_SHARDING, V4_TENSORS
-from dsv4lite.parallel.shard import Shards
+from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
 from dsv4lite.weights import mirror
 from dsv4lite.weights.checkpoint import ExpertFormat, HeldTensor
 from dsv4lite.weights.delta import Blocks, DeltaSource
@@ -33,7 +32,7 @@ from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.update import NamedTensors, Transaction, buckets, checksum
 from tests.golden import OFFICIAL, fill, poisoned, rounded
 from tests.mla import BLOCKS, filled, quantized_checkpoint, raw_config
-from tests.tiny import TINY_REFRESHED
+from tests.tiny import TINY_REFRESHED, v4_shards
 
 CPU = torch.device("cpu")
 CONFIG = replace(OFFICIAL, vocab_size=64, num_hidden_layers=3, ratios=(0, 4, 128, 0), num_hash_layers=1)
@@ -61,13 +60,8 @@ def transaction(
     model: DeepseekV4 | DeepseekMla, tensors: Mapping[str, Tensor], *, staged: bool, memory: HostMemory | None = None
 ) -> Transaction:
     formats = own_formats({name: HeldTensor(name=name, tensor=tensor) for name, tensor in tensors.items()})
-    v4 = isinstance(model, DeepseekV4)
-    shards = Shards(
-        table=V4_SHARDING if v4 else MLA_SHARDING,
-        axes={},
-        stages=(range(model.config.num_hidden_layers),),
-        num_experts=model.config.num_experts,
-    )
+    v4, shards = isinstance(model, DeepseekV4), v4_shards(model.config)
+    shards = shards if v4 else replace(shards, table=MLA_SHARDING)
     names, staging = V4_NAMES if v4 else mla_names(BLOCKS), memory or HostMemory(CPU)
     return Transaction(model.slots(), names, formats, shards, CPU, staging=staging if staged else None)
 
@@ -155,7 +149,7 @@ def test_matrix_that_cannot_be_converted_is_refused_and_nothing_changes() -> Non
     old, new = (checkpoint(config, experts, seed) for seed in (0, 1))
     model, memory = fill(poisoned(config, numerics, with_mtp=True), old), HostMemory(CPU)
     before = bytes_of(model)
-    update = Transaction(model.slots(), V4_NAMES, {}, whole_shards(config), CPU, staging=memory)
+    update = Transaction(model.slots(), V4_NAMES, {}, v4_shards(config), CPU, staging=memory)
     kept = r"a matrix is torch.bfloat16 with scales None, where this model keeps int8 with scales per 32 inputs"
     with pytest.raises(WeightUpdateError) as caught:
         update.take([("norm.weight", new["norm.weight"] + 1), (W1, widened(new)[W1].bfloat16())])
@@ -276,7 +270,7 @@ def test_delta_of_stacked_experts_and_of_a_rank_s_part() -> None:
         after[1, 3, 2:9] += 1
         after[-1, -1, -1] += 1
         model = fill(DeepseekV4(config, numerics, with_mtp=False), old)
-        update = Transaction(model.slots(), V4_NAMES, {}, whole_shards(config), CPU, staging=HostMemory(CPU))
+        update = Transaction(model.slots(), V4_NAMES, {}, v4_shards(config), CPU, staging=HostMemory(CPU))
         name = f"model.layers.1.mlp.experts.{stack}"
         update.take(list(DeltaSource(NamedTensors({name: after}), {name: before}, block=(7, 5)).tensors()))
         update.check(partial=True)
@@ -285,10 +279,6 @@ def test_delta_of_stacked_experts_and_of_a_rank_s_part() -> None:
         for e, expert in enumerate(experts):
             found = torch.cat([slots[f"{expert}.{m}.weight"].values() for m in matrices])
             assert found.equal(after[e]), (stack, e)
-
-
-def whole_shards(config: V4Config) -> Shards:
-    return Shards(table=V4_SHARDING, axes={}, stages=(range(config.num_hidden_layers),), num_experts=config.num_experts)
 
 
 def test_blocks_of_a_part_are_written_where_the_part_lies() -> None:
