@@ -10,7 +10,6 @@ import pytest
 from examples.grpo import Settings, Step, main, plot, reward, run
 
 SHORT = Settings(steps=3)
-SHORTER = replace(SHORT, steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +31,13 @@ def test_sleep_gives_memory_back(steps: list[Step]) -> None:
 
 
 def test_runs_with_one_seed_are_identical(steps: list[Step]) -> None:
-    assert [step.results for step in run(SHORTER)] == [step.results for step in steps[:2]]
+    assert [step.results for step in run(replace(SHORT, steps=2))] == [step.results for step in steps[:2]]
 
 
 def test_updates_in_flight_leave_no_request_behind() -> None:
     """Trainer and rollouts at the same time: tokens of the newest weights still have the trainer's bits."""
-    steps = run(SHORTER, asynchronous=True)
-    assert len(steps) == SHORTER.steps and steps[0].version == 0
+    steps = run(SHORT, asynchronous=True)
+    assert len(steps) == SHORT.steps and steps[0].version == 0
     assert all(step.most == 0 and 0 <= step.stale <= 1 for step in steps) and steps[0].stale == 0
 
 

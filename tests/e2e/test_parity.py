@@ -118,7 +118,7 @@ def test_trainer_has_the_bits_of_scoring_inside_autocast(checkpoint: Path) -> No
 
 @DTYPES
 def test_every_part_has_equal_bits(checkpoint: Path, family: str, dtype: Any) -> None:
-    report = compare_sides(str(checkpoint), device="cpu", dtype=dtype, tokens=80)
+    report = compare_sides(str(checkpoint), device="cpu", dtype=dtype, tokens=160)
     assert report.exact and report.largest == 0
     assert {part.part: part.count for part in report.parts} == PARTS[family]
     assert all((part.equal, part.largest, part.relative) == (1, 0, 0) for part in report.parts)

@@ -31,7 +31,7 @@ TIMEOUT_S = 180.0
 
 def generate(settings: dict[str, Any]) -> list[RequestOutput]:
     with LLM(tiny_model(), **settings) as llm:
-        params = [SamplingParams(max_tokens=4, temperature=0.7 * (i % 2), seed=i, logprobs=2) for i in range(len(PROMPTS))]
+        params = [SamplingParams(max_tokens=6, temperature=0.7 * (i % 2), seed=i, logprobs=2) for i in range(len(PROMPTS))]
         return llm.generate_batch(list(PROMPTS), params)
 
 

@@ -95,9 +95,11 @@ def test_ranks_change_together(models: tuple[Path, Path], fresh: list[Any], kind
             assert [one.outputs[0].weight_versions for one in found] == [((version, 0, 6),)] * len(PROMPTS)
             assert (llm.state, llm.weight_version, llm.weight_checksums()) == (Phase.READY, version, checksums)
 
+        is_of(old, old_sums, 0)
         wrong = {**read(models[1]), named: torch.zeros(3, 3)}
         with pytest.raises(WeightUpdateError, match=rf"{w1}: (shape|dimension 0 of) \[3, 3\]"), llm.update_weights(1) as update:
             update.load(NamedTensors(wrong))
+        is_of(old, old_sums, 0)
         del wrong[named]
         with pytest.raises(WeightUpdateError) as caught, llm.update_weights(1) as update:
             update.load(NamedTensors(wrong))
