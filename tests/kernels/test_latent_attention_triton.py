@@ -79,8 +79,10 @@ def check(given: LatentAttentionInputs) -> Tensor:
 @kernel_test
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 @pytest.mark.parametrize("splits", [1, 4])
-def test_decode_agrees(layer: Layer, splits: int) -> None:
-    check(inputs(layer, DECODES, splits=splits))
+@pytest.mark.parametrize("any_order", [False, True])
+def test_decode_agrees(layer: Layer, splits: int, any_order: bool) -> None:
+    got = check(inputs(layer, DECODES, splits=splits, padding=2)._replace(any_order=any_order))
+    assert got[-2:].eq(0).all() and got[:-2].float().abs().amax((1, 2)).min() > 0
 
 
 @kernel_test
@@ -101,7 +103,7 @@ def test_the_kernel_for_any_chip_agrees(layer: Layer, top_k: int, splits: int, m
     hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
     assert takes_absorbed(given) == (hopper and layer[1] == 128 and given.q_THC.dtype == BF16)
     few_heads = takes_absorbed(given) and layer[0] <= 16 and isinstance(layer[3], Fp8Latent) and not top_k
-    assert takes_few_heads(given) == few_heads
+    assert takes_few_heads(given._replace(any_order=True)) == few_heads and not takes_few_heads(given)
     for name in ("takes_absorbed", "takes_few_heads"):
         monkeypatch.setattr(f"dsv4lite.kernels.latent_attention.decode_triton.{name}", lambda given: False)
     check(given)

@@ -361,9 +361,13 @@ def _few_heads_kernel(
 
 
 def takes_few_heads(given: LatentAttentionInputs) -> bool:
-    """Return whether this kernel supports the chip, the sizes and the rows, of which none are selected."""
+    """Return whether this kernel supports the chip, the sizes and the rows, of which none are selected.
+
+    The order of its sums is its own. Where it is fixed, a step must not take another kernel because a token of it selects rows.
+    """
     fits = given.q_THC.shape[1] <= _MOST_HEADS and given.rows.rows_per_page % FEW_PIECE_ROWS == 0
-    return fits and isinstance(given.rows.format, Fp8Latent) and given.selected_TK is None and takes_absorbed(given)
+    takes = given.any_order and given.selected_TK is None and isinstance(given.rows.format, Fp8Latent)
+    return takes and fits and takes_absorbed(given)
 
 
 def attend_few_heads(

@@ -6,7 +6,7 @@ values. Codes of FP8 rows are widened to bfloat16 in registers. The next piece i
 the same multiprocessor do not all wait for memory at the same time.
 
 Neighbouring tokens of a prompt read mostly the same rows. If a step has many tokens for its FP8 rows, a first launch copies all of
-them, widened to bfloat16, from pages to where their positions say; the bits of the results are the same.
+them, widened to bfloat16, from pages to where their positions say; where the order of sums is fixed, no bit changes.
 
 ``decode_hopper_triton`` and ``decode_fp8_hopper_triton`` have kernels for Hopper and the sizes of released models.
 

@@ -13,7 +13,6 @@ from dsv4lite.kernels.dispatch import ceil_div, compiled, power_of_2
 from dsv4lite.kernels.e4m3 import as_stored
 from dsv4lite.kernels.gemm.prefill_triton import many_rows, takes_many
 from dsv4lite.kernels.latent_attention import ROUND_TOKENS, LatentAttentionInputs
-from dsv4lite.kernels.latent_attention.decode_fp8_hopper_triton import takes_few_heads
 from dsv4lite.kernels.latent_attention.decode_triton import attend_absorbed, widened_rows
 from dsv4lite.kernels.latent_attention.prefill_triton import attend_projected, plan_prompts
 
@@ -87,8 +86,7 @@ def latent_attention_triton(given: LatentAttentionInputs) -> Tensor:
     # The other sequences' rows and padding, which lie between those of prompts.
     spans = () if prompts is None else prompts.spans
     rest = given if prompts is None else given._replace(paging=prompts.rest)
-    widens = not takes_few_heads(rest) and rest.widens(len(q_THC) - sum(new for _, new, _ in spans))
-    wide_SNR = widened_rows(rest) if widens else None
+    wide_SNR = widened_rows(rest) if rest.widens(len(q_THC) - sum(new for _, new, _ in spans)) else None
     begin = 0
     for first, new, _ in (*spans, (len(q_THC), 0, 0)):
         for start in range(begin, first, ROUND_TOKENS):
