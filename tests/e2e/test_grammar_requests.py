@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,6 +18,7 @@ from dsv4lite.config import MTP
 from dsv4lite.errors import RequestFailedError
 from dsv4lite.llm import LLM
 from dsv4lite.request import Phase, Request, RequestOutput, SamplingParams
+from dsv4lite.text.structured import GrammarCompiler
 from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -173,3 +176,44 @@ def test_engine_closes_while_a_grammar_is_compiled(model: Path) -> None:
             assert {c.finish_reason for c in stream.final().outputs} == {"abort"}
         held.may_go_on.set()
     assert llm.state == "closed"
+
+
+def compiled_here(model: object, rank: int) -> set[str | None]:
+    """Return the regular expressions that this rank has compiled, once it compiles no more."""
+    compilers = [found for found in gc.get_objects() if type(found) is GrammarCompiler]
+    while any(compiler._working for compiler in compilers):
+        time.sleep(0.01)
+    return {grammar.regex for compiler in compilers for grammar in compiler._recent}
+
+
+def test_every_replica_compiles_a_grammar(model: Path) -> None:
+    """A replica that got the grammar's second request compiled it within a step, and all replicas waited."""
+    with opened(model, data_parallel_size=2) as llm:
+        llm.generate(PROMPTS[0], some(structured_outputs={"regex": "[x-z]{3,5}"}, n=2))
+        assert all("[x-z]{3,5}" in regexes for regexes in llm.apply(compiled_here))
+        engine: Any = engine_of(llm)
+        assert not engine._runner._everywhere
+
+
+@pytest.mark.parametrize("grammar", [None, {"regex": "a+"}])
+def test_deadline_passes_in_a_paused_engine_that_is_called_all_the_time(model: Path, grammar: dict[str, str] | None) -> None:
+    """It passed only when no call came for 20 ms."""
+    with opened(model) as llm, ExitStack() as stack:
+        held, engine, over = Held(llm), engine_of(llm), threading.Event()
+        stack.callback(held.may_go_on.set)
+        engine.set_paused(True).result(ENOUGH_S)
+        stack.callback(engine.set_paused, False)
+
+        def call() -> None:
+            until = time.monotonic() + 3
+            while time.monotonic() < until and not over.is_set():
+                engine.call(lambda engine: None).result(ENOUGH_S)
+                time.sleep(0.001)
+
+        caller = threading.Thread(target=call)
+        caller.start()
+        late = llm.generate(PROMPTS[0], some(structured_outputs=grammar), deadline=0.05)
+        in_time = caller.is_alive()
+        over.set()
+        caller.join()
+        assert [c.finish_reason for c in late.outputs] == ["deadline"] and in_time

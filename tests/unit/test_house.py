@@ -97,6 +97,7 @@ OPEN_KEYWORDS = {
 CACHES = {
     "kernels.counters._counters": "scratch of one stream, zero between kernels; engines have streams of their own",
     "kernels.dispatch._known_gpu": "of a device, which does not change",
+    "kernels.gemm.prefill_triton._tile_for": "follows from its arguments alone; every launch asks",
     "kernels.gemm.triton.tile_for": "follows from its arguments alone; every launch asks",
     "state.paging._integers": "integers in order; slices of them are positions",
     "kernels.warmup._load_launchers_one_by_one": "Triton has one loader for the whole process",

@@ -11,6 +11,7 @@ have the same bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import triton
 import triton.language as tl
@@ -88,20 +89,20 @@ def _many_rows_kernel(
     let_successor_in()
 
 
-def _by_input(w_GNK: Tensor) -> bool:
+def _by_input(w: Tensor) -> bool:
     """Return whether the weights of one input lie side by side."""
-    return w_GNK.stride(2) != 1 and w_GNK.stride(1) == 1
+    return w.stride(-1) != 1 and w.stride(-2) == 1
 
 
-def _in_order(w_GNK: Tensor) -> Tensor:
+def _in_order(w: Tensor) -> Tensor:
     """Return the weights with the dimensions in the order of memory."""
-    return w_GNK.transpose(1, 2) if _by_input(w_GNK) else w_GNK
+    return w.transpose(-2, -1) if _by_input(w) else w
 
 
-def takes_many(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> bool:
+def takes_many(x: Tensor, w: Tensor, out: Tensor) -> bool:
     """Return whether descriptors can describe the operands and the result, and the chip has them; the interpreter has."""
     known = not on_gpu(out.device) or capability_of(out.device) in _CHIPS
-    return known and all(describable(x) for x in (x_MGK, _in_order(w_GNK), out))
+    return known and describable(x) and describable(_in_order(w)) and describable(out)
 
 
 def fills_chip(rows: int, groups: int, outs: int) -> bool:
@@ -109,16 +110,16 @@ def fills_chip(rows: int, groups: int, outs: int) -> bool:
     return rows > _LEAST_ROWS and _tiles(_TILES[-1], power_of_2(rows), groups, outs) >= _LEAST_TILES
 
 
-def many_rows(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> None:
-    """Write ``float_linear(x, w)`` to ``out`` [M, G, N], for operands that ``takes_many``."""
-    (rows, groups, outs), inputs, device = out.shape, x_MGK.shape[2], out.device
-    tile = _tile_for(rows, groups, outs, multiprocessors_of(device))
-    programs = min(_tiles(tile, rows, groups, outs), multiprocessors_of(device))
-    w, by_input = _in_order(w_GNK), _by_input(w_GNK)
-    _many_rows_kernel[(programs,)](
-        _described(x_MGK.transpose(0, 1), tile.rows, tile.inputs),
-        _described(w, tile.inputs, tile.outs) if by_input else _described(w, tile.outs, tile.inputs),
-        _described(out.transpose(0, 1), tile.rows, tile.outs // 2),
+def many_rows(x: Tensor, w: Tensor, out: Tensor) -> None:
+    """Write ``float_linear(x, w)`` to ``out`` [M, N] or [M, G, N], for operands that ``takes_many``."""
+    rows, groups, outs = out.shape if out.dim() == 3 else (out.shape[0], 1, out.shape[1])
+    inputs, device, programs = x.shape[-1], out.device, multiprocessors_of(out.device)
+    tile = _tile_for(rows, groups, outs, programs)
+    by_input = _by_input(w)
+    _many_rows_kernel[(min(_tiles(tile, rows, groups, outs), programs),)](
+        _described(x if x.dim() == 2 else x.transpose(0, 1), tile.rows, tile.inputs),
+        _described(_in_order(w), *((tile.inputs, tile.outs) if by_input else (tile.outs, tile.inputs))),
+        _described(out if out.dim() == 2 else out.transpose(0, 1), tile.rows, tile.outs // 2),
         rows,
         outs,
         inputs,
@@ -134,6 +135,7 @@ def many_rows(x_MGK: Tensor, w_GNK: Tensor, out: Tensor) -> None:
     )
 
 
+@lru_cache(maxsize=256)
 def _tile_for(rows: int, groups: int, outs: int, multiprocessors: int) -> _Tile:
     """Return the tile with which the multiprocessors are done first.
 
@@ -154,4 +156,5 @@ def _tiles(tile: _Tile, rows: int, groups: int, outs: int) -> int:
 
 def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a descriptor of pieces [1, rows, columns]; only a first dimension of one is no detour through registers."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
+    shape, strides = (x.shape, x.stride()) if x.dim() == 3 else ((1, *x.shape), (x.stride(0), *x.stride()))
+    return TensorDescriptor(x, list(shape), list(strides), [1, rows, columns])

@@ -476,22 +476,19 @@ def float_linear_triton(
     x: Tensor, w: Tensor, dtype: torch.dtype, row_tile: int | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     """See ``gemm.float_linear``."""
-    if w.dim() == 2:
-        return _grouped_linear(x[:, None], w[None], dtype, row_tile, None if out is None else out[:, None])[:, 0]
-    return _grouped_linear(x, w, dtype, row_tile, out)
-
-
-def _grouped_linear(x_MGK: Tensor, w_GNK: Tensor, dtype: torch.dtype, row_tile: int | None, out: Tensor | None) -> Tensor:
-    shape = _results_of(x_MGK, w_GNK)
+    assert x.shape[1:] == w.shape[:-2] + w.shape[-1:], (x.shape, w.shape)
+    shape = x.shape[0], *w.shape[:-1]
     if out is None:
-        out = torch.empty(shape, dtype=dtype, device=x_MGK.device)
+        out = torch.empty(shape, dtype=dtype, device=x.device)
     assert out.shape == shape and out.dtype == dtype and out.is_contiguous()
+    if row_tile is None and fills_chip(shape[0], shape[1] if w.dim() == 3 else 1, shape[-1]) and takes_many(x, w, out):
+        many_rows(x, w, out)
+        return out
+    x_MGK, w_GNK, out_MGN = (x, w, out) if w.dim() == 3 else (x[:, None], w[None], out[:, None])
     if row_tile is None and takes_float(x_MGK, w_GNK):
-        float_row(x_MGK[0], w_GNK[0], out)
-    elif row_tile is None and fills_chip(*out.shape) and takes_many(x_MGK, w_GNK, out):
-        many_rows(x_MGK, w_GNK, out)
+        float_row(x_MGK[0], w_GNK[0], out_MGN)
     else:
-        _float_linear(x_MGK, w_GNK, None, out, _in_parts(x_MGK, row_tile))
+        _float_linear(x_MGK, w_GNK, None, out_MGN, _in_parts(x_MGK, row_tile))
     return out
 
 
