@@ -458,10 +458,9 @@ class Engine:
             self._publish()
             if timeout is None:
                 self._scheduler.check_released()
-            try:
+            with suppress(Empty):
                 self._inbox.get(timeout=timeout)()
-            except Empty:  # deadlines pass while the engine is paused or compiles grammars, too
-                self._notify(self._scheduler.expire(time.monotonic()))
+            self._notify(self._scheduler.expire(time.monotonic()))  # deadlines pass while the engine is paused, too
         while not self._closing:
             try:
                 self._inbox.get_nowait()()
@@ -632,8 +631,6 @@ class Engine:
             return
         if compiled is not None:
             self._compiling.update(dict.fromkeys(seq_ids, compiled))
-            if isinstance(self._runner, MultiRankExecutor):
-                self._runner.flush()
             compiled.add_done_callback(lambda done: self._inbox.put(partial(self._compiled, request.request_id, seq_ids, done)))
 
     def _begin_grammar(self, request: Request) -> Future[LLMatcher] | None:
@@ -644,6 +641,7 @@ class Engine:
         if self._grammars is None:
             raise UnsupportedError(self._no_grammars)
         assert isinstance(grammar, StructuredOutputs)
+        self._runner.prepare(grammar)
         compiled = self._grammars.begin(grammar)
         if not compiled.done():
             return compiled

@@ -33,7 +33,7 @@ from dsv4lite.planning.memory import MemoryPlan, require_fit
 from dsv4lite.request import Request
 from dsv4lite.scheduling.replicas import SEQ_IDS, JointPlan
 from dsv4lite.scheduling.step_plan import StepPlan, StepShape
-from dsv4lite.text.structured import GrammarCompiler
+from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
 from dsv4lite.weights.shared import SharedWeights
 
 log = logging.getLogger("dsv4lite.engine")
@@ -243,12 +243,10 @@ class MultiRankExecutor:
 
     # ----------------------------------------------------------------------------------------------------- a runner's methods
 
-    def flush(self) -> None:
-        """Send the changes since the last step: ranks that sample compile grammars while the leader does, so that no step waits."""
-        changes, self._changes = self._changes, [[] for _ in range(self._layout.dp)]
-        for replica, some in enumerate(changes):
-            if some:
-                self._send_step(replica, Step(changes=tuple(some), plan=None, shape=None))
+    def prepare(self, grammar: StructuredOutputs) -> None:
+        """Let the ranks that sample compile a grammar while the leader compiles it, so that no step waits for it."""
+        for replica in range(self._layout.dp):
+            self._send_step(replica, Step(changes=(("prepare", (grammar,)),), plan=None, shape=None))
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Announce a sequence before its first step."""

@@ -37,6 +37,7 @@ from dsv4lite.speculation.draft_state import AcceptedLengths, DraftState
 from dsv4lite.speculation.drafters import DeviceDrafter, draft
 from dsv4lite.state.paging import first_rows
 from dsv4lite.state.store import StateCache
+from dsv4lite.text.structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from dsv4lite.kernels.warmup import Compiler
@@ -150,6 +151,11 @@ class Runner:
         self.recorder: StepRecorder | None = None
         self.warmed = ""
         self.step_costs: StepCosts | None = None
+
+    def prepare(self, grammar: StructuredOutputs) -> None:
+        """Start to compile a grammar that a sequence will need."""
+        if self.sampler is not None:
+            self.sampler.compile(grammar)
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Register a sequence before its first step."""

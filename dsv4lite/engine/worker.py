@@ -56,7 +56,7 @@ class Start:
 
 
 _VERDICT_S = 3.0  # how long to wait for the leader to say which rank was lost
-ChangeMethod = Literal["add", "remove", "accept"]  # of ``Runner``
+ChangeMethod = Literal["prepare", "add", "remove", "accept"]  # of ``Runner``
 Change = tuple[ChangeMethod, tuple[Any, ...]]
 """A method of ``Runner`` and its arguments."""
 

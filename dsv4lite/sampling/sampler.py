@@ -20,7 +20,9 @@ for the rows of their sequences (``rules``). The scheduler plans the next step o
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -52,7 +54,12 @@ from dsv4lite.sampling.state import Line, SequenceState, failed, state_of
 from dsv4lite.scheduling.step_plan import UNKNOWN, SequencePlan
 
 if TYPE_CHECKING:
-    from dsv4lite.text.structured import GrammarCompiler
+    from llguidance import LLMatcher
+
+    from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
+
+PREPARED_GRAMMARS = 64
+"""Number of grammars, the latest ones, that are kept compiled for sequences to be added."""
 
 # Bounds within which divisions and sums of logits stay in the range of float32.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1.2e-38, 3.4e38
@@ -141,6 +148,7 @@ class Sampler:
         self._device = torch.device(device)
         self._default_seed = default_seed
         self._grammars = grammars
+        self._prepared: deque[Future[LLMatcher]] = deque(maxlen=PREPARED_GRAMMARS)
         self._sequences: dict[int, SequenceState] = {}
         self._slot_owners: dict[int, int] = {}  # sequence id by slot
         self._last: RowNeeds | None = None
@@ -152,6 +160,11 @@ class Sampler:
     def num_sequences(self) -> int:
         """Sequences between ``add`` and ``remove``."""
         return len(self._sequences)
+
+    def compile(self, grammar: StructuredOutputs) -> None:
+        """Start to compile a grammar that a sequence will need."""
+        if self._grammars is not None:
+            self._prepared.append(self._grammars.begin(grammar))
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Register a sequence before its first token. An error in its settings fails its first token.

@@ -191,8 +191,6 @@ def test_every_replica_compiles_a_grammar(model: Path) -> None:
     with opened(model, data_parallel_size=2) as llm:
         llm.generate(PROMPTS[0], some(structured_outputs={"regex": "[x-z]{3,5}"}, n=2))
         assert all("[x-z]{3,5}" in regexes for regexes in llm.apply(compiled_here))
-        engine: Any = engine_of(llm)
-        assert not engine._runner._everywhere
 
 
 @pytest.mark.parametrize("grammar", [None, {"regex": "a+"}])
@@ -205,7 +203,7 @@ def test_deadline_passes_in_a_paused_engine_that_is_called_all_the_time(model: P
         stack.callback(engine.set_paused, False)
 
         def call() -> None:
-            until = time.monotonic() + 3
+            until = time.monotonic() + ENOUGH_S
             while time.monotonic() < until and not over.is_set():
                 engine.call(lambda engine: None).result(ENOUGH_S)
                 time.sleep(0.001)
