@@ -156,7 +156,7 @@ class Engine:
         self._scheduler: Scheduler | Replicas
         self._grammars: GrammarCompiler | None
         self._no_grammars = ""  # why there is no compiler
-        self._compiling: dict[int, Future[LLMatcher]] = {}  # the grammars of held sequences; what is not kept is not compiled
+        self._compiling: dict[int, Future[LLMatcher]] = {}  # grammars of held sequences; the compiler holds weak references
         self._recorder: StepRecorder | None = None
         self._trace: StepTrace | None = None
         self._executor: InProcessExecutor | MultiRankExecutor | ExternalWorker
