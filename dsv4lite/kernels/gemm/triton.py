@@ -476,8 +476,7 @@ def float_linear_triton(
     x: Tensor, w: Tensor, dtype: torch.dtype, row_tile: int | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     """See ``gemm.float_linear``."""
-    assert x.shape[1:] == w.shape[:-2] + w.shape[-1:], (x.shape, w.shape)
-    shape = x.shape[0], *w.shape[:-1]
+    shape = _results_of(x, w)
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=x.device)
     assert out.shape == shape and out.dtype == dtype and out.is_contiguous()
@@ -530,10 +529,10 @@ def widen_triton(w_codes: Tensor, w_scales: Tensor) -> Tensor:
     return out
 
 
-def _results_of(x_MGK: Tensor, w_GNK: Tensor) -> tuple[int, int, int]:
-    """Return the shape [M, G, N] of a product."""
-    assert x_MGK.shape[1:] == w_GNK.shape[::2], (x_MGK.shape, w_GNK.shape)
-    return x_MGK.shape[0], *w_GNK.shape[:2]  # ``len`` of a tensor takes microseconds
+def _results_of(x: Tensor, w: Tensor) -> tuple[int, ...]:
+    """Return the shape [M, N] or [M, G, N] of a product."""
+    assert x.shape[1:] == w.shape[:-2] + w.shape[-1:], (x.shape, w.shape)
+    return x.shape[0], *w.shape[:-1]  # ``len`` of a tensor takes microseconds
 
 
 def _fp8_operands(x_codes: Tensor, x_scales: Tensor, w_codes: Tensor, w_scales: Tensor) -> Operands:

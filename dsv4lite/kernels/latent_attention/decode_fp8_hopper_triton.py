@@ -30,19 +30,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dsv4lite.kernels.dispatch import multiprocessors_of
 from dsv4lite.kernels.hopper import copy_by_threads
 from dsv4lite.kernels.latent_attention import LatentAttentionInputs
-from dsv4lite.kernels.latent_attention.decode_hopper_triton import _hidden_zero, _item_of, _widen_words, takes_absorbed
+from dsv4lite.kernels.latent_attention.decode_hopper_triton import (
+    _GROUPS,
+    _HALF,
+    _LATENT,
+    _NUMBERS,
+    _OPERAND,
+    _ROPE,
+    _hidden_zero,
+    _item_of,
+    _weights_of,
+    _widen_words,
+    takes_absorbed,
+)
 from dsv4lite.kernels.rows import Fp8Latent
 from dsv4lite.kernels.rows.packed import LOG2_E
 
-FEW_PIECE_ROWS = 64
+FEW_PIECE_ROWS = _HALF.value
 _MOST_HEADS = 16
-_ROWS, _HEADS = gl.constexpr(FEW_PIECE_ROWS), gl.constexpr(_MOST_HEADS)
-_LATENT, _ROPE = gl.constexpr(512), gl.constexpr(64)
-_GROUPS = gl.constexpr(4)  # of 128 channels, which share scales
-_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
+_ROWS, _HEADS = _HALF, gl.constexpr(_MOST_HEADS)
 _WORDS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 _TRANSPOSED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
-_NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _MOST_HEADS, 16]))
 # How four warps have words of four codes, rotated channels and scales of a piece's rows.
 _LANES, _WARPS = [[1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
@@ -168,7 +176,7 @@ def _widen_piece(
 
 @gluon.jit
 def _widen(inputs, sizes, buffers, barriers, TEAM: gl.constexpr, ROW: gl.constexpr, PLACES: gl.constexpr):
-    """Widen the pieces with even numbers, or those with odd ones."""
+    """Widen every other piece: those whose number is even (``TEAM`` 0) or odd (1)."""
     _query, _q, _cos, _sin, memory, positions, sequences, grow = inputs
     items, splits, begin, _q_row, columns = sizes
     q_full, q_empty, full, empty = barriers
@@ -213,10 +221,8 @@ def _bring_queries(inputs, sizes, token, buffers, H: gl.constexpr, NOPE: gl.cons
     at = query + (token * H + head) * _LATENT + gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, _WIDE)), 0)
     for group in gl.static_range(_GROUPS):
         queries.index(group).store(_in_operand_order(gl.load(at + group * 128, mask=head < H, other=0.0)))
-    at = (
-        q + of_step * q_row + head * (NOPE + _ROPE) + NOPE + gl.expand_dims(gl.arange(0, _ROPE, layout=gl.SliceLayout(0, _WIDE)), 0)
-    )
-    x = gl.load(at, mask=head < H, other=0.0)
+    pair = gl.expand_dims(gl.arange(0, _ROPE, layout=gl.SliceLayout(0, _WIDE)), 0)
+    x = gl.load(q + of_step * q_row + head * (NOPE + _ROPE) + NOPE + pair, mask=head < H, other=0.0)
     if TURNS:
         # Reference: rope
         even, odd = gl.split(gl.reshape(x.to(gl.float32), (_HEADS, _ROPE // 2, 2)))
@@ -225,19 +231,6 @@ def _bring_queries(inputs, sizes, token, buffers, H: gl.constexpr, NOPE: gl.cons
         x = gl.reshape(gl.join(even * c - odd * s, odd * c + even * s), (_HEADS, _ROPE)).to(gl.bfloat16)
     rotated_queries.index(0).store(_in_operand_order(x))
     fence_async_shared()
-
-
-@gluon.jit
-def _weights_of(logits, rows, scale, peak, total):
-    """Return the weights of a piece's first ``rows`` rows, the factor of the sums so far, and the new peak and total."""
-    if rows < _ROWS:
-        r = gl.expand_dims(gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _LOGITS)), 1)
-        logits = gl.where(r < rows, logits, float("-inf"))
-    # Reference: sparse_attention, one block; exponentials of two instead of e.
-    new_peak = gl.maximum(peak, gl.max(logits, 0) * scale)
-    shrink = gl.exp2(peak - new_peak)
-    weights = gl.exp2(logits * scale - gl.expand_dims(new_peak, 0))
-    return weights.to(gl.bfloat16), shrink, new_peak, total * shrink + gl.sum(weights, 0)
 
 
 @gluon.jit
@@ -265,7 +258,7 @@ def _attend(
     _query, _q, _cos, _sin, _memory, positions, _sequences, _grow = inputs
     items, splits, begin, _q_row, _columns = sizes
     q_full, q_empty, full, empty = barriers
-    logits_of = buffers[3]
+    _queries, _rotated_queries, _latents, logits_of, _weights, _shrinks = buffers
     number = 0
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -283,7 +276,7 @@ def _attend(
             buffer = number & 1
             mbarrier.wait(full.index(buffer), number // 2 & 1)
             logits = logits_of.index(buffer).load(_LOGITS)
-            weights, shrink, peak, total = _weights_of(logits, count - piece * _ROWS, scale, peak, total)
+            weights, shrink, peak, total = _weights_of(logits, count - piece * _ROWS, scale, peak, total, 0)
             sums = _add(weights, shrink, sums, buffers, buffer)
             mbarrier.arrive(empty.index(buffer), count=1)
             number += 1
@@ -326,15 +319,15 @@ def _few_heads_kernel(
     query, q, cos, sin, memory, positions, sequences, grow, out, stats, items, splits, begin, q_row, columns, scale,
     H: gl.constexpr, NOPE: gl.constexpr, ROW: gl.constexpr, PLACES: gl.constexpr, SPLIT: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    queries = gl.allocate_shared_memory(gl.bfloat16, [_GROUPS, _HEADS, 128], _TILE)
-    rotated_queries = gl.allocate_shared_memory(gl.bfloat16, [1, _HEADS, _ROPE], _TILE)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [_GROUPS, _HEADS, 128], _OPERAND)
+    rotated_queries = gl.allocate_shared_memory(gl.bfloat16, [1, _HEADS, _ROPE], _OPERAND)
     # One by one: between stores to parts of one buffer warps wait for each other.
-    l0 = gl.allocate_shared_memory(gl.bfloat16, [2, _ROWS, 128], _TILE)
-    l1 = gl.allocate_shared_memory(gl.bfloat16, [2, _ROWS, 128], _TILE)
-    l2 = gl.allocate_shared_memory(gl.bfloat16, [2, _ROWS, 128], _TILE)
-    l3 = gl.allocate_shared_memory(gl.bfloat16, [2, _ROWS, 128], _TILE)
+    l0 = gl.allocate_shared_memory(gl.bfloat16, [2, _ROWS, 128], _OPERAND)
+    l1 = gl.allocate_shared_memory(gl.bfloat16, [2, _ROWS, 128], _OPERAND)
+    l2 = gl.allocate_shared_memory(gl.bfloat16, [2, _ROWS, 128], _OPERAND)
+    l3 = gl.allocate_shared_memory(gl.bfloat16, [2, _ROWS, 128], _OPERAND)
     logits = gl.allocate_shared_memory(gl.float32, [2, _ROWS, _HEADS], _TRANSPOSED)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [1, _HEADS, _ROWS], _TILE)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [1, _HEADS, _ROWS], _OPERAND)
     shrinks = gl.allocate_shared_memory(gl.float32, [_HEADS], _NUMBERS)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
