@@ -87,6 +87,31 @@ def test_decode_agrees(layer: Layer, splits: int, any_order: bool) -> None:
 
 @kernel_test
 @pytest.mark.parametrize("layer", LAYERS if ON_GPU else LAYERS[1:3], ids=str)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_more_sequences_than_multiprocessors_agree(layer: Layer, splits: int) -> None:
+    """Programs of kernels for Hopper compute one token after the other, with any number of pieces each."""
+    check(
+        inputs(layer, [(97 * i % 700, 1) for i in range(300 if ON_GPU else 3)], splits=splits, padding=1)._replace(any_order=True)
+    )
+
+
+@kernel_test
+@pytest.mark.parametrize("layer", LAYERS if ON_GPU else LAYERS[1:3], ids=str)
+@pytest.mark.parametrize("any_order", [False, True])
+def test_rows_past_the_end_do_not_matter(layer: Layer, any_order: bool) -> None:
+    given = inputs(layer, DECODES, splits=2)._replace(any_order=any_order)
+    before = launch(latent_attention, given)
+    rows, grow_SP = given.rows, given.paging.grow_SP
+    unused = torch.ones(rows.memory.shape[0], rows.rows_per_page, dtype=torch.bool, device=DEVICE)
+    for pages, (context, new) in zip(grow_SP, DECODES, strict=True):
+        at = torch.arange(context + new, device=DEVICE)
+        unused[pages[at // rows.rows_per_page].long(), at % rows.rows_per_page] = False
+    rows.memory.view(unused.numel(), -1)[unused.view(-1)] = 0xFF  # codes, scales and numbers that are NaN
+    assert torch.equal(launch(latent_attention, given), before)
+
+
+@kernel_test
+@pytest.mark.parametrize("layer", LAYERS if ON_GPU else LAYERS[1:3], ids=str)
 @pytest.mark.parametrize("top_k", [0, 100])
 def test_several_tokens_of_a_sequence_and_padding_agree(layer: Layer, top_k: int) -> None:
     got = check(inputs(layer, VERIFY, splits=8, top_k=top_k, padding=3))

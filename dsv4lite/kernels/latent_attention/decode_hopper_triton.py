@@ -264,20 +264,16 @@ def _logits(buffers, zero, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _weights_of(logits, rows, scale, peak, total, AXIS: gl.constexpr):
-    """Return the weights of the first ``rows`` of 64 rows, the factor of the sums so far, and the new peak and total.
-
-    Args:
-        AXIS: That of the rows; heads are the other one.
-    """
+def _weights_of(logits, rows, scale, peak, total):
+    """Return the weights of the first ``rows`` of 64 rows, the factor of the sums so far, and the new peak and total."""
     if rows < _HALF:
-        r = gl.expand_dims(gl.arange(0, _HALF, layout=gl.SliceLayout(1 - AXIS, logits.type.layout)), 1 - AXIS)
+        r = gl.expand_dims(gl.arange(0, _HALF, layout=gl.SliceLayout(0, logits.type.layout)), 0)
         logits = gl.where(r < rows, logits, float("-inf"))
     # Reference: sparse_attention, one block; exponentials of two instead of e.
-    new_peak = gl.maximum(peak, gl.max(logits, AXIS) * scale)
+    new_peak = gl.maximum(peak, gl.max(logits, 1) * scale)
     shrink = gl.exp2(peak - new_peak)
-    weights = gl.exp2(logits * scale - gl.expand_dims(new_peak, AXIS))
-    return weights.to(gl.bfloat16), shrink, new_peak, total * shrink + gl.sum(weights, AXIS)
+    weights = gl.exp2(logits * scale - gl.expand_dims(new_peak, 1))
+    return weights.to(gl.bfloat16), shrink, new_peak, total * shrink + gl.sum(weights, 1)
 
 
 @gluon.jit
@@ -342,7 +338,7 @@ def _attend(
             logits = _logits(buffers, zero, PART)
             if PART == 0:
                 logits = warpgroup_mma_wait(0, deps=(logits,))
-                weights, shrink, peak, total = _weights_of(logits, rows, scale, peak, total, 1)
+                weights, shrink, peak, total = _weights_of(logits, rows, scale, peak, total)
                 weights = _pass_on(weights, shrink, peak, total, buffers, p_full, 0)
                 sums0, sums1 = _add(weights, shrink, sums0, sums1, keys, zero, 0, PART)
                 sums0, sums1 = warpgroup_mma_wait(0, deps=(sums0, sums1))
@@ -355,7 +351,7 @@ def _attend(
                 shrink, peak, total = _passed(stats, 0)
                 sums0, sums1 = _add(rotated.index(zero), shrink, sums0, sums1, keys, zero, 0, PART)
                 logits = warpgroup_mma_wait(2, deps=(logits,))
-                weights, shrink, peak, total = _weights_of(logits, rows - _HALF, scale, peak, total, 1)
+                weights, shrink, peak, total = _weights_of(logits, rows - _HALF, scale, peak, total)
                 sums0, sums1 = warpgroup_mma_wait(0, deps=(sums0, sums1))
                 mbarrier.arrive(k_empty.index(0), count=1)
                 weights = _pass_on(weights, shrink, peak, total, buffers, p_full, 1)
