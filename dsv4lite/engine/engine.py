@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -660,10 +661,11 @@ class Engine:
             self._scheduler.ready(request_id)
 
     def _refuse(self, request_id: str, error: Exception) -> None:
-        """End a request that cannot run, with its error."""
+        """End a request that cannot run, with an error of its own: requests with one grammar fail for one error."""
         for update in self._scheduler.abort(request_id):
             self._release(update)
-        reason = error if isinstance(error, DSV4LiteError) else failed(error)
+        reason = copy(error) if isinstance(error, DSV4LiteError) else failed(error)
+        reason.__cause__ = reason.__cause__ or error.__cause__
         self._outputs.append(SequenceUpdate(request_id=request_id, finish_reason="error", error=reason))
 
     def _admit(self, request: Request, *, ready: bool) -> tuple[int, ...]:

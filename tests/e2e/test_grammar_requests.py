@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dsv4lite.config import MTP
-from dsv4lite.errors import RequestFailedError
+from dsv4lite.errors import InvalidRequestError, RequestFailedError
 from dsv4lite.llm import LLM
 from dsv4lite.request import Phase, Request, RequestOutput, SamplingParams
 from dsv4lite.text.structured import GrammarCompiler
@@ -113,6 +113,13 @@ def test_grammar_whose_thread_cannot_start_fails_its_request_and_not_the_next_on
             llm.generate(PROMPTS[0], params)
     output = llm.generate(PROMPTS[0], params, deadline=ENOUGH_S)
     assert caught.value.__cause__ is not None and output.outputs[0].finish_reason != "deadline"
+
+
+def test_requests_with_one_invalid_grammar_have_an_error_each(llm: LLM) -> None:
+    outputs = llm.generate_batch(PROMPTS, some(structured_outputs={"regex": "(a"}), on_error="return")
+    for index, output in enumerate(outputs):
+        assert isinstance(output.error, InvalidRequestError) and output.error.parameter == "structured_outputs"
+        assert [note.split(":")[0] for note in output.error.__notes__] == [f"row {index} of the batch"]
 
 
 def test_completions_of_one_request_follow_its_grammar_each(llm: LLM) -> None:
