@@ -55,13 +55,7 @@ CROWD = SamplingParams(n=PAGES, seed=3, max_tokens=30, ignore_eos=True)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of V4, or the variant of the MLA family that a test names."""
     if request.param != "v4":
-        sizes = {
-            "hidden_size": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 1,
-            "n_group": 2,
-            "topk_group": 1,
-        }
+        sizes = {"hidden_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 1, "n_group": 2, "topk_group": 1}
         return write_random_model(tmp_path_factory.mktemp("soak"), request.param, **sizes, index_topk=64)
     config = {**SMALL, "hidden_size": 16, "n_routed_experts": 3, "num_experts_per_tok": 1, "hc_sinkhorn_iters": 1}
     return write_model(tmp_path_factory.mktemp("soak"), config)

@@ -35,7 +35,8 @@ from tests.mla import BLOCKS, filled, quantized_checkpoint, raw_config
 from tests.tiny import TINY_REFRESHED, v4_shards
 
 CPU = torch.device("cpu")
-CONFIG = replace(OFFICIAL, vocab_size=64, num_hidden_layers=3, ratios=(0, 4, 128, 0), num_hash_layers=1)
+NARROW = replace(OFFICIAL, vocab_size=64, num_attention_heads=4, num_experts=4, index_heads=8)
+CONFIG = replace(NARROW, num_hidden_layers=3, ratios=(0, 4, 128, 0), num_hash_layers=1)
 ODD = replace(CONFIG, hidden_size=160, q_lora_rank=96, o_lora_rank=40)  # boundaries inside blocks of scales
 FORMS: dict[str, tuple[V4Config, ExpertFormat, Numerics]] = {
     "widened": (CONFIG, "fp4", rounded()),
@@ -74,8 +75,9 @@ def bytes_of(model: DeepseekV4 | DeepseekMla) -> dict[str, bytes]:
 @torch.no_grad()
 @pytest.mark.parametrize("floats", [False, True], ids=["quantized", "floats"])
 @pytest.mark.parametrize("form", FORMS)
-def test_new_numbers_get_into_every_resident_form(form: str, floats: bool) -> None:
-    """From the checkpoint's formats and from a trainer's floats, exactly; nothing changes before ``write``."""
+def test_new_numbers_get_into_every_resident_form(form: str, floats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the checkpoint's formats and from a trainer's floats, in several buckets, exactly; nothing changes before ``write``."""
+    monkeypatch.setattr("dsv4lite.weights.update._BUCKET_BYTES", 1 << 20)
     config, experts, numerics = FORMS[form]
     old, new = (checkpoint(config, experts, seed) for seed in (0, 1))
     model = fill(poisoned(config, numerics, with_mtp=True), old)
