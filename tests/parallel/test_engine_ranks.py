@@ -76,11 +76,12 @@ def test_rank_in_a_process_gives_what_one_rank_gives_and_its_loss_names_it(model
 
 
 @pytest.mark.parametrize("dispatcher", ["local", "all_gather", "all_to_all"])
-def test_two_ranks_give_a_request_the_same_bits_in_company(model: Path, dispatcher: str) -> None:
+def test_two_ranks_give_a_request_the_same_bits_in_company(model: Path, dispatcher: str, zygote: Zygote) -> None:
     """Wherever the tokens lie in their step: half of them are sent to their experts by one rank, and half by the other."""
     layout = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "dispatcher": dispatcher}
     params = SamplingParams(max_tokens=3, temperature=0, logprobs=1, prompt_logprobs=1, ignore_eos=True)
-    with LLM(str(model), **MODEST, **layout, deterministic=True, enable_prefix_caching=False) as llm:
+    settings = {**MODEST, **layout, "deterministic": True, "enable_prefix_caching": False}
+    with forked(zygote), LLM(str(model), **settings) as llm:
         same_outputs([llm.generate(prompt, params) for prompt in PROMPTS], llm.generate_batch(PROMPTS, params))
 
 
@@ -107,7 +108,9 @@ def asked(model: torch.nn.Module, rank: int, wish: object) -> Any:
     return (lambda: rank) if wish == "local" else (rank, sum(weight.numel() for weight in model.parameters()))
 
 
-def test_function_of_the_host_runs_on_every_rank_and_ends_none(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_of_the_host_runs_on_every_rank_and_ends_none(
+    model: Path, monkeypatch: pytest.MonkeyPatch, zygote: Zygote
+) -> None:
     """Nor does one that ranks cannot unpickle, or one whose result the leader cannot; later answers are of later calls."""
 
     def of_script(model: torch.nn.Module, rank: int) -> int:
@@ -118,7 +121,7 @@ def test_function_of_the_host_runs_on_every_rank_and_ends_none(model: Path, monk
     with LLM(str(model), **tight(model)) as llm:
         ((_, whole),), alone = llm.apply(asked, ""), llm.generate(PROMPTS[0], GREEDY)
         assert llm.apply(lambda model, rank: rank) == [0]
-    with LLM(str(model), **tight(model, tensor_parallel_size=2, executor="process")) as llm:
+    with forked(zygote), LLM(str(model), **tight(model, tensor_parallel_size=2, executor="process")) as llm:
         (zero, part), (one, other) = llm.apply(asked, "")
         assert (zero, one) == (0, 1) and part == other and whole / 2 < part < whole
         with pytest.raises(ValueError, match="this rank does not want to"):
@@ -141,7 +144,7 @@ def test_function_of_the_host_runs_on_every_rank_and_ends_none(model: Path, monk
         assert llm.generate(PROMPTS[0], GREEDY).token_ids == alone.token_ids
 
 
-def test_values_of_types_of_the_host_reach_the_ranks_as_plain_ones(model: Path) -> None:
+def test_values_of_types_of_the_host_reach_the_ranks_as_plain_ones(model: Path, zygote: Zygote) -> None:
     """Ranks in child processes, which do not know the types, once ended the engine."""
 
     class Number(enum.IntEnum):
@@ -168,7 +171,7 @@ def test_values_of_types_of_the_host_reach_the_ranks_as_plain_ones(model: Path) 
         logit_bias={Number.ONE: Number.ONE},
     )
     plain = SamplingParams(max_tokens=3, seed=1, stop=["no such text"], stop_token_ids=[1], bad_words_ids=[[1]], logit_bias={1: 1})
-    with LLM(str(model), **tight(model, executor="process")) as llm:
+    with forked(zygote), LLM(str(model), **tight(model, executor="process")) as llm:
         out = llm.generate(PROMPTS[0], given, priority=Number.ONE, cache_salt=Word.STOP, request_id=Word.STOP)
         assert out.token_ids == llm.generate(PROMPTS[0], plain).token_ids and type(out.request_id) is str
         llm.sleep()
@@ -283,9 +286,9 @@ def test_objects_of_the_host_work_with_ranks_in_processes_which_listen_at_loopba
     assert listening() <= before
 
 
-def test_dispatcher_that_cannot_be_made_is_named(model: Path) -> None:
+def test_dispatcher_that_cannot_be_made_is_named(model: Path, zygote: Zygote) -> None:
     with pytest.raises(EngineDeadError, match=r"rank 1 .*no dispatcher for ep=2") as caught:
-        with LLM(str(model), **MODEST, expert_parallel_size=2, executor="thread", dispatcher=refuses) as llm:
+        with forked(zygote), LLM(str(model), **MODEST, expert_parallel_size=2, executor="thread", dispatcher=refuses) as llm:
             raise AssertionError(llm)
     assert caught.value.phase == "load"
 
@@ -347,9 +350,9 @@ def assert_lost(errors: list[BaseException], count: int, rank: int, pid: int, re
     [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "gave no sign of life for 3 s")],
     ids=["killed", "stopped"],
 )
-def test_lost_rank_ends_every_request_with_its_name(model: Path, number: int, reason: str) -> None:
+def test_lost_rank_ends_every_request_with_its_name(model: Path, number: int, reason: str, zygote: Zygote) -> None:
     before, silence_s = held(), 3 if number == signal.SIGSTOP else 10
-    with LLM(str(model), **MODEST, expert_parallel_size=2, executor="thread", rank_timeout_s=silence_s) as llm:
+    with forked(zygote), LLM(str(model), **MODEST, expert_parallel_size=2, executor="thread", rank_timeout_s=silence_s) as llm:
         (pid,) = processes(llm).values()
         assert_lost(doomed(llm, 1, number), len(PROMPTS) + 1, 1, pid, reason)
         until = time.monotonic() + ENOUGH_S
