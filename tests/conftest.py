@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Generator, Iterator, Sequence
 
@@ -36,10 +37,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # what is left is freed as ever when the interpreter ends
+        atexit.register(gc.unfreeze)  # what is left is freed as ever when the interpreter ends, not before, when pytest collects
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
