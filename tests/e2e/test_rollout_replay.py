@@ -289,7 +289,7 @@ def test_trainer_takes_settings_without_effect(small: Path, llm: LLM, settings: 
     model = load_model(str(small), device="cpu")
     assert model.config.vocab_size == 96
     for replayed, top_p in ((True, 0.9), (True, 1.0), (False, 1.0)):
-        params = ROLLOUT.replace(top_p=top_p, **settings)
+        params = ROLLOUT.replace(top_p=top_p, max_tokens=8, **settings)
         completion = llm.generate(SHORT, params).outputs[0]
         assert completion.logprobs is not None
         replay = replay_of(completion) if replayed else None

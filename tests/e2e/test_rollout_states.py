@@ -43,7 +43,7 @@ from tests.parallel.requests import SHARED
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, logprobs=1)
-OPEN_TOKENS = 100  # few enough to wait for
+OPEN_TOKENS = 50  # few enough to wait for
 OPEN = SamplingParams(max_tokens=OPEN_TOKENS, temperature=0, ignore_eos=True, detokenize=False)
 Fault = Literal["missing", "unexpected", "shape", "raises", "hangs", "block"]
 PAUSES = st.sampled_from(["keep", "wait", "abort"])
