@@ -112,6 +112,21 @@ def test_rows_past_the_end_do_not_matter(layer: Layer, any_order: bool) -> None:
 
 @kernel_test
 @pytest.mark.parametrize("layer", LAYERS if ON_GPU else LAYERS[1:3], ids=str)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_row_of_zeros_with_nearly_all_weight_leaves_the_others_exact(layer: Layer, splits: int) -> None:
+    """As the first token of models that let attention rest there: weights of 1e-9 decide the result."""
+    given = inputs(layer, DECODES[2:], splits=splits)._replace(any_order=True)
+    nope, fmt = layer[1], given.rows.format
+    given.q_THC[..., nope:] = given.q_THC[:1, :1, nope:]
+    turned = given.q_THC[0, 0, nope:].float()
+    row = torch.cat([turned.new_zeros(fmt.width - len(turned)), turned * 20 / given.scale / turned.square().sum()])
+    firsts = given.paging.grow_SP[:, 0].long() * given.rows.rows_per_page
+    given.rows.write(firsts, row.to(given.q_THC.dtype).expand(len(firsts), -1))
+    assert check(given).float().abs().amax() < 2.0**-12
+
+
+@kernel_test
+@pytest.mark.parametrize("layer", LAYERS if ON_GPU else LAYERS[1:3], ids=str)
 @pytest.mark.parametrize("top_k", [0, 100])
 def test_several_tokens_of_a_sequence_and_padding_agree(layer: Layer, top_k: int) -> None:
     got = check(inputs(layer, VERIFY, splits=8, top_k=top_k, padding=3))
