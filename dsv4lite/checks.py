@@ -92,6 +92,8 @@ def file_name(value: object) -> str:
     name = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(name, str):
         return "must be a string or a path"
+    if not name:
+        return "is empty; give a name, or leave it out"
     if "\0" in name:
         return "contains a NUL character"
     try:

@@ -267,9 +267,10 @@ def test_files_that_do_not_fit_are_refused_and_stay_as_they_are(llm: LLM, tmp_pa
         llm.generate_file(source, tmp_path / "new", {"max_tokens": 4})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="source and target are the same file"):
         llm.generate_file(source, source, DEFAULTS)
-    for paths, named in ((("a\0b", source), "^source="), ((source, "a\0b"), "^target="), ((None, source), "^source=")):
-        with pytest.raises(ConfigError, match=named):
-            llm.generate_file(*paths, DEFAULTS)  # type: ignore[arg-type]
+    for bad in ("a\0b", "", None):
+        for paths, named in (((bad, source), "^source="), ((source, bad), "^target=")):
+            with pytest.raises(ConfigError, match=named):
+                llm.generate_file(*paths, DEFAULTS)  # type: ignore[arg-type]
     os.mkfifo(tmp_path / "fifo")
     for paths in ((tmp_path / "fifo", tmp_path / "new"), (source, tmp_path / "fifo")):
         with pytest.raises(ConfigError, match="is a pipe"):

@@ -224,6 +224,7 @@ def test_sizes_of_the_engine_have_limits(name: str, value: object) -> None:
         {"progress": HUGE},
         {"model": HUGE},
         {"tokenizer": "a\0b"},
+        *({name: ""} for name in ("revision", "tokenizer", "compile_cache_dir", "dump_dir", "trace_path", "device")),
         {"max_model_len": 1},
         {"hf_overrides": {"x": int}},
         {"hf_overrides": {"x": threading.Lock()}},
