@@ -122,12 +122,13 @@ def compiled(_semantic: Any = None) -> bool:
 def use_triton(*arguments: object) -> bool:
     """Return whether an op with these arguments runs its kernel.
 
-    It does if the first tensor is on a GPU and requires no gradient, and no argument is ``ReferenceOnly``. Tuples are searched too.
+    It does if the first tensor is on a GPU, no tensor requires a gradient that PyTorch records, and no argument is
+    ``ReferenceOnly``. Tuples are searched too.
     """
     first = _first_tensor(arguments)
     if first is None or not on_gpu(first.device) or first.requires_grad:
         return False
-    return not _holds_reference_only(arguments)
+    return not (torch.is_grad_enabled() and _requires_gradient(arguments)) and not _holds_reference_only(arguments)
 
 
 def _first_tensor(arguments: Iterable[Any]) -> Tensor | None:
@@ -137,6 +138,13 @@ def _first_tensor(arguments: Iterable[Any]) -> Tensor | None:
         if isinstance(found, Tensor):
             return found
     return None
+
+
+def _requires_gradient(arguments: Iterable[Any]) -> bool:
+    for argument in arguments:
+        if _requires_gradient(argument) if isinstance(argument, tuple) else isinstance(argument, Tensor) and argument.requires_grad:
+            return True
+    return False
 
 
 def _holds_reference_only(arguments: Iterable[Any]) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.kernels.norm import add_rms_norm, rms_norm, rms_norm_heads
+from dsv4lite.kernels.norm import rms_norm, rms_norm_heads
 from tests.kernels.tensors import DEVICE, ON_GPU, assert_independent, cpu_random, kernel_test, launch, random
 
 on_cpu = partial(cpu_random, scale=3.0)
@@ -98,22 +98,6 @@ def test_kernel_agrees_with_the_reference(shape: tuple[int, ...], weighted: torc
 
 
 @kernel_test
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_adding_first_has_the_bits_of_two_kernels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, y = random(*shape).to(dtype), (3 * random(*shape, seed=1)).to(dtype)
-    weight = (1 + 0.3 * random(shape[-1], seed=2)).to(dtype)
-    total, got = launch(add_rms_norm, x, y, weight, 1e-6)
-    assert torch.equal(got, launch(rms_norm, x + y, weight, 1e-6))
-    wanted = add_rms_norm.reference(x, y, weight, 1e-6)
-    assert torch.equal(total, wanted[0])
-    if dtype == torch.bfloat16:
-        assert_close(got, wanted[1])
-    else:
-        torch.testing.assert_close(got, wanted[1], rtol=2e-6, atol=1e-7)
-
-
-@kernel_test
 def test_small_rows_feel_eps_and_rows_of_zeros_stay() -> None:
     x = torch.stack([torch.full((64,), 1e-3), torch.zeros(64)]).bfloat16().to(DEVICE)
     assert_close(launch(rms_norm, x, None, 1e-6), rms_norm.reference(x, None, 1e-6))
@@ -124,8 +108,6 @@ def test_rows_may_lie_apart_and_do_not_depend_on_each_other() -> None:
     x = random(9, 512).bfloat16()
     together = launch(rms_norm, x[:, 100:420], None, 1e-6)
     assert_close(together, rms_norm.reference(x[:, 100:420], None, 1e-6))
-    parts, weight = (x[:, :320], x[:, 100:420]), torch.ones(320, dtype=torch.bfloat16, device=DEVICE)
-    assert torch.equal(launch(add_rms_norm, *parts, weight, 1e-6)[1], launch(rms_norm, parts[0] + parts[1], weight, 1e-6))
     for part in (slice(0, 1), slice(4, 9)):
         assert torch.equal(launch(rms_norm, x[part, 100:420].contiguous(), None, 1e-6), together[part])
 

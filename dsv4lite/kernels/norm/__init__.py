@@ -22,13 +22,6 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return (y if weight is None else y * weight.float()).to(x.dtype)
 
 
-@op("norm.triton:add_rms_norm_triton")
-def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return ``x + y``, of one shape and dtype, and this sum normalised: the bits of an addition and of ``rms_norm``."""
-    total = x + y
-    return total, rms_norm.reference(total, weight, eps)
-
-
 def rms_norm_heads(q_THC: Tensor, eps: float) -> Tensor:
     """Normalise each head of ``q`` [T, H, C] without a weight.
 

@@ -19,7 +19,7 @@ from dsv4lite.kernels.index_keys import IndexKeyInputs, index_queries, store_ind
 from dsv4lite.kernels.indexer import IndexInputs, choose_paged
 from dsv4lite.kernels.latent_attention import CAPTURED_TOKENS, LatentAttentionInputs, captured_rows, latent_attention, splits_of
 from dsv4lite.kernels.latent_rows import LatentRowInputs, store_latent_rows
-from dsv4lite.kernels.norm import add_rms_norm, rms_norm
+from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.rope import rope_angles, rope_frequencies
 from dsv4lite.models.choices import experts_of, selection_of
@@ -165,37 +165,12 @@ class Dense(nn.Module):
         yield from self.mlp.slots(prefix)
 
 
-class Residual:
-    """The residual between sub-layers. A sub-layer's output is added when the next one enters, by the kernel that norms the sum."""
-
-    def __init__(self, value_TD: Tensor, eps: float) -> None:
-        self.value_TD = value_TD
-        self._pending_TD: Tensor | None = None
-        self._eps = eps
-
-    def enter(self, norm_weight: Tensor) -> Tensor:
-        """Return the sub-layer's normed input [T, D]."""
-        pending_TD, self._pending_TD = self._pending_TD, None
-        if pending_TD is None:
-            return rms_norm(self.value_TD, norm_weight, self._eps)
-        self.value_TD, x_TD = add_rms_norm(self.value_TD, pending_TD, norm_weight, self._eps)
-        return x_TD
-
-    def leave(self, output_TD: Tensor) -> None:
-        """Keep the sub-layer's output until ``enter`` or ``final`` adds it."""
-        assert self._pending_TD is None
-        self._pending_TD = output_TD
-
-    def final(self) -> Tensor:
-        """Return the residual [T, D] with the last sub-layer's output."""
-        return self.value_TD if self._pending_TD is None else self.value_TD + self._pending_TD
-
-
 class Block(nn.Module):
     """Attention, then experts or a dense SwiGLU; each is added to the residual (MLA specification 3.1)."""
 
     def __init__(self, config: MlaConfig, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
+        self.eps = config.norm_eps
         self.attn_norm = parameter(config.hidden_size, numerics=numerics)
         self.ffn_norm = parameter(config.hidden_size, numerics=numerics)
         self.attn = Attention(config, numerics, shard, layer)
@@ -204,15 +179,17 @@ class Block(nn.Module):
 
     def forward(
         self,
-        residual: Residual,
+        x_TD: Tensor,
         batch: Batch,
         cache: LayerCache,
         routed_TK: Tensor | None = None,
         given_TK: Tensor | None = None,
-    ) -> None:
-        residual.leave(self.attn(residual.enter(self.attn_norm), batch, cache))
-        x_TD, positions_T = residual.enter(self.ffn_norm), batch.paging.positions_T
-        residual.leave(self.ffn(Tokens(x_TD, batch.token_ids_T, routed_TK, None, positions_T, batch.most_tokens, given_TK)))
+    ) -> Tensor:
+        x_TD = x_TD + self.attn(rms_norm(x_TD, self.attn_norm, self.eps), batch, cache)
+        h_TD = rms_norm(x_TD, self.ffn_norm, self.eps)
+        tokens = Tokens(h_TD, batch.token_ids_T, routed_TK, None, batch.paging.positions_T, batch.most_tokens, given_TK)
+        output_TD: Tensor = self.ffn(tokens)
+        return x_TD + output_TD
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "attn_norm.weight", TensorSlot(self.attn_norm)
@@ -324,15 +301,12 @@ class DeepseekMla(Decoder):
             caches: State of these layers; the drafter's state may follow.
             hidden_TD: Output of the previous pipeline stage; ``None`` on the first one.
         """
-        residual = self._residual(self.embedded(batch.token_ids_T) if hidden_TD is None else hidden_TD)
+        x_TD = self.embedded(batch.token_ids_T) if hidden_TD is None else hidden_TD
         for i, (layer, block) in enumerate(zip(self.shard.layers, self.blocks, strict=True)):
             if layer in self.skipped:
                 continue
-            block(residual, batch, caches[i], experts_of(batch.chosen, layer), experts_of(batch.given, layer))
-        return residual.enter(self.norm) if self.shard.last else residual.final()
-
-    def _residual(self, value_TD: Tensor) -> Residual:
-        return Residual(value_TD, self.config.norm_eps)
+            x_TD = block(x_TD, batch, caches[i], experts_of(batch.chosen, layer), experts_of(batch.given, layer))
+        return rms_norm(x_TD, self.norm, self.config.norm_eps) if self.shard.last else x_TD
 
     def kind_of(self, layer: int) -> Hashable:
         return self.config.has_experts(layer)
@@ -349,15 +323,14 @@ class DeepseekMla(Decoder):
             cache: The block's own rows.
         """
         mtp = self.mtps[0]
-        residual = self._residual(mtp.mix(hidden_TD, self.embedded(batch.token_ids_T)))
-        mtp.block(residual, batch, cache)
-        return residual.enter(mtp.norm)
+        mixed_TD = mtp.mix(hidden_TD, self.embedded(batch.token_ids_T))
+        return rms_norm(mtp.block(mixed_TD, batch, cache), mtp.norm, self.config.norm_eps)
 
     def mtp_store_kv(self, hidden_TD: Tensor, batch: Batch, cache: LayerCache) -> None:
         """Store the MTP block's kv rows of a step's tokens; arguments are those of ``mtp_forward``."""
         mtp = self.mtps[0]
-        residual, block = self._residual(mtp.mix(hidden_TD, self.embedded(batch.token_ids_T))), mtp.block
-        block.attn.store_kv(residual.enter(block.attn_norm), batch, cache)
+        mixed_TD, block = mtp.mix(hidden_TD, self.embedded(batch.token_ids_T)), mtp.block
+        block.attn.store_kv(rms_norm(mixed_TD, block.attn_norm, block.eps), batch, cache)
 
     def mtp_logits(self, hidden_TD: Tensor) -> Tensor:
         """Return float32 logits [T, V] of the token after the next, from the output of ``mtp_forward``."""
