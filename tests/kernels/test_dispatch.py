@@ -38,6 +38,14 @@ def test_a_test_can_pretend_a_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (multiprocessors_of(META), multiprocessors_of(torch.device("cpu"))) == (58, 132)
 
 
+def test_kernels_give_way_to_gradients_of_any_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "GPU_TYPE", "meta")
+    x, weight = torch.zeros(1, device=META), torch.zeros(1, device=META, requires_grad=True)
+    assert use_triton(x, x) and not use_triton(x, weight) and not use_triton(x, (1, (x, weight)))
+    with torch.no_grad():
+        assert use_triton(x, weight)
+
+
 def test_choice_is_the_first_one_that_is_for_so_many() -> None:
     table = ((0, "none"), (16, "few"), (None, "many"))
     assert [by_most(table, count) for count in (0, 1, 16, 17, None)] == ["none", "few", "few", "many", "many"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4lite.kernels import dispatch
 from dsv4lite.kernels.norm import rms_norm, rms_norm_heads
 from tests.kernels.tensors import DEVICE, ON_GPU, assert_independent, cpu_random, kernel_test, launch, random
 
@@ -95,6 +96,15 @@ def test_kernel_agrees_with_the_reference(shape: tuple[int, ...], weighted: torc
     got = launch(rms_norm, x, weight, 1e-6)
     assert got.dtype == torch.bfloat16 and got.shape == x.shape
     assert_close(got, rms_norm.reference(x, weight, 1e-6))
+
+
+@kernel_test
+def test_weight_has_a_gradient_where_the_input_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the first layer of a model whose embedding is frozen."""
+    monkeypatch.setattr(dispatch, "GPU_TYPE", DEVICE.type)
+    weight = torch.ones(64, device=DEVICE, requires_grad=True)
+    rms_norm(random(3, 64), weight, 1e-6).sum().backward()
+    assert weight.grad is not None and weight.grad.ne(0).all()
 
 
 @kernel_test

@@ -347,7 +347,7 @@ def _matrix(stack: FourBit | Tensor, expert: int) -> Tensor:
     return stack.of_expert(expert).dequantize() if isinstance(stack, FourBit) else stack[expert]
 
 
-@op("experts.triton:combine_triton", suits=lambda parts: not parts.outputs_TKD.requires_grad)
+@op("experts.triton:combine_triton")
 def sum_experts(parts: ExpertSum) -> Tensor:
     """Return the sum, [T, D] in the dtype of the shared expert's output, or float32 without one."""
     found_TK1 = (parts.slots_TK < parts.experts)[..., None]
