@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any, TypeAlias, cast
@@ -320,14 +321,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             logging.basicConfig(level=logging.INFO, format="%(relativeCreated)8.0f ms  %(name)s: %(message)s", stream=sys.stderr)
         _import_torch()
         status: int = args.run(args)
-    except DSV4LiteError as error:
-        print(f"dsv4lite: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # the reader of standard output has left; Python would report it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (OSError, UnicodeError) as error:  # UnicodeError: the encoding of standard output lacks a character
-        print(f"dsv4lite: {type(error).__name__}: {error}", file=sys.stderr)
+    except (DSV4LiteError, OSError, UnicodeError) as error:  # UnicodeError: the encoding of standard output lacks a character
+        with suppress(OSError):  # a traceback of this one would make the status 1, which says something else
+            print(f"dsv4lite: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
