@@ -84,8 +84,8 @@ def find_chip(name: str) -> Chip:
     found = CHIPS.get(str(name).lower())
     if found is None:
         raise ConfigError(
-            f"gpu={name!r} is not in the table of chips ({', '.join(CHIPS)}); for another GPU "
-            f"give its memory instead: memory_bytes, or --memory{near_match(str(name), CHIPS)}"
+            f"gpu={name!r} is not in the table of chips ({', '.join(CHIPS)}); to plan for another "
+            f"GPU, give its memory: memory_bytes, or --memory{near_match(str(name), CHIPS)}"
         )
     return found
 
