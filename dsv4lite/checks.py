@@ -93,7 +93,7 @@ def file_name(value: object) -> str:
     if not isinstance(name, str):
         return "must be a string or a path"
     if not name:
-        return "is empty; give a name, or leave it out"
+        return "is empty; give a name"
     if "\0" in name:
         return "contains a NUL character"
     try:

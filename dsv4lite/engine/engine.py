@@ -661,7 +661,7 @@ class Engine:
             self._scheduler.ready(request_id)
 
     def _refuse(self, request_id: str, error: Exception) -> None:
-        """End a request that cannot run, with an error of its own: requests with one grammar fail for one error."""
+        """End a request that cannot run. Its error is a copy: requests with one grammar share an error, and each adds notes."""
         for update in self._scheduler.abort(request_id):
             self._release(update)
         reason = copy(error) if isinstance(error, DSV4LiteError) else failed(error)

@@ -122,8 +122,8 @@ def compiled(_semantic: Any = None) -> bool:
 def use_triton(*arguments: object) -> bool:
     """Return whether an op with these arguments runs its kernel.
 
-    It does if the first tensor is on a GPU, no tensor requires a gradient that PyTorch records, and no argument is
-    ``ReferenceOnly``. Tuples are searched too.
+    It does if the first tensor is on a GPU and requires no gradient, no other one requires a gradient while gradients are recorded,
+    and no argument is ``ReferenceOnly``. Tuples are searched too.
     """
     first = _first_tensor(arguments)
     if first is None or not on_gpu(first.device) or first.requires_grad:
