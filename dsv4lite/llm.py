@@ -490,9 +490,10 @@ class AsyncLLM(BaseLLM):
     async def apply(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Run ``function(model, rank, *arguments)`` on every rank between two steps; return the results in the order of ranks.
 
-        The function gets the rank's part of the model, a ``torch.nn.Module``, under ``torch.inference_mode``. After it has changed
-        weights, call ``reset_prefix_cache``: cached prefixes are of the old ones. Ranks in other processes get the function and its
-        arguments by pickle, and send results back in the same way, tensors on the CPU.
+        The function gets the rank's part of the model, a ``torch.nn.Module``, under ``torch.inference_mode``. It cannot call the
+        engine, except for ``abort``, ``stats``, ``memory`` and properties. After it has changed weights, call
+        ``reset_prefix_cache``: cached prefixes are of the old ones. Ranks in other processes get the function and its arguments by
+        pickle, and send results back in the same way, tensors on the CPU.
 
         Raises:
             InvalidRequestError: The function or an argument cannot be sent to other processes.

@@ -251,9 +251,14 @@ class Session:
         """Raise unless the caller may wait here.
 
         Raises:
-            EngineStateError: An ``AsyncLLM`` is used in another event loop, or in a fork of its process.
+            EngineStateError: An ``AsyncLLM`` is used in another event loop, or in a fork of its process; or the engine's own thread
+                made the call, in a callback, and would wait for itself.
         """
         self.require_process(call)
+        engine = self._engine
+        if engine is not None and engine.is_current_thread():
+            message = f"{call}: a callback of the engine, such as a function of `apply`, would wait for the thread that it runs in"
+            raise EngineStateError(f"{message}; make the call in another thread, or after the callback", state=self.phase.value)
         if self._bridge is not None and not self._bridge.is_current():
             message = f"{call}: this AsyncLLM was started in another event loop; use it there, or start one per loop"
             raise EngineStateError(message, state=self.phase.value)

@@ -355,6 +355,28 @@ def test_callback_cannot_close_the_engine_that_calls_it(model: Path) -> None:
         assert isinstance(future.exception(60), EngineStateError) and other.state == "ready"
 
 
+WAITING: dict[str, Callable[[LLM], Any]] = {
+    "generate": lambda llm: llm.generate(SHORT, some()),
+    "as_completed": lambda llm: next(llm.as_completed([SHORT], some())),
+    "stream": lambda llm: llm.stream(SHORT, some()),
+    "weight_checksums": lambda llm: llm.weight_checksums(),
+    "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
+    "pause": lambda llm: llm.pause(),
+    "sleep": lambda llm: llm.sleep(),
+    "update_weights": lambda llm: llm.update_weights(1),
+    "apply": lambda llm: llm.apply(lambda model, rank: rank),
+}
+
+
+@pytest.mark.parametrize("call", WAITING)
+def test_function_of_apply_cannot_wait_for_the_engine_that_runs_it(llm: LLM, call: str) -> None:
+    """Such a call waited for its own thread, for ever, and so did ``close``."""
+    with pytest.raises(EngineStateError, match=f"{call}: a callback of the engine, such as a function of `apply`, would wait"):
+        llm.apply(lambda model, rank: WAITING[call](llm))
+    assert llm.apply(lambda model, rank: (llm.abort(), llm.state, llm.stats().num_running)) == [(None, "ready", 0)]
+    assert len(llm.generate(SHORT, some()).token_ids) == 12
+
+
 @pytest.mark.parametrize("end", ["close", "interrupt"])
 def test_start_that_is_closed_or_interrupted_ends_at_its_next_report(end: str) -> None:
     """Ctrl-C waited until the whole checkpoint was loaded."""
