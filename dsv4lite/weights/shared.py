@@ -207,6 +207,8 @@ def check_item(name: object, given: object, kinds: type | UnionType) -> None:
     """
     if not isinstance(name, str) or not isinstance(given, kinds):
         problem = f"{shown(name)}: {shown(given)}, expected a name and a tensor"
+    elif isinstance(given, Tensor) and (given.is_quantized or given.is_nested):  # whose bytes are not those of its numbers
+        problem = f"{name}: {'nested' if given.is_nested else given.dtype}, expected a dense tensor of plain numbers"
     elif isinstance(given, Tensor) and (given.is_meta or given.layout is not torch.strided):
         problem = f"{name}: {given.layout} on {given.device}, expected a dense tensor with memory"
     else:

@@ -105,6 +105,20 @@ def test_only_dense_tensors_with_memory_are_shared(given: Any) -> None:
         SharedWeights([("x", given)])
 
 
+@pytest.mark.filterwarnings("ignore")  # PyTorch's, of the two kinds
+@pytest.mark.parametrize(
+    "make", [lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), lambda x: torch.nested.nested_tensor([x])]
+)
+def test_tensors_of_other_than_plain_numbers_are_refused(make: Callable[[Tensor], Tensor], models: tuple[Path, Path]) -> None:
+    """Sharing PyTorch's quantized tensors ended the process with a segmentation fault, as did an update of a rank in a process."""
+    given = {"norm.weight": make(torch.ones(32))}
+    with pytest.raises(WeightUpdateError, match=r"norm\.weight: .*, expected a dense tensor of plain numbers"):
+        SharedWeights(given.items())
+    with opened(models[0]) as llm, pytest.raises(WeightUpdateError, match="expected a dense tensor of plain numbers"):
+        with llm.update_weights(1, partial=True) as update:
+            update.load(NamedTensors(given))
+
+
 @pytest.mark.parametrize(
     "items", [{"weight": torch.ones(1)}, [("weight", torch.ones(1), 1)], ["ab"]], ids=["dict", "three", "text"]
 )
