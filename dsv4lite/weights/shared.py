@@ -6,6 +6,7 @@ import mmap
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import UnionType
@@ -109,7 +110,8 @@ class SharedWeights:
             connection.send(shared.handles)  # the other process loads IPCSource(handles)
             connection.recv()  # the other process has loaded them
 
-    GPU tensors are shared in place and must not change until then; others are copied to shared memory.
+    GPU tensors are shared in place and must not change until then; others are copied to shared memory. An object that is dropped
+    without ``close`` stops sharing with a ``ResourceWarning``.
 
     Args:
         tensors: Names and tensors.
@@ -121,6 +123,8 @@ class SharedWeights:
     Raises:
         WeightUpdateError: An item is not a named, dense tensor.
     """
+
+    _file = -1  # none is open
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], *, on_host: bool = False) -> None:
         self.handles: list[SharedTensor] = []
@@ -161,6 +165,12 @@ class SharedWeights:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            self.close()
+            message = "SharedWeights were dropped without closing, and end: use a `with` block, or `close`"
+            warnings.warn(message, ResourceWarning, stacklevel=2)
 
 
 class IPCSource:

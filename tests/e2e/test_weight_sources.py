@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import pickle
 import subprocess
@@ -97,6 +98,15 @@ def test_shared_memory_is_the_one_that_was_shared() -> None:
         del other
         place.open()
     assert x.equal(torch.arange(3))  # what is open stays
+
+
+def test_shared_memory_of_weights_that_are_dropped_is_freed() -> None:
+    """A trainer that kept only the handles kept a copy of its weights for each update, until it ended."""
+    with pytest.warns(ResourceWarning, match="SharedWeights were dropped without closing"):
+        (handle,) = SharedWeights({"x": torch.arange(3)}.items()).handles
+        gc.collect()
+    with pytest.raises(OSError, match=r"is not the memory|No such file"):
+        handle.open(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("given", [torch.eye(2).to_sparse(), torch.empty(2, device="meta"), 5], ids=["sparse", "meta", "number"])
