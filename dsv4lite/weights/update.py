@@ -7,6 +7,7 @@ converted to their resident bytes, which host memory keeps until every rank has 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsv4lite.checks import plain
+from dsv4lite.checks import file_name, plain, require
 from dsv4lite.errors import CheckpointError, ConfigError, WeightUpdateError, described, shown
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.quantize import quantize_matrix
@@ -99,10 +100,17 @@ class DiskSource:
     Args:
         model: Folder, or hub id.
         prefix: Only tensors whose names on disk, without ``model.``, begin so: ``"mtp."`` is V4's drafter, ``"layers.61."`` V3's.
+
+    Raises:
+        InvalidRequestError: ``model`` is no name of a folder, or ``prefix`` neither text nor a tuple of texts.
     """
 
-    def __init__(self, model: str, *, prefix: str | tuple[str, ...] = "") -> None:
-        self._model, self._prefix = str(model), prefix
+    def __init__(self, model: str | os.PathLike[str], *, prefix: str | tuple[str, ...] = "") -> None:
+        problem, prefixes = file_name(model), prefix if isinstance(prefix, tuple) else (prefix,)
+        require(not problem, "model", model, f"{problem}: a folder or a hub id")
+        good = all(isinstance(text, str) for text in prefixes)
+        require(good, "prefix", prefix, "must be a string with which names begin, or a tuple of such strings")
+        self._model, self._prefix = os.fspath(model), prefix
 
     def tensors(self) -> Iterator[tuple[str, TensorInfo]]:
         """Yield the locations of the tensors, in the order in which they lie on disk.

@@ -147,6 +147,15 @@ def test_prefix_that_no_tensor_has_is_refused(models: tuple[Path, Path]) -> None
             update.load(DiskSource(str(models[0]), prefix="mpt."))
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"model": None}, {"model": ""}, {"model": 5}, {"prefix": None}, {"prefix": ["mtp.", "norm."]}], ids=str
+)
+def test_disk_sources_of_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
+    """``None`` was looked for on the hub by this name, and an empty name was the working directory."""
+    with pytest.raises(InvalidRequestError, match=rf"^{next(iter(arguments))}="):
+        DiskSource(**{"model": "folder", **arguments})
+
+
 @pytest.mark.parametrize("arguments", [{"block": (0, 8)}, {"block": 8}, {"block": (8, 8, 8)}, {"before": []}], ids=str)
 def test_deltas_of_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=next(iter(arguments))):
