@@ -408,8 +408,12 @@ class EngineConfig:
         object.__setattr__(self, "model", os.fspath(self.model))
         object.__setattr__(self, "hf_overrides", copy.deepcopy(dict(self.hf_overrides)))
         layout, given = self.layout, [name for name in ("device_mesh", "process_group") if getattr(self, name) is not None]
-        if self.redundant_experts is not None and layout.ep == 1:
-            raise ConfigError(f"redundant_experts={self.redundant_experts} needs expert_parallel_size above 1")
+        if self.redundant_experts is not None and self.device_mesh is None:  # a mesh sets the sizes later
+            if layout.ep == 1:
+                raise ConfigError(f"redundant_experts={self.redundant_experts} needs expert_parallel_size above 1")
+            if self.redundant_experts % layout.ep:
+                remedy = f"must be a multiple of expert_parallel_size={layout.ep}: all ranks have equally many places for experts"
+                raise ConfigError(f"redundant_experts={self.redundant_experts} {remedy}")
         for name in ("dispatcher", "family", "quant_formats"):
             self._check_portable(name)
         if len(given) == 2:

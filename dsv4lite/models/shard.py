@@ -95,10 +95,14 @@ class ModelShard:
 
     def first_placement(self, config: ModelConfig) -> Placement:
         """Return the initial placement of experts."""
-        ranks = self.mesh.ep.size
-        if not self.redundant_experts:
+        ranks, extra = self.mesh.ep.size, self.redundant_experts
+        if not extra:
             return Placement.consecutive(config.num_experts, ranks)
-        return balance([1] * config.num_experts, slots=config.num_experts + self.redundant_experts, ranks=ranks)
+        if extra > (most := config.num_experts * (ranks - 1)):
+            raise ConfigError(
+                f"redundant_experts={extra} must be at most {most}, with which each of ep={ranks} ranks has all experts"
+            )
+        return balance([1] * config.num_experts, slots=config.num_experts + extra, ranks=ranks)
 
     def make_dispatcher(self, slots_per_rank: int, numerics: Numerics) -> Dispatcher | None:
         """Return the dispatcher of one layer; ``None`` if this rank holds all experts whole."""

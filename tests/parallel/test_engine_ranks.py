@@ -304,12 +304,20 @@ def test_dispatcher_that_does_not_suit_the_layout_is_refused(model: Path) -> Non
     [
         ({"redundant_experts": 2}, "redundant_experts=2 needs expert_parallel_size above 1"),
         ({"redundant_experts": -1, "expert_parallel_size": 2}, "redundant_experts=-1 must be an integer of at least 0"),
+        ({"redundant_experts": 3, "expert_parallel_size": 2}, "redundant_experts=3 must be a multiple of expert_parallel_size=2"),
         ({"rebalance_steps": 0}, "rebalance_steps=0 must be an integer of at least 1"),
     ],
 )
 def test_bad_settings_of_balancing_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(model="m", **settings)
+
+
+def test_places_that_no_rank_can_use_are_refused(model: Path) -> None:
+    """So many were placed one by one, for hours."""
+    most = SMALL["n_routed_experts"]
+    with pytest.raises(ConfigError, match=f"redundant_experts={2**31 - 2} must be at most {most}, with which each of ep=2 ranks"):
+        plan_memory(str(model), device="cpu", expert_parallel_size=2, redundant_experts=2**31 - 2)
 
 
 def doomed(llm: LLM, rank: int, number: int, *, busy: bool = True) -> list[BaseException]:

@@ -72,8 +72,9 @@ def generate(model: Path, settings: Job, rank: int) -> list[RequestOutput] | str
         ({"expert_parallel_size": 4}, {"dimensions": {"dp": 2, "tp": 2}}),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {}),
         ({}, {"dimensions": {"ep": 4}}),
+        ({"redundant_experts": 4}, {"dimensions": {"ep": 4}}),
     ],
-    ids=["dp-tp-ep", "tp-pp", "ep"],
+    ids=["dp-tp-ep", "tp-pp", "ep", "copies"],
 )
 def test_ranks_of_the_host_give_what_one_rank_gives(
     ranks: Ranks, model: Path, expected: list[RequestOutput], settings: Job, more: Job
@@ -107,7 +108,7 @@ def refused(model: Path, settings: Job, rank: int) -> tuple[str, str]:
             {"expert_parallel_size": 2, "redundant_experts": 1},
             {},
             "ConfigError",
-            "5 expert slots on 2 ranks: must be a multiple of 2",
+            "redundant_experts=1 must be a multiple of expert_parallel_size=2",
         ),
         ({"tensor_parallel_size": 2}, {"on_rank": {1: {"model": "/nowhere"}}}, "CheckpointError", "'/nowhere' is not a folder"),
         ({"tensor_parallel_size": 2}, {"on_rank": {0: {"model": "/nowhere"}}}, "CheckpointError", "'/nowhere' is not a folder"),
