@@ -62,9 +62,9 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as they are now."""
-        names, values = list(self._labels), list(self._labels.values())
+        names, values, now = list(self._labels), list(self._labels.values()), self._llm.state
         state = StateSetMetricFamily("dsv4lite_state", "The engine's state.", labels=names)
-        state.add_metric(values, {phase.value: phase is self._llm.state for phase in Phase})
+        state.add_metric(values, {phase.value: phase is now for phase in Phase})
         yield state
         found: dict[str, float] = {"weight_version": self._llm.weight_version}
         with suppress(EngineStateError, EngineDeadError):  # new, closed or failed

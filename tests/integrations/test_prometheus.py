@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from dsv4lite.errors import CapacityError
 from dsv4lite.llm import LLM
-from dsv4lite.request import SamplingParams
+from dsv4lite.request import Phase, SamplingParams
 from tests.e2e.engines import MODEST, write_model
 
 
@@ -46,6 +47,23 @@ def test_scrape_has_the_engine_s_counters_and_state(registry: Any, tmp_path: Pat
         names = {*(f"{name}_total" for name in COUNTERS), *GAUGES}
         assert {name for name in names if f"\ndsv4lite_{name}{{" not in text} == set()
     assert registry.get_sample_value("dsv4lite_state", {"model": "small", "dsv4lite_state": "closed"}) == 1
+
+
+def test_scrape_of_an_engine_whose_state_changes_has_one_state(registry: Any) -> None:
+    """The state was read anew for each name: it could be none of them, or two."""
+    from dsv4lite.integrations.prometheus import EngineCollector
+
+    states = itertools.cycle(Phase)
+
+    class Changing(LLM):
+        @property
+        def state(self) -> Phase:
+            return next(states)
+
+    registry.register(EngineCollector(Changing("anywhere")))
+    for _ in Phase:
+        (family,) = [family for family in registry.collect() if family.name == "dsv4lite_state"]
+        assert sum(sample.value for sample in family.samples) == 1
 
 
 def test_failed_engine_has_its_state(registry: Any, tmp_path: Path) -> None:
