@@ -638,7 +638,10 @@ class Session:
         with self._lock:
             engine = self._engine_in(call, *STARTED)
             if "weights" in self._released or not self._valid:
-                raise self._refusal(f"{call}: the weights are not in memory, or not valid", self._state, SERVING)
+                writing = self._state in SERVING  # an update that is not staged overwrites them
+                state = Phase.UPDATING if writing else self._state
+                allowed = (Phase.READY, Phase.PAUSED) if writing else SERVING
+                raise self._refusal(f"{call}: the engine is {state.value}; {_HINTS[state]}", state, allowed)
             return ask(engine)
 
     def sleeps(self, level: int) -> bool:

@@ -393,6 +393,32 @@ def test_bad_arguments_are_refused(llm: LLM) -> None:
     assert llm.state is Phase.READY
 
 
+def test_calls_that_read_weights_say_in_which_state_the_engine_is_and_what_helps(plain: Path) -> None:
+    """They said that the weights are not in memory, or not valid, and neither which of the two nor what to do."""
+    with opened(plain) as llm:
+
+        def refused(error: type[EngineStateError], message: str) -> EngineStateError:
+            calls = (llm.weight_checksums, llm.execution_contract, partial(llm.apply, lambda model, rank: rank))
+            for call in calls:
+                with pytest.raises(error, match=message) as caught:
+                    call()
+            return caught.value
+
+        with llm.update_weights(1, staged=False) as update:
+            found = refused(EngineStateError, "the engine is updating; leave the block of the open update first")
+            assert found.state == "updating" and found.allowed == ("ready", "paused")
+            update.load(DiskSource(str(plain)))
+        llm.sleep(1)
+        refused(EngineStateError, "the engine is asleep; wake it up with `wake_up`$")
+        llm.sleep(2)
+        refused(WeightsNotLoadedError, "the engine is asleep; wake it up with `wake_up`, and give it all weights")
+        llm.wake_up()
+        refused(WeightsNotLoadedError, "the engine is weights_invalid; give it all weights with `update_weights`")
+        with llm.update_weights(2) as update:
+            update.load(DiskSource(str(plain)))
+        assert len(llm.weight_checksums()) > 10
+
+
 def test_engine_that_sleeps_can_be_closed(model: Path) -> None:
     with LLM(str(model), **{**MODEST, **DRAFTING}) as llm:
         llm.sleep(2)
