@@ -162,6 +162,19 @@ def test_deltas_of_wrong_arguments_are_refused(arguments: dict[str, Any]) -> Non
         DeltaSource(NamedTensors({}), **{"before": {}, **arguments})
 
 
+def test_blocks_are_no_larger_than_their_tensor() -> None:
+    """A number of columns for whole rows of every tensor took memory for as many."""
+    before = {"x.weight": torch.zeros(64, 32), "y.weight": torch.zeros(3, 96)}
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    for tensor in after.values():
+        tensor[2, 5] = 1.0
+    delta = dict(DeltaSource(NamedTensors(after), before, block=(1, 10**12)).tensors())
+    for name, tensor in after.items():
+        assert delta[f"{name}@offsets"].tolist() == [[2, 0]] and delta[f"{name}@values"].equal(tensor[None, 2:3])
+    whole = dict(DeltaSource(NamedTensors(after), before, block=(10**12, 10**12)).tensors())
+    assert {name: tensor.tolist() for name, tensor in whole.items()} == {name: tensor.tolist() for name, tensor in after.items()}
+
+
 def test_copies_on_other_gpus_belong_to_their_tensor() -> None:
     with SharedWeights({"x": torch.ones(2), "y": torch.zeros(2)}.items()) as a, SharedWeights({"y": torch.ones(1)}.items()) as b:
         found = dict(IPCSource(a.handles, b.handles).tensors())
