@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from math import isqrt
 from pathlib import Path
 from statistics import mean, pstdev
@@ -287,6 +288,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps must be at least 1, not {args.steps}")
+    if args.plots is not None and find_spec("matplotlib") is None:
+        parser.error("--plots needs matplotlib: pip install 'dsv4lite[plots]'")
     settings = Settings(steps=args.steps, learning_rate=args.learning_rate, seed=args.seed)
     steps = run(settings, asynchronous=args.asynchronous)
     if args.plots is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,3 +61,14 @@ def test_run_without_steps_is_refused(steps: str, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit):
         main()
     assert f"--steps must be at least 1, not {steps}" in capsys.readouterr().err
+
+
+def test_plots_without_matplotlib_are_refused_before_the_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The run ended in a traceback after all its steps, and the measures were lost."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("sys.argv", ["grpo.py", "--steps", "1", "--plots", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--plots needs matplotlib: pip install 'dsv4lite[plots]'" in capsys.readouterr().err
