@@ -128,9 +128,10 @@ def _grid(bytes_: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _changed(new: Tensor, old: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return offsets and values of the blocks that differ. A block is at most as large as the tensor."""
+    """Return offsets and values of the blocks that differ. A block is at most as large as the tensor, and has one number at least."""
     matrices = [bytes_of(_matrix(m)) for m in (new, old)]
-    block = min(block[0], matrices[0].shape[0]), min(block[1], matrices[0].shape[1])
+    rows, columns, _ = matrices[0].shape
+    block = min(block[0], max(1, rows)), min(block[1], max(1, columns))
     grids = [_grid(matrix, *block) for matrix in matrices]
     where = (grids[0] != grids[1]).flatten(2).any(2).nonzero()
     values = grids[0][where[:, 0], where[:, 1]].contiguous().view(new.dtype).squeeze(-1)

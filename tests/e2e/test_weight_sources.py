@@ -173,6 +173,8 @@ def test_blocks_are_no_larger_than_their_tensor() -> None:
         assert delta[f"{name}@offsets"].tolist() == [[2, 0]] and delta[f"{name}@values"].equal(tensor[None, 2:3])
     whole = dict(DeltaSource(NamedTensors(after), before, block=(10**12, 10**12)).tensors())
     assert {name: tensor.tolist() for name, tensor in whole.items()} == {name: tensor.tolist() for name, tensor in after.items()}
+    nothing = {"z.weight": torch.zeros(0, 8)}
+    assert not dict(DeltaSource(NamedTensors(nothing), nothing, block=(1, 10**12)).tensors())
 
 
 def test_copies_on_other_gpus_belong_to_their_tensor() -> None:
