@@ -14,11 +14,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
+from io import TextIOWrapper
 from typing import Any, TypeAlias, cast
 
 from dsv4lite.bare import import_torch
 from dsv4lite.config import EngineSettings, tiny_model
-from dsv4lite.errors import DSV4LiteError
+from dsv4lite.errors import DSV4LiteError, InvalidRequestError
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _AXES = {
@@ -185,12 +186,26 @@ def _settings(args: argparse.Namespace) -> EngineSettings:
     return cast(EngineSettings, found)
 
 
+def _read_standard_input() -> str:
+    if sys.stdin is None:
+        raise OSError("standard input is closed")
+    cast(TextIOWrapper, sys.stdin).reconfigure(errors="strict")  # in the C locale, other bytes would become lone surrogates
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        wrong, coding = error.object[error.start : error.end], error.encoding.upper()
+        raise InvalidRequestError(
+            f"standard input must be {coding}, and has {wrong!r} at byte {error.start}: {error.reason}; "
+            f"convert it, for example with iconv -t {coding}, or name its encoding in PYTHONIOENCODING",
+            parameter="prompt",
+            value=wrong,
+        ) from error
+
+
 def _generate(args: argparse.Namespace) -> int:
     from dsv4lite import LLM, SamplingParams
 
-    if args.prompt == "-" and sys.stdin is None:
-        raise OSError("standard input is closed")
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = _read_standard_input() if args.prompt == "-" else args.prompt
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed, stop=tuple(args.stop)
     )
@@ -201,8 +216,8 @@ def _generate(args: argparse.Namespace) -> int:
             stream = llm.chat_stream([{"role": "user", "content": prompt}], params, reasoning=args.reasoning)
         else:
             stream = llm.stream(prompt, params)
-            print(prompt, end="", flush=True)
         with stream:
+            print("" if args.chat else prompt, end="", flush=True)
             for delta in stream:
                 print(delta.reasoning + delta.text, end="", flush=True)
             final = stream.final()

@@ -146,8 +146,11 @@ class Tokenizer:
                 ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
             else:
                 ids = self._backend.encode(text, add_special_tokens=False).ids
-        except TypeError as error:  # not a str, or one with lone surrogates
-            raise InvalidRequestError("the text to encode must be a str without surrogates", parameter="prompt") from error
+        except TypeError as error:
+            lone = re.search(r"[\ud800-\udfff]", text) if isinstance(text, str) else None
+            has = "" if lone is None else f"has {lone[0]!r} at {lone.start()}; decode its bytes as UTF-8"
+            problem = f"the text to encode must be a str without lone surrogates, and {has or f'is {type(text).__name__}'}"
+            raise InvalidRequestError(problem, parameter="prompt", value=text) from error
         if not allow_special and not self.added_ids.isdisjoint(ids):
             ids = self._encode_plain(text)
         if not add_bos:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -43,6 +44,21 @@ def test_streams_that_cannot_be_used_are_errors_without_a_traceback(prompt: str,
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 2 and ended.stderr.startswith("dsv4lite: ") and said in ended.stderr
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_prompts_that_are_not_unicode_are_told_where_and_not_shown(locale: str) -> None:
+    """In the C locale such a prompt was printed, and an error about surrogates named neither the bytes nor their place."""
+
+    def generate(prompt: bytes, **environment: str) -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, "-m", "dsv4lite", "generate", prompt, "--device", "cpu", "--max-tokens", "1"]
+        settings = {**os.environ, "LC_ALL": locale, **environment}
+        return subprocess.run(command, input=b"abc\xe4f", capture_output=True, timeout=300, check=False, env=settings)
+
+    for prompt, told in ((b"-", rb"standard input must be UTF-8, and has b'\xe4' at byte 3"), (b"abc\xe4f", rb"has '\udce4' at 3")):
+        ended = generate(prompt)
+        assert (ended.returncode, ended.stdout) == (2, b"") and told in ended.stderr
+    assert generate(b"-", PYTHONIOENCODING="latin-1").stdout.startswith(b"abc\xe4f")
 
 
 def test_plan_that_does_not_fit_says_why_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,6 +90,14 @@ def test_encode_rejects_what_is_not_unicode(text: Any) -> None:
         REAL.encode(text)
 
 
+def test_texts_that_are_not_unicode_are_told_where() -> None:
+    """The error named neither what was given nor its place."""
+    for text, told in ((b"abc", "is bytes"), ("ab\udcffc", r"has '\\udcff' at 2"), ("\ud800", r"has '\\ud800' at 0")):
+        with pytest.raises(InvalidRequestError, match=told) as caught:
+            REAL.encode(text)  # type: ignore[arg-type]
+        assert caught.value.value == text
+
+
 def test_long_texts_have_the_ids_of_the_library() -> None:
     text = "def größe(a):\n    return a ** 2<｜User｜>" * (LONG_TEXT // 30)
     assert len(text) > LONG_TEXT and REAL.encode(text) == LIBRARY.encode(text, add_special_tokens=False).ids
