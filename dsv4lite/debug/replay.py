@@ -111,7 +111,7 @@ def replay(
     )
     saved = dump.numerics.device
     home = str(saved) if saved.type == "cpu" or (saved.index or 0) < torch.cuda.device_count() else "cpu"
-    where = choose_device(EngineConfig.from_dict({**settings, "device": device or home}))
+    where = choose_device(EngineConfig.from_dict({**settings, "device": home if device is None else device}))
     with own_thread(where, deterministic=dump.numerics.deterministic), torch.inference_mode():
         step = rebuild(dump, load_model(settings, replace(dump.numerics, device=where), drafter=dump.drafter))
         watch = OpWatch(step.model, step.cache, rows=len(step.batch.token_ids_T), tokens=dump.plan.num_tokens)

@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dsv4lite.checks import file_name
 from dsv4lite.device import installed_version
 from dsv4lite.engine.step_graphs import GraphShape
 from dsv4lite.errors import CheckpointError, ConfigError, shown
@@ -142,6 +143,8 @@ class StepDump:
         Raises:
             ConfigError: The file is missing, damaged, edited, or not a saved step of this version.
         """
+        if problem := file_name(path):
+            raise ConfigError(f"dump={shown(path)} {problem}")
         try:
             open_regular(Path(path)).close()  # safetensors would wait for the writer of a FIFO
             with safe_open(path, "pt") as file:

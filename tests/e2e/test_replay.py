@@ -575,6 +575,12 @@ def test_damaged_and_foreign_files_are_refused(paged: dict[str, Path], tmp_path:
             StepDump.load(path)
     assert main(["replay", str(tmp_path / "noise")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+    for given, told in (([""], "dump='' is empty; give a name"), ([str(paged["decode"]), "--device", ""], "device='' is empty")):
+        assert main(["replay", *given]) == 2  # the first was the present folder, the second the default
+        assert f"ConfigError: {told}" in capsys.readouterr().err
+    for bad, told in ((None, "must be a string or a path"), ("a\0b", "contains a NUL")):
+        with pytest.raises(ConfigError, match=f"^dump=.*{told}"):
+            replay(bad)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="device="):
         replay(paged["decode"], device="cuda:7")
 
