@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, cast
 
 from dsv4lite.bare import import_torch
 from dsv4lite.config import EngineSettings, tiny_model
-from dsv4lite.errors import DSV4LiteError, InvalidRequestError
+from dsv4lite.errors import DSV4LiteError, InvalidRequestError, shown
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _AXES = {
@@ -36,9 +36,12 @@ def _bytes(text: str) -> int:
     digits = text.lower().removesuffix("ib").removesuffix("b")
     factor = _UNITS.get(digits[-1:], 1)
     try:
-        return int(float(digits if factor == 1 else digits[:-1]) * factor)
-    except (ValueError, OverflowError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 80GiB") from error
+        size = float(digits if factor == 1 else digits[:-1]) * factor
+        if not 1 <= size < 1 << 63:  # or not a number
+            raise ValueError(size)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a size from 1 byte to 8 EiB; write for example 80GiB") from error
+    return int(size)
 
 
 class _Version(argparse.Action):

@@ -498,8 +498,8 @@ def _target(config: EngineConfig, chip: Chip | None, memory_bytes: int | None) -
     Raises:
         ConfigError: Both a chip and a CPU are named, the device does not exist, or its memory is unknown or not a number.
     """
-    if memory_bytes is not None and not (is_number(memory_bytes) and memory_bytes >= 1):
-        raise ConfigError(f"memory_bytes={shown(memory_bytes)} must be at least 1")
+    if memory_bytes is not None and not (is_number(memory_bytes) and 1 <= memory_bytes < 1 << 63):
+        raise ConfigError(f"memory_bytes={shown(memory_bytes)} must be at least 1 and below 2**63: a number of bytes, or None")
     total = memory_bytes if memory_bytes is not None or chip is None else chip.memory_bytes
     if total is None and config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(

@@ -31,10 +31,14 @@ def test_plan_answers_first_and_shows_equal_devices_once(capsys: pytest.CaptureF
 
 
 def test_sizes_that_are_no_numbers_of_bytes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for text in ("inf", "nan", "1e400", "80GiBB"):
-        with pytest.raises(SystemExit):
-            main(["plan", "--memory", text])
-        assert f"{text!r} is not a size" in capsys.readouterr().err
+    """Numbers from 2**63 on were planned for; others were refused with a value that nobody had given, such as 0 for 0.5."""
+    for text in ("inf", "nan", "1e400", "80GiBB", "1e300", "8388608TiB", "-1e300", "-5", "0", "0.5"):
+        for option in ("--memory", "--kv-cache-memory"):
+            with pytest.raises(SystemExit) as ended:
+                main(["plan", f"{option}={text}"])
+            said = capsys.readouterr().err
+            assert ended.value.code == 2 and f"argument {option}: {text!r} is not a size" in said
+            assert "from 1 byte to 8 EiB; write for example 80GiB" in said
 
 
 @pytest.mark.parametrize(("prompt", "said"), [("-", "standard input is closed"), ("é", "'ascii' codec can't encode")])

@@ -93,7 +93,7 @@ def test_devices_that_cannot_be_planned_for_are_refused(small: str) -> None:
         plan_memory(small, gpu="h200", device="cpu")
     with pytest.raises(ConfigError, match=r"device='cuda': this machine has no GPU .*gpu='h200'.*memory_bytes"):
         plan_memory(small, device="cuda")
-    for wrong in (0, "1", float("nan"), float("inf")):
+    for wrong in (0, "1", float("nan"), float("inf"), 2**63, 1e300):
         for device in ("auto", "cpu"):
             with pytest.raises(ConfigError, match=r"memory_bytes=.* must be at least 1"):
                 plan_memory(small, memory_bytes=wrong, device=device)  # type: ignore[arg-type]
