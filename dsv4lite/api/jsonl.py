@@ -103,6 +103,8 @@ class RowFiles:
         if self._target.exists() and self._source.samefile(self._target):
             raise ConfigError(f"source and target are the same file, {self._source}")
         self._source.open("rb").close()  # without a source no target is made
+        # The target if this run makes it, until a request has ended. Windows does not remove a file that is open.
+        self._unused = None if self._target.exists() or sys.platform == "win32" else self._target.resolve()
         self._out: BinaryIO = self._target.open("ab", buffering=0)
         self._process = os.getpid()
         try:
@@ -124,6 +126,8 @@ class RowFiles:
     def __exit__(self, *exception: object) -> None:
         self._unread.close()
         if os.getpid() == self._process:  # a process that was forked meanwhile has the file open, too
+            if self._unused is not None and self._rows:
+                self._unused.unlink(missing_ok=True)
             _lock(self._out, release=True)
         self._out.close()
 
@@ -218,6 +222,7 @@ class RowFiles:
         row, error = self._pulled.pop(output.index), output.error
         if isinstance(error, (EngineDeadError, EngineStateError)):
             raise error
+        self._unused = None
         if any(completion.finish_reason == "abort" for completion in output.outputs):
             return
         line: dict[str, Any] = {
@@ -259,6 +264,8 @@ def _lock(file: BinaryIO, *, release: bool = False) -> None:
         return
     try:
         fcntl.flock(file, fcntl.LOCK_UN if release else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not release and not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
+            raise BlockingIOError(f"another run has removed {file.name}")
     except BlockingIOError as error:
         raise ConfigError(f"{file.name} is being written by another run; wait for its end, or give another target") from error
     except OSError as error:  # file systems without locks

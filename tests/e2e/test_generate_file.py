@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,29 @@ def test_files_that_do_not_fit_are_refused_and_stay_as_they_are(llm: LLM, tmp_pa
     assert llm.generate("abc", DEFAULTS).outputs[0].finish_reason == "length"
 
 
+def test_runs_that_fail_before_their_first_row_leave_no_target(model: Path, tmp_path: Path) -> None:
+    """An empty file stayed, as of a run without rows. What was there before stays, and so does a link to no file."""
+    source, nothing = written(tmp_path / "in", ["abc"] * 3), written(tmp_path / "nothing", [])
+    new, empty, link = tmp_path / "new", tmp_path / "empty", tmp_path / "link"
+    empty.touch()
+    link.symlink_to(tmp_path / "away")
+    with opened(model) as llm:
+        for target in (new, empty, link):
+            with pytest.raises(InvalidRequestError):
+                llm.generate_file(source, target, DEFAULTS, max_in_flight=0)
+        llm.generate_file(nothing, tmp_path / "none", DEFAULTS)
+    for target in (new, empty, link):
+        assert main(["batch", str(source), str(target), "--model", str(tmp_path)]) == 2
+        with pytest.raises(EngineStateError):
+            llm.generate_file(source, target, DEFAULTS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "in", "link", "none", "nothing"]
+    assert (tmp_path / "none").read_bytes() == empty.read_bytes() == b""
+    with opened(model) as llm:
+        for target in (new, empty, link):
+            assert llm.generate_file(source, target, DEFAULTS).done == 3 == len(outputs(target))
+    assert link.is_symlink()
+
+
 def test_a_full_disk_ends_the_call_and_loses_nothing(llm: LLM, tmp_path: Path) -> None:
     source = written(tmp_path / "in", GOOD)
     with pytest.raises(OSError, match=r"No space left.*/dev/full"):
@@ -334,8 +358,11 @@ def test_killed_commands_are_continued(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dsv4lite", "batch", str(source), str(target), "--max-num-seqs", "4", "--max-model-len", "256"]
     for most in (3, 20):
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        while process.poll() is None and (not target.exists() or target.read_bytes().count(b"\n") < most):
+        lines = 0
+        while process.poll() is None and lines < most:
             time.sleep(0.02)
+            with suppress(FileNotFoundError):  # also removed and made again while the command begins
+                lines = target.read_bytes().count(b"\n")
         process.kill()
         assert process.wait() == -signal.SIGKILL
     done = subprocess.run([*command, "--json"], capture_output=True, check=True)
