@@ -255,6 +255,10 @@ class MultiRankExecutor:
         if request.replay is not None and request.replay.routed_experts is not None:
             self._replaying.add(seq_id)
         self._change(seq_id, "add", seq_id, request, index)
+        if index == 0 and request.params.structured_outputs is not None:  # its grammar is compiled from now on, not in a step
+            replica = seq_id // SEQ_IDS
+            changes, self._changes[replica] = self._changes[replica], []
+            self._send_step(replica, Step(changes=tuple(changes), plan=None, shape=None))
 
     def remove(self, seq_id: int) -> None:
         self._recording.discard(seq_id)

@@ -20,7 +20,7 @@ for the rows of their sequences (``rules``). The scheduler plans the next step o
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -148,7 +148,7 @@ class Sampler:
         self._device = torch.device(device)
         self._default_seed = default_seed
         self._grammars = grammars
-        self._prepared: deque[Future[LLMatcher]] = deque(maxlen=PREPARED_GRAMMARS)
+        self._prepared: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
         self._sequences: dict[int, SequenceState] = {}
         self._slot_owners: dict[int, int] = {}  # sequence id by slot
         self._last: RowNeeds | None = None
@@ -164,7 +164,10 @@ class Sampler:
     def compile(self, grammar: StructuredOutputs) -> None:
         """Start to compile a grammar that a sequence will need."""
         if self._grammars is not None:
-            self._prepared.append(self._grammars.begin(grammar))
+            self._prepared[grammar] = self._grammars.begin(grammar)
+            self._prepared.move_to_end(grammar)
+            if len(self._prepared) > PREPARED_GRAMMARS:
+                self._prepared.popitem(last=False)
 
     def add(self, seq_id: int, request: Request, index: int) -> None:
         """Register a sequence before its first token. An error in its settings fails its first token.
@@ -180,7 +183,7 @@ class Sampler:
             state, grammar = state_of(request, index, self._default_seed, last), request.params.structured_outputs
             if grammar is not None:
                 assert self._grammars is not None and not isinstance(grammar, Mapping)
-                state.compiled = self._grammars.begin(grammar)
+                state.compiled = self._grammars.begin(grammar, caches=False)
         except Exception as error:  # the leader has checked the request; an error on this rank alone must not end the rank
             state = state_of(replace(request, params=SamplingParams()), index, self._default_seed)
             state.failure = failed(error)

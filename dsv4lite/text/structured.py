@@ -172,21 +172,32 @@ class GrammarCompiler:
         """Look-up table that unpacks llguidance's bit masks."""
         self._lock = threading.Lock()  # guards the attributes below, and copies of matchers
         self._known: WeakValueDictionary[StructuredOutputs, Future[LLMatcher]] = WeakValueDictionary()
-        self._recent: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
+        self._recent: OrderedDict[StructuredOutputs, Future[LLMatcher] | None] = OrderedDict()  # ``None`` until it is compiled
         self._queue: deque[tuple[StructuredOutputs, ref[Future[LLMatcher]]]] = deque()
         self._working = False
 
-    def begin(self, spec: StructuredOutputs) -> Future[LLMatcher]:
+    def begin(self, spec: StructuredOutputs, *, caches: bool = True) -> Future[LLMatcher]:
         """Queue a grammar for compilation unless it is cached; return at once. A queued future that is dropped is not compiled.
 
         The future fails with ``InvalidRequestError`` if the schema, expression or grammar is malformed, or uses a feature that
         cannot be enforced.
+
+        Args:
+            caches: Makes it the latest of those that are cached. These depend on the order of such calls alone, so that all ranks,
+                which get them in the leader's order, have what the leader has: a grammar that was dropped is compiled again, even
+                if a sequence still has it.
 
         Raises:
             EngineStateError: The program ends, so no grammar is compiled any more.
         """
         with self._lock:
             compiled = self._known.get(spec)
+            if caches:
+                if compiled is not None and compiled.done() and spec not in self._recent:
+                    compiled = None
+                self._recent[spec] = self._recent.pop(spec, None)
+                if len(self._recent) > CACHED_GRAMMARS:
+                    self._recent.popitem(last=False)
             if compiled is None:
                 if _program_ends():  # an exit handler waits for this request
                     raise EngineStateError("the program ends: no grammar is compiled any more", state="ready")
@@ -196,8 +207,6 @@ class GrammarCompiler:
                     self._working = True
                 compiled = self._known[spec] = Future()  # not before: the thread may not start
                 self._queue.append((spec, ref(compiled)))
-            elif spec in self._recent:
-                self._recent.move_to_end(spec)
             return compiled
 
     def matcher(self, compiled: Future[LLMatcher]) -> GrammarMatcher:
@@ -232,9 +241,8 @@ class GrammarCompiler:
                 future.set_exception(problem)
             else:
                 with self._lock:
-                    self._recent[spec] = future
-                    if len(self._recent) > CACHED_GRAMMARS:
-                        self._recent.popitem(last=False)
+                    if spec in self._recent:
+                        self._recent[spec] = future
                 future.set_result(compiled)
             del future
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from dsv4lite.config import MTP
 from dsv4lite.errors import InvalidRequestError, RequestFailedError
 from dsv4lite.llm import LLM
 from dsv4lite.request import Phase, Request, RequestOutput, SamplingParams
-from dsv4lite.text.structured import GrammarCompiler
+from dsv4lite.text.structured import CACHED_GRAMMARS, GrammarCompiler
 from tests.e2e.engines import MODEST, SMALL, engine_of, opened, prompts_of
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -185,19 +184,67 @@ def test_engine_closes_while_a_grammar_is_compiled(model: Path) -> None:
     assert llm.state == "closed"
 
 
-def compiled_here(model: object, rank: int) -> set[str | None]:
-    """Return the regular expressions that this rank has compiled, once it compiles no more."""
-    compilers = [found for found in gc.get_objects() if type(found) is GrammarCompiler]
-    while any(compiler._working for compiler in compilers):
+ASKED, USED = list[bool](), list[bool]()  # on a rank: whether a grammar was compiled when it was asked for, and in a step
+
+
+def watch_grammars(model: object, rank: int) -> None:
+    """Let a rank record whether grammars are compiled when they are asked for, and when a step uses them."""
+    begin, matcher = GrammarCompiler.begin, GrammarCompiler.matcher
+
+    def asked(self: GrammarCompiler, *args: Any, **kwargs: Any) -> Any:
+        compiled = begin(self, *args, **kwargs)
+        ASKED.append(compiled.done())
+        return compiled
+
+    def used(self: GrammarCompiler, compiled: Any) -> Any:
+        USED.append(compiled.done())
+        return matcher(self, compiled)
+
+    GrammarCompiler.begin, GrammarCompiler.matcher = asked, used  # type: ignore[method-assign]
+
+
+def what_was_compiled(model: object, rank: int) -> tuple[list[bool], list[bool]]:
+    """Return what a rank has recorded since the last call, once it compiles no more."""
+    while any(thread.name == "dsv4lite-grammars" for thread in threading.enumerate()):
         time.sleep(0.01)
-    return {grammar.regex for compiler in compilers for grammar in compiler._recent}
+    found = list(ASKED), list(USED)
+    ASKED.clear()
+    USED.clear()
+    return found
 
 
-def test_every_replica_compiles_a_grammar(model: Path) -> None:
+@pytest.fixture
+def replicas(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    """Two replicas, the first one in this process."""
+    for name in ("begin", "matcher"):
+        monkeypatch.setattr(GrammarCompiler, name, getattr(GrammarCompiler, name))  # restored at the end
+    with opened(model, data_parallel_size=2, executor="thread", enable_prefix_caching=False) as llm:
+        llm.apply(watch_grammars)
+        yield llm
+        llm.apply(what_was_compiled)
+
+
+def test_every_replica_compiles_a_grammar(replicas: LLM) -> None:
     """A replica that got the grammar's second request compiled it within a step, and all replicas waited."""
-    with opened(model, data_parallel_size=2) as llm:
-        llm.generate(PROMPTS[0], some(structured_outputs={"regex": "[x-z]{3,5}"}, n=2))
-        assert all("[x-z]{3,5}" in regexes for regexes in llm.apply(compiled_here))
+    params = some(structured_outputs={"regex": "[x-z]{3,5}"}, n=2)
+    replicas.generate(PROMPTS[0], params)
+    assert sum(len(used) for _, used in replicas.apply(what_was_compiled)) == 2
+    replicas.generate_batch(PROMPTS, params)
+    for asked, used in replicas.apply(what_was_compiled):
+        assert len(asked) > len(used) == 2 and all(asked) and all(used)
+
+
+def test_requests_of_more_grammars_than_are_kept_compile_none_in_a_step(replicas: LLM) -> None:
+    """Ranks were told of sequences with the next step only, and had dropped the first grammars by then."""
+    replicas.pause()
+    with ExitStack() as stack:
+        kinds = [some(structured_outputs={"regex": f"x{{{i + 1}}}"}, max_tokens=1) for i in range(2 * CACHED_GRAMMARS + 8)]
+        streams = [stack.enter_context(replicas.stream(PROMPTS[0], params)) for params in kinds]
+        assert [used for _, used in replicas.apply(what_was_compiled)] == [[], []]
+        replicas.resume()
+        assert [stream.final().text for stream in streams] == ["x"] * len(kinds)
+    used = [used for _, used in replicas.apply(what_was_compiled)]
+    assert sum(map(len, used)) == len(kinds) and all(used) and all(map(all, used))
 
 
 @pytest.mark.parametrize("grammar", [None, {"regex": "a+"}])

@@ -668,7 +668,7 @@ class CountUp:
 class Grammars:
     matchers: list[CountUp]
 
-    def begin(self, spec: StructuredOutputs) -> CountUp:
+    def begin(self, spec: StructuredOutputs, *, caches: bool) -> CountUp:
         return self.matchers.pop(0)
 
     def matcher(self, compiled: CountUp) -> CountUp:
@@ -735,7 +735,7 @@ def test_a_token_that_a_grammar_rejects_fails_its_own_row_only() -> None:
 
 @pytest.mark.parametrize("method", ["begin", "matcher"])
 def test_a_grammar_that_only_this_rank_cannot_compile_fails_its_own_row_only(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*what: object) -> CountUp:
+    def fail(*what: object, **how: object) -> CountUp:
         raise ZeroDivisionError("out of luck")
 
     monkeypatch.setattr(Grammars, method, fail)

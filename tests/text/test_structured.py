@@ -461,3 +461,23 @@ def test_same_grammar_is_compiled_once_and_the_cache_is_bounded() -> None:
         assert known() is not None
         start(compiler, StructuredOutputs(regex=f"a{{{i + 1}}}"))
     assert known() is None
+
+
+def test_compilers_that_are_asked_in_one_order_keep_the_same_grammars() -> None:
+    """A rank lacked grammars that the leader had: sequences had kept them there, or had made them the latest on the rank."""
+    pytest.importorskip("llguidance")
+    leader, rank = GrammarCompiler(REAL), GrammarCompiler(REAL)
+    specs = [StructuredOutputs(regex=f"a{{{i + 1}}}") for i in range(CACHED_GRAMMARS + 9)]
+    rng, last = random.Random(0), dict[tuple[bool, StructuredOutputs], weakref.ref[Any]]()
+    running = leader.begin(specs[0], caches=False)  # of a sequence on the leader
+    running.result(timeout=60)
+    last[True, specs[0]] = weakref.ref(running)
+    for spec in [*specs, *rng.choices([*specs, StructuredOutputs(regex="(")], k=300)]:
+        had = list[bool]()
+        for leads in (True, False):
+            compiled = (leader if leads else rank).begin(spec)
+            had.append((leads, spec) in last and last[leads, spec]() is compiled)
+            compiled.exception(timeout=60)
+            last[leads, spec] = weakref.ref(compiled)
+        assert had[1] or not had[0]  # what the leader need not compile again, the rank need not, either
+        rank.begin(rng.choice(specs), caches=False).result(timeout=60)  # of a sequence on the rank
