@@ -104,7 +104,7 @@ class RowFiles:
             raise ConfigError(f"source and target are the same file, {self._source}")
         self._source.open("rb").close()  # without a source no target is made
         # The target if this run makes it, until a request has ended. Windows does not remove a file that is open.
-        self._unused = None if self._target.exists() or sys.platform == "win32" else self._target.resolve()
+        self._unused = None if self._target.exists() or sys.platform == "win32" else Path(os.path.realpath(self._target))
         self._out: BinaryIO = self._target.open("ab", buffering=0)
         self._process = os.getpid()
         try:

@@ -278,8 +278,10 @@ def test_files_that_do_not_fit_are_refused_and_stay_as_they_are(llm: LLM, tmp_pa
             llm.generate_file(*paths, DEFAULTS)
     with pytest.raises(FileNotFoundError):
         llm.generate_file(tmp_path / "none", tmp_path / "new", DEFAULTS)
-    with pytest.raises(OSError, match="Is a directory"):
-        llm.generate_file(source, tmp_path, DEFAULTS)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for target, problem in ((tmp_path, "Is a directory"), (tmp_path / "loop", "symbolic links")):
+        with pytest.raises(OSError, match=problem):
+            llm.generate_file(source, target, DEFAULTS)
     assert llm.generate("abc", DEFAULTS).outputs[0].finish_reason == "length"
 
 
