@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, cast
 
 from dsv4lite.bare import import_torch
 from dsv4lite.config import EngineSettings, tiny_model
-from dsv4lite.errors import DSV4LiteError, InvalidRequestError, shown
+from dsv4lite.errors import ConfigError, DSV4LiteError, InvalidRequestError, shown
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _AXES = {
@@ -208,6 +208,8 @@ def _read_standard_input() -> str:
 def _generate(args: argparse.Namespace) -> int:
     from dsv4lite import LLM, SamplingParams
 
+    if args.reasoning != "none" and not args.chat:
+        raise ConfigError(f"--reasoning {args.reasoning} is for the user's turn of a chat; give --chat, too")
     prompt = _read_standard_input() if args.prompt == "-" else args.prompt
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed, stop=tuple(args.stop)

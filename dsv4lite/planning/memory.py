@@ -532,10 +532,12 @@ def _best_plan(
     """Return the plan of the best layout of ``devices`` devices, with all layouts, replicas that share nothing included.
 
     Raises:
-        ConfigError: ``devices`` is below 1 or too large.
+        ConfigError: ``devices`` is below 1 or too large, or there are sizes of axes beside it.
     """
     if problem := integer(1, MOST_RANKS)(devices):
         raise ConfigError(f"devices={shown(devices)} {problem}")
+    if config.layout.world > 1:
+        raise ConfigError(f"devices={devices} compares all layouts, but the settings name one, {config.layout}; leave one out")
     model, tensors, reads = source.model, source.family.tensors, source.family.row_reads(source.model, numerics)
     rates = chip or CHIPS["h200"]  # to order layouts; the plan has times only for a named chip
     found: list[tuple[float, LayoutPlan, MemoryPlan]] = []

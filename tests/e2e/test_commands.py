@@ -65,6 +65,16 @@ def test_prompts_that_are_not_unicode_are_told_where_and_not_shown(locale: str) 
     assert generate(b"-", PYTHONIOENCODING="latin-1").stdout.startswith(b"abc\xe4f")
 
 
+def test_options_that_would_have_no_effect_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """The one was taken for a plain prompt, the other planned for any layout."""
+    for given, told in (
+        (["generate", "abc", "--reasoning", "high"], "--reasoning high is for the user's turn of a chat; give --chat, too"),
+        (["plan", "--gpu", "h200", "--devices", "4", "--tensor-parallel-size", "257"], "devices=4 compares all layouts, but"),
+    ):
+        assert main(given) == 2
+        assert f"ConfigError: {told}" in capsys.readouterr().err
+
+
 def test_plan_that_does_not_fit_says_why_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--memory", "4MiB"]) == 1
     first = capsys.readouterr().out.splitlines()[0]

@@ -140,6 +140,9 @@ def test_any_number_of_devices_can_be_replicas(folder: str) -> None:
     for devices in (0, 1.5, "2", 10**9):
         with pytest.raises(ConfigError, match=r"^devices=.* must be an integer (of|from)"):
             plan_memory(folder, devices=devices, **SETTINGS)
+    for axis in ("tensor", "data", "pipeline"):  # such sizes were ignored
+        with pytest.raises(ConfigError, match=r"^devices=2 compares all layouts, but the settings name one, .*=2.*; leave one out"):
+            plan_memory(folder, devices=2, **SETTINGS, **{f"{axis}_parallel_size": 2})
     with pytest.raises(ConfigError, match="dp=1000000 pp=1 has 1000000 ranks; at most 65536 are possible"):
         plan_memory(folder, **SETTINGS, data_parallel_size=10**6)
 
