@@ -129,7 +129,7 @@ class ChatParser:
         """
         self._state = _State.REASONING if thinking else _State.CONTENT
         self._may_open = thinking is None
-        self.markup = (THINK, END_THINK, EOS, *_MARKUP[syntax])
+        self.markup = (THINK, END_THINK, *_MARKUP[syntax])
         self._text_markers = _TEXT_MARKERS[syntax]
         self._guarded, self._must_call = guarded, must_call
         functions = [tool["function"] for tool in tools or ()]

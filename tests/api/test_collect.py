@@ -120,6 +120,17 @@ def test_collector_of_a_chat_skips_special_tokens_but_its_markup(syntax: CallSyn
         assert [made.name for made in out.tool_calls] == ["f"] * bool(call)
 
 
+@pytest.mark.parametrize("stop", ["sentence", ">", "<", "｜"])
+def test_stop_strings_of_a_chat_do_not_match_the_end_of_sequence(stop: str) -> None:
+    """They matched the token's text: the turn ended with its first characters, and the stop string was said to be the reason."""
+    ids, params = SHIPPED.encode("Hello<｜end▁of▁sentence｜>"), SamplingParams(stop=(stop,))
+    for made in (None, lambda prefix: ChatParser(False, call_id_prefix=prefix)):
+        got = collector(params, parser=made)
+        got.push(update(*ids, finish_reason="stop"), 11)
+        out = got.output(12).outputs[0]
+        assert (out.text, out.token_ids, out.finish_reason, out.stop_reason) == ("Hello", tuple(ids), "stop", None)
+
+
 def test_collector_counts_cached_tokens_of_updates_that_it_reads_later() -> None:
     """A second completion finds the first one's prompt in the cache."""
     got = collector(SamplingParams(n=2))
