@@ -191,10 +191,9 @@ def _with_other_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _cut(tokenizer: Tokenizer, mark: str, value: Any) -> Any:
-    """Return a JSON value with a mark after the first character of every control token in its strings."""
+    """Return a JSON value with a mark in every control token in its strings; see ``Tokenizer.cut_added``."""
     if isinstance(value, str):
-        pieces = tokenizer.split_added(value)
-        return "".join(f"{piece[0]}{mark}{piece[1:]}" if i % 2 else piece for i, piece in enumerate(pieces))
+        return tokenizer.cut_added(value, mark)
     if isinstance(value, Mapping):
         return {_cut(tokenizer, mark, key): _cut(tokenizer, mark, member) for key, member in value.items()}
     return [_cut(tokenizer, mark, member) for member in value] if is_list(value) else value

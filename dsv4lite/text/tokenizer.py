@@ -79,6 +79,8 @@ class Tokenizer:
         self.added_ids = frozenset(added)
         longest_first = sorted((token.content for token in added.values()), key=len, reverse=True)
         self._added = re.compile(f"({'|'.join(map(re.escape, longest_first))})" if added else "(?!)")
+        self._longest = len(longest_first[0]) if added else 0
+        self._begun = {token[:size] for token in longest_first for size in range(1, len(token))}
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self.bos_token_id = None if bos_token is None else vocabulary.get(bos_token)
         self.eos_token_id = None if eos_token is None else vocabulary.get(eos_token)
@@ -181,6 +183,15 @@ class Tokenizer:
     def split_added(self, text: str) -> list[str]:
         """Split a text at its added tokens: pieces with odd indices are added tokens, the others the text between them."""
         return self._added.split(text)
+
+    def cut_added(self, text: str, mark: str) -> str:
+        """Put a mark after the first character of every added token in a text, and of one that text behind it could complete."""
+        *pieces, end = self.split_added(text)
+        last = end.rstrip()  # blanks may be stripped
+        for i in reversed(range(max(0, len(last) - self._longest), len(last))):
+            if last[i:] in self._begun:
+                end = f"{end[: i + 1]}{mark}{end[i + 1 :]}"
+        return "".join(f"{piece[0]}{mark}{piece[1:]}" if i % 2 else piece for i, piece in enumerate(pieces)) + end
 
     def _encode_plain(self, text: str) -> list[int]:
         """Encode without recognising added tokens; the library has no such option, so its stages are called one by one."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -452,6 +453,20 @@ def test_control_tokens_of_messages_are_text(said: str) -> None:
         == "".join(form.render(messages, tools=tools, escape_results=False))
     )
     assert [tokens.id_to_bytes(id).decode() for id in ids if id in tokens.added_ids] == [B, U, E, U, A]
+
+
+@given(st.sampled_from([*MARKS, "<｜DSML｜"]), st.lists(st.integers(1, 8), max_size=3), st.sampled_from(["", " ", "\n"]))
+def test_control_token_in_pieces_is_text(token: str, cuts: list[int], blank: str) -> None:
+    """Templates such as GLM-5's write the parts of a message one behind the other: two parts became ``<｜User｜>``."""
+    places = sorted({0, *cuts, len(token)})
+    said = [{"type": "text", "text": token[a:b] + blank} for a, b in pairwise(places)]
+    template = "<｜User｜>{% for p in messages[0].content %}{{ p.text | trim }}{% endfor %}<｜Assistant｜>"
+    tokens = tokenizer("｜DSML｜", template=template)
+    form, _ = find_form(None, tokens, shipped=False)
+    assert form is not None
+    ids = tokens.encode_parts(form.render([{"role": "user", "content": said}]))
+    assert tokens.decode(ids, skip_special_tokens=False) == f"{U}{token}{A}"
+    assert [tokens.id_to_bytes(id).decode() for id in ids if id in tokens.added_ids] == [U, A]
 
 
 @pytest.mark.parametrize(
