@@ -328,7 +328,7 @@ def _value_json(value: str, string: str | None, schema: object) -> str:
         return value.strip()
     kinds = schema.get("type") if isinstance(schema, Mapping) else None
     text = value.strip()
-    for kind in [kinds] if isinstance(kinds, str) else kinds or ():
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind == "boolean" and text.lower() in ("true", "false"):
             return text.lower()
         if kind == "null" and text.lower() in ("null", "none"):

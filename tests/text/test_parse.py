@@ -202,6 +202,13 @@ def test_value_follows_attribute_then_json_then_schema(name: str, value: str, st
     assert one_call(parameter(name, value, string)) == f'{{"{name}": {expected}}}'
 
 
+@pytest.mark.parametrize("kind", [5, True, None, {"a": 1}, [5]])
+def test_type_that_is_no_name_converts_nothing(kind: object) -> None:
+    """A number in its place was gone through as a list, and the answer of the model was lost."""
+    function = {"name": "f", "parameters": {"properties": {"count": {"type": kind}}}}
+    assert one_call(parameter("count", "+5", "false"), tools=[{"function": function}]) == '{"count": "+5"}'
+
+
 def test_first_of_parameters_with_the_same_name_counts() -> None:
     assert one_call(parameter("a", "1"), parameter("a", "2"), parameter("b", "3")) == '{"a": "1", "b": "3"}'
 
