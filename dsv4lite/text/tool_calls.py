@@ -134,14 +134,15 @@ class _Rules:
 
     def _parameters(self, schema: Mapping[str, Any]) -> Iterator[str]:
         """Yield the parameters of a call in DSML, then the opening of the tag after them."""
-        properties = schema.get("properties", {} if schema.get("additionalProperties") is False else None)
+        others, definitions = schema.get("additionalProperties"), _definitions(schema)
+        properties = schema.get("properties", {} if others is False else None)
         if not isinstance(properties, dict):
-            name = "/[A-Za-z0-9_.-]{1,64}/"
-            yield f'({self._parameter(name, {"type": "string"})} | {self._parameter(name, {})})* ("\\n</" | "\\n\\n</")'
+            rules = [others] if others and isinstance(others, dict) else [{"type": "string"}, {}]
+            each = " | ".join([self._parameter("/[A-Za-z0-9_.-]{1,64}/", rule, definitions) for rule in rules])
+            yield f'({each})* ("\\n</" | "\\n\\n</")'
             return
         given = schema.get("required")
         required = given if isinstance(given, list) else []
-        definitions = _definitions(schema)
         for key, rule in properties.items():
             if rule is not False:
                 one = self._parameter(_constant(key), rule if isinstance(rule, dict) else {}, definitions)
@@ -195,7 +196,8 @@ def _problem_in_dsml(schema: Mapping[str, Any]) -> str | None:
         return f"{rules[0]!r}, which calls in DSML cannot enforce; leave it out"
     properties, required, definitions = schema.get("properties") or {}, schema.get("required"), _definitions(schema)
     inner = measure(definitions)[1]
-    for name, rule in properties.items():
+    others = {} if isinstance(schema.get("properties"), dict) else {"additionalProperties": schema.get("additionalProperties")}
+    for name, rule in (properties or others).items():
         if any(end in name for end in OPENING_ENDS):
             return f"the property {shown(name)}, and the markup of calls cannot hold this name; rename the property"
         document = {**rule, **definitions} if isinstance(rule, dict) else {}

@@ -263,6 +263,7 @@ def test_rules_that_calls_cannot_enforce_are_refused_by_name(key: str) -> None:
         ({"properties": {"a": {"$ref": "#/properties/b"}, "b": {}}}, "property 'a', whose schema needs the reference '#/prop"),
         ({"properties": {"a": {"items": {"$ref": "#"}}}}, "property 'a', whose schema needs the reference '#'"),
         ({"properties": {"a": {"$ref": "#/$defs/d"}}}, "needs the reference '#/[$]defs/d'"),
+        ({"additionalProperties": {"$ref": "#"}}, "property 'additionalProperties', whose schema needs the reference '#'"),
         ({"properties": {"a": {"$ref": "#/$defs/d"}}, "$defs": {"d": {"items": {"$ref": "#"}}}}, "needs the reference '#'"),
     ],
 )
@@ -270,6 +271,24 @@ def test_properties_that_calls_cannot_enforce_are_refused_by_name(schema: dict[s
     with pytest.raises(InvalidRequestError, match=f"the parameters of the tool 'f' have .*{message}"):
         start("deepseek_v4", [tool("f", schema)])
     start("deepseek_v4", [tool("f", schema, strict=False)])
+
+
+def test_parameters_of_any_name_obey_the_rule_for_them() -> None:
+    """Any value was accepted."""
+    opened = f'\n\n<{DSML}tool_calls>\n<{DSML}invoke name="f">\n<{DSML}parameter name="any" string='
+    number, text = f'{opened}"false">5</{DSML}parameter>', f'{opened}"true">5</{DSML}parameter>'
+    for rule, right, wrong in (
+        ({"type": "integer"}, number, text),
+        ({"type": "string"}, text, number),
+        ({"$ref": "#/$defs/d"}, number, text),
+    ):
+        tools = [tool("f", {"type": "object", "additionalProperties": rule, "$defs": {"d": {"const": 5}}})]
+        accept(start("deepseek_v4", tools), right)
+        with pytest.raises(InvalidRequestError, match="does not allow token"):
+            accept(start("deepseek_v4", tools), wrong)
+    for free in ({}, True):
+        for said in (number, text):
+            accept(start("deepseek_v4", [tool("f", {"additionalProperties": free})]), said)
 
 
 @pytest.mark.parametrize(
