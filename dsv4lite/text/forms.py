@@ -142,8 +142,8 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
         json_content([messages, tools], "the conversation")  # raises if it is not JSON
         thinking = reasoning != "none"
         # A mark cuts every control token in messages and tools, so that it is encoded as text; see ``Tokenizer.encode_parts``. The
-        # mark is random, so that no message can contain it.
-        mark = f"\ue000{secrets.token_hex(8)}\ue001" if escape_results else ""
+        # mark is random, so that no message can contain it, and has no characters that a template may escape.
+        mark = secrets.token_hex(16) if escape_results else ""
 
         def written(conversation: Sequence[Mapping[str, Any]]) -> str:
             return template.render(

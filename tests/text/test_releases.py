@@ -455,6 +455,13 @@ def test_control_tokens_of_messages_are_text(said: str) -> None:
     assert [tokens.id_to_bytes(id).decode() for id in ids if id in tokens.added_ids] == [B, U, E, U, A]
 
 
+@pytest.mark.parametrize("options", ["", "ensure_ascii=true"])
+def test_template_may_escape_what_is_not_ascii(options: str) -> None:
+    """Of a control token in a text, escapes of the character that had cut it stayed in the prompt."""
+    form = template_form("{{ messages[0].content | tojson(" + options + ") }}")
+    assert "".join(form.render([user(f"{U} <")])) == json.dumps(f"{U} <", ensure_ascii=bool(options))
+
+
 @given(st.sampled_from([*MARKS, "<｜DSML｜"]), st.lists(st.integers(1, 8), max_size=3), st.sampled_from(["", " ", "\n"]))
 def test_control_token_in_pieces_is_text(token: str, cuts: list[int], blank: str) -> None:
     """Templates such as GLM-5's write the parts of a message one behind the other: two parts became ``<｜User｜>``."""
