@@ -16,7 +16,7 @@ from dsv4lite.text.forms import ChatForm
 from dsv4lite.text.messages import END_THINK, THINK, function_of, json_content, list_of
 from dsv4lite.text.parse import CallSyntax, ChatParser
 from dsv4lite.text.releases import call_marker
-from dsv4lite.text.tokenizer import LONG_TEXT, Tokenizer
+from dsv4lite.text.tokenizer import EOS, LONG_TEXT, Tokenizer
 
 if TYPE_CHECKING:
     from dsv4lite.engine.engine import EngineInfo
@@ -143,12 +143,15 @@ def chat_job(
         assert token is not None
         wanted = wanted.replace(bad_words_ids=(*wanted.bad_words_ids, (token,)))
     syntax: CallSyntax = "none" if choice == "none" else form.syntax
+    shown_ids = tokenizer.added_ids - tokenizer.special_ids if wanted.skip_special_tokens else tokenizer.added_ids
+    shows_eos = tokenizer.token_id(EOS) in shown_ids
 
     def encode() -> tuple[int, ...]:
         return tuple(tokenizer.encode("".join(parts)) if allow_special else tokenizer.encode_parts(parts))
 
     def parser(prefix: str) -> ChatParser:
-        return ChatParser(thinking, all_tools, syntax=syntax, call_id_prefix=prefix, guarded=guarded, must_call=must_call)
+        rules = {"guarded": guarded, "must_call": must_call, "shows_eos": shows_eos}
+        return ChatParser(thinking, all_tools, syntax=syntax, call_id_prefix=prefix, **rules)
 
     return _generation_job(info, encode, sum(map(len, parts)), wanted, options, parser)
 

@@ -43,15 +43,14 @@ _BLOCK_NAMES = ("tool_calls", "toolcalls", "function_calls")
 _BLOCK_OPENINGS = tuple(f"{gap}<{DSML}{space}{name}>" for name in _BLOCK_NAMES for space in ("", " ") for gap in ("\n\n", "\n", ""))
 """The newlines before the block belong to it."""
 _TEXT_MARKERS = {
-    syntax: (THINK, END_THINK, EOS, *openings)
-    for syntax, openings in (("dsml", _BLOCK_OPENINGS), ("tokens", (CALLS,)), ("none", ()))
+    syntax: (THINK, END_THINK, *openings) for syntax, openings in (("dsml", _BLOCK_OPENINGS), ("tokens", (CALLS,)), ("none", ()))
 }
 _MARKUP = {"dsml": (DSML,), "tokens": (CALLS, CALL, CALL_SEPARATOR, END_CALL, END_CALLS), "none": ()}
 _OPEN, _CLOSE = f"<{DSML}", f"</{DSML}"
-_TAG_MARKERS = (_OPEN, _CLOSE, EOS)
+_TAG_MARKERS = (_OPEN, _CLOSE)
 OPENING_ENDS = ('">', '" >', *_TAG_MARKERS)
 """What ends an opening tag, so that no name in it can contain these."""
-_VALUE_MARKERS = (f"</{DSML}parameter>", f"</{DSML} parameter>", EOS)
+_VALUE_MARKERS = (f"</{DSML}parameter>", f"</{DSML} parameter>")
 _INVOKE = re.compile(r'\s*invoke\s+name="(?P<name>.*)', re.DOTALL)
 _PARAMETER = re.compile(r'\s*parameter\s+name="(?P<name>.*?)(?:"\s+string="(?P<string>\w*))?', re.DOTALL)
 _WRAPPERS = ("arguments", "input")
@@ -114,6 +113,7 @@ class ChatParser:
         call_id_prefix: str = "call_",
         guarded: bool = False,
         must_call: bool = False,
+        shows_eos: bool = True,
     ) -> None:
         """Start a turn.
 
@@ -126,12 +126,14 @@ class ChatParser:
             guarded: A grammar guarantees well-formed calls after the reasoning: reasoning contains no calls, and a call that is cut
                 off is dropped.
             must_call: The answer consists of calls only, so that text before them is the beginning of their markup.
+            shows_eos: The output has the end-of-sequence token, which ends the turn. Otherwise its spelling is text.
         """
         self._state = _State.REASONING if thinking else _State.CONTENT
         self._may_open = thinking is None
         self.markup = (THINK, END_THINK, *_MARKUP[syntax])
         self._text_markers = _TEXT_MARKERS[syntax]
         self._guarded, self._must_call = guarded, must_call
+        self._eos = (EOS,) if shows_eos else ()
         functions = [tool["function"] for tool in tools or ()]
         self._schemas = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
         self._call_id_prefix = call_id_prefix
@@ -179,13 +181,16 @@ class ChatParser:
             tool_calls=tuple(self._calls[calls:]),
         )
 
+    def _read_until(self, *markers: str) -> tuple[str, str | None]:
+        return self._scanner.read_until((*markers, *self._eos))
+
     def _step(self) -> bool:
         """Read up to the next marker and act on it; return whether there may be more to read."""
         match self._state:
             case _State.REASONING | _State.CONTENT:
                 return self._read_text()
             case _State.BLOCK:
-                return self._at_tag(self._scanner.read_until(_TAG_MARKERS)[1])
+                return self._at_tag(self._read_until(*_TAG_MARKERS)[1])
             case _State.OPENING | _State.CLOSING:
                 return self._read_tag()
             case _State.VALUE:
@@ -197,7 +202,7 @@ class ChatParser:
 
     def _read_text(self) -> bool:
         reasons = self._guarded and self._state is _State.REASONING
-        text, marker = self._scanner.read_until(_TEXT_MARKERS["none"] if reasons else self._text_markers)
+        text, marker = self._read_until(*(_TEXT_MARKERS["none"] if reasons else self._text_markers))
         if marker == THINK:
             if text or self._reasoning or self._content:
                 text += THINK  # only at the very start it opens the reasoning or repeats the prompt's; elsewhere it is text
@@ -229,9 +234,9 @@ class ChatParser:
 
     def _read_tag(self) -> bool:
         opening = self._state is _State.OPENING
-        piece, marker = self._scanner.read_until(OPENING_ENDS if opening else (">", *_TAG_MARKERS))
+        piece, marker = self._read_until(*(OPENING_ENDS if opening else (">", *_TAG_MARKERS)))
         self._pieces.append(piece)
-        if marker is None or marker in _TAG_MARKERS:
+        if marker is None or marker in (*_TAG_MARKERS, EOS):
             return marker is not None and self._at_tag(marker)
         text, self._pieces = "".join(self._pieces), []
         self._state = _State.BLOCK
@@ -249,7 +254,7 @@ class ChatParser:
         return True
 
     def _read_value(self) -> bool:
-        piece, marker = self._scanner.read_until(_VALUE_MARKERS)
+        piece, marker = self._read_until(*_VALUE_MARKERS)
         self._pieces.append(piece)
         if marker == EOS:
             self._end()
@@ -262,7 +267,7 @@ class ChatParser:
 
     def _read_call(self) -> bool:
         """Read a call written as tokens; one that is cut off or has no separator is dropped."""
-        piece, marker = self._scanner.read_until((CALL, END_CALL, END_CALLS, EOS))
+        piece, marker = self._read_until(CALL, END_CALL, END_CALLS)
         if self._state is _State.CALL:
             self._pieces.append(piece)
         if marker is None:

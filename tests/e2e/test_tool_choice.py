@@ -138,6 +138,15 @@ def test_choices_that_cannot_be_are_refused(llm: LLM, options: dict[str, Any], p
     assert caught.value.parameter == "tool_choice"
 
 
+def test_spelling_of_the_end_of_sequence_is_text(llm: LLM) -> None:
+    """With other tokens, as the model writes what a user says about it. The turn ended there, and its calls were lost."""
+    said = "a <｜end▁of▁sentence｜> b"
+    assert llm.chat(MESSAGES, some(1, structured_outputs={"choice": [said]})).text == said
+    write = {"name": "write", "parameters": {"type": "object", "properties": {"x": {"const": said}}, "required": ["x"]}}
+    (call,) = llm.chat(MESSAGES, some(1), tools=[{"type": "function", "function": write}], tool_choice="write").tool_calls
+    assert json.loads(call.arguments) == {"x": said}
+
+
 def test_two_grammars_are_refused(llm: LLM) -> None:
     with pytest.raises(UnsupportedError, match="tool_choice='required' and structured_outputs"):
         llm.chat(MESSAGES, some(0, structured_outputs={"regex": "a"}), tools=TOOLS, tool_choice="required")
