@@ -128,7 +128,7 @@ def _grid(bytes_: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _changed(new: Tensor, old: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return offsets and values of the blocks that differ. A block is at most as large as the tensor, and has one number at least."""
+    """Return offsets and values of the blocks that differ. A block is at most as large as the tensor and has a number."""
     matrices = [bytes_of(_matrix(m)) for m in (new, old)]
     rows, columns, _ = matrices[0].shape
     block = min(block[0], max(1, rows)), min(block[1], max(1, columns))
