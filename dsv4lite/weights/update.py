@@ -282,17 +282,26 @@ class Transaction:
             raise _refused(mismatched=[str(error)]) from error
         if found.missing or found.unexpected or found.mismatched:
             raise _refused(missing=found.missing, unexpected=found.unexpected, mismatched=found.mismatched)
+        extremes: dict[str, Tensor] = {}  # of floats that are quantized, which must be finite
         try:
             for name, slot, weight, scale in read_assigned(found.assignments):
                 if isinstance(weight, Tensor) and weight.is_meta:
                     weight = self._patched(name, slot, weight)
-                self._accept(name, slot, weight, scale, packed=isinstance(found.assignments[name].weight, PackedCut))
+                packed = isinstance(found.assignments[name].weight, PackedCut)
+                if isinstance(weight, Tensor) and scale is None and not packed and name in self._formats:
+                    weight = weight.to(self._device)
+                    extremes[name] = torch.stack(weight.aminmax()).float()
+                self._accept(name, slot, weight, scale, packed=packed)
         except CheckpointError as error:
             if not error.problems:  # of a file
                 raise
             raise _refused(mismatched=error.problems) from error
         finally:
             self._synchronize()  # the device reads the tensors' memory and writes the staging memory, which others use next
+        finite = torch.stack([*extremes.values()]).isfinite().all(1).tolist() if extremes else []  # the host waits once
+        if wrong := [name for name, good in zip(extremes, finite, strict=True) if not good]:
+            rule = "has numbers that are infinite or NaN, which the model's format cannot hold"
+            raise _refused(mismatched=[f"{name}: {rule}" for name in wrong])
 
     def _opened(self, name: str, tensor: Given) -> Described:
         if isinstance(tensor, TensorInfo):
@@ -386,14 +395,14 @@ class Transaction:
         if isinstance(own, QuantFormat):
             if not packed:
                 assert own.quantize is not None and isinstance(weight, Tensor)
-                quantize, floats = own.quantize, weight.to(self._device)
+                quantize, floats = own.quantize, weight
                 try:
                     weight = own.make(lambda: quantize(floats), slot.shape)
                 except ValueError as error:
                     raise _refused(mismatched=[f"{name}: {error}"]) from error
         elif own is not None and scale is None:
             assert isinstance(weight, Tensor)
-            weight, scale = quantize_matrix(weight.to(self._device), fp4=own.form is FORMATS["fp4"])
+            weight, scale = quantize_matrix(weight, fp4=own.form is FORMATS["fp4"])
             scale = scale.float() if own.scale == "F32" else scale
         if scale is not None and isinstance(weight, Tensor):
             weight, scale = weight.to(self._device), scale.to(self._device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import re
 import threading
@@ -307,6 +308,13 @@ def raising() -> Iterator[tuple[str, Tensor]]:
     raise OSError("the disk is gone")
 
 
+def with_number(shape: Iterable[int], value: float) -> Tensor:
+    """Zeros, but for one number; of FP4, a number that is not finite became 0, or changed the others of its group."""
+    tensor = torch.zeros(*shape, dtype=torch.bfloat16)
+    tensor[2, 3] = value
+    return tensor
+
+
 W1, W1_SCALE = "layers.0.ffn.experts.1.w1.weight", "layers.0.ffn.experts.1.w1.scale"
 IDS = "layers.0.ffn.gate.tid2eid"
 WRONG: dict[str, tuple[Any, str, str]] = {
@@ -332,6 +340,11 @@ WRONG: dict[str, tuple[Any, str, str]] = {
         "mismatched",
         "layers.0.mlp.experts.down_proj has shape [3]; stacked experts are",
     ),
+    **{
+        f"{value} {name}": ({name: with_number(shape, value)}, "mismatched", f"{name}: has numbers that are infinite or NaN")
+        for name, shape in ((W1, (16, 32)), ("layers.0.attn.wq_a.weight", OLD["layers.0.attn.wq_a.weight"].shape))
+        for value in (math.nan, math.inf, -math.inf)
+    },
     "ids": ({IDS: torch.full((VOCAB, 2), 4)}, "mismatched", f"{IDS}: 192 ids are out of range"),
     "ids twice": ({IDS: torch.full((VOCAB, 2), 3)}, "mismatched", f"{IDS}: 96 rows have an id twice, the first one row 0: [3, 3]"),
 }

@@ -257,6 +257,9 @@ def test_floats_are_rounded_to_symmetric_int4_of_compressed_tensors(tmp_path: Pa
         for version, weight in ((2, other), (3, PACKINGS["compressed-tensors"].pack(other)[1])):
             load(llm, version, NamedTensors({name: weight}), partial=True)
             sums.append(llm.weight_checksums())
+        other[3, 5] = float("nan")
+        with pytest.raises(WeightUpdateError, match=rf"{name}: has numbers that are infinite or NaN"):
+            load(llm, 4, NamedTensors({name: other}), partial=True)
     assert sums[0] == sums[1] and {key for key, value in sums[0].items() if value != before[key]} == {name}
 
 
