@@ -92,10 +92,12 @@ class Shards:
     def elsewhere(self, name: str) -> bool:
         """Return whether another rank may hold a tensor that this rank does not: an expert, or a tensor of another stage."""
         rule = self.table.get(pattern_of(name))
+        if rule is None:
+            return False
         parts, routed, (stage, count) = name.split("."), isinstance(rule, Experts), self.axes.get("pp", (0, 1))
         last = self.stages[-1].stop - 1
         layer = int(parts[1]) if parts[0] == "layers" else 0 if parts[0] == "embed" else last
-        if rule is None or layer > last:
+        if layer > last:
             return False
         if routed and (layer in self.dense or int(parts[parts.index("experts") + 1]) >= self.num_experts):
             return False

@@ -228,6 +228,8 @@ CHECKPOINT_ERRORS: dict[str, tuple[str, Damage]] = {
     "empty experts": ("nothing empty", add("layers.0.mlp.experts.gate_up_proj", [4, 0, 1])),
     "a billion experts": ("at most 4096 experts", add("layers.0.mlp.experts.down_proj", [10**9, 1, 1], 10**9)),
     "unexpected": ("a.b: unexpected", add("a.b", [2**30], 2**30)),
+    "layer without a number": ("layers.x.attn_norm.weight: unexpected", add("layers.x.attn_norm.weight", [2], 2)),
+    "layers alone": ("layers: unexpected", add("layers", [2], 2)),
     "tensor under two names": ("embed.weight: given twice", add("model.embed_tokens.weight", [2, 2], 16, "F32")),
     # -- data
     **{

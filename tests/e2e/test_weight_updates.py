@@ -319,6 +319,7 @@ W1, W1_SCALE = "layers.0.ffn.experts.1.w1.weight", "layers.0.ffn.experts.1.w1.sc
 IDS = "layers.0.ffn.gate.tid2eid"
 WRONG: dict[str, tuple[Any, str, str]] = {
     "name": ({"layers.0.attn.wx.weight": torch.zeros(2)}, "unexpected", "layers.0.attn.wx.weight: unexpected"),
+    "layer": ({"layers.x.attn.wq_a.weight": torch.zeros(2)}, "unexpected", "layers.x.attn.wq_a.weight: unexpected"),
     "shape": ({"norm.weight": torch.zeros(3)}, "mismatched", "norm.weight: shape [3], expected [32]"),
     "dtype": ({"norm.weight": torch.zeros(32, dtype=torch.int64)}, "mismatched", "norm.weight: dtype I64, expected BF16"),
     "odd dtype": ({"norm.weight": torch.zeros(32, dtype=torch.complex64)}, "mismatched", "norm.weight: dtype torch.complex64"),
