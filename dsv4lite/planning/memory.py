@@ -566,13 +566,18 @@ def _merged(layout: Layout, plans: Sequence[MemoryPlan]) -> MemoryPlan:
 
 def merge_plans(plans: Sequence[MemoryPlan]) -> MemoryPlan:
     """Return the plan of all ranks: each has as many pages and slots as the rank with the fewest."""
-    sizes = [asdict(plan.sizes) for plan in plans]
+    each = [asdict(plan.sizes) for plan in plans]
+    sizes = StateSizes(**{name: min(one[name] for one in each) for name in each[0]})
     smallest = min(plans, key=lambda plan: plan.kv_tokens)
+
+    def merged(plan: MemoryPlan, budget: DeviceBudget) -> DeviceBudget:
+        return replace(budget, grow_pages=budget.grow_pages // max(1, plan.sizes.grow_pages) * sizes.grow_pages)
+
     return replace(
         smallest,
-        sizes=StateSizes(**{name: min(one[name] for one in sizes) for name in sizes[0]}),
+        sizes=sizes,
         max_model_len=min(plan.max_model_len for plan in plans),
-        per_device=tuple(budget for plan in plans for budget in plan.per_device),
+        per_device=tuple(merged(plan, budget) for plan in plans for budget in plan.per_device),
         fits=all(plan.fits for plan in plans),
         advice=tuple(dict.fromkeys(line for plan in plans for line in plan.advice)),
     )

@@ -13,12 +13,17 @@ import torch
 
 from dsv4lite import ConfigError, MemoryPlan, SamplingParams, plan_memory
 from dsv4lite.__main__ import main
-from dsv4lite.config import MTP
+from dsv4lite.config import MTP, EngineConfig
 from dsv4lite.device import CHIPS, host_memory
+from dsv4lite.layout import Layout
 from dsv4lite.models.deepseek_v4.config import parse_config
 from dsv4lite.models.deepseek_v4.tensors import V4_TENSORS
-from dsv4lite.planning.memory import merge_plans
+from dsv4lite.models.shard import ModelShard
+from dsv4lite.parallel.mesh import Mesh
+from dsv4lite.planning.memory import choose_numerics, merge_plans
+from dsv4lite.state.store import StateCache
 from dsv4lite.weights.dummy import dummy_tensors
+from dsv4lite.weights.source import ModelSource
 from tests.e2e.engines import SMALL, opened, write_tokenizer
 from tests.mla import V2_LITE, V3, V32
 from tests.tiny import FLASH, write_checkpoint
@@ -131,6 +136,21 @@ def test_plans_of_two_ranks_merge_to_the_shorter_length(flash: str) -> None:
         merged = merge_plans(order)
         assert merged.max_model_len == short.max_model_len and merged.kv_tokens == short.kv_tokens
         assert merged.sizes.grow_pages == short.sizes.grow_pages and len(merged.per_device) == 2
+
+
+def test_plan_of_uneven_stages_counts_what_each_of_them_allocates(tmp_path: Path) -> None:
+    """All stages have as many pages as the one with the fewest; the others were counted with all pages that they could hold."""
+    raw = {**SMALL, "num_hidden_layers": 4, "compress_ratios": [4, 8, 8, 8, 0]}
+    settings: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 4 << 20, "pipeline_parallel_size": 3}
+    plan = plan_memory(config_only(tmp_path, raw), load_format="dummy", **settings)
+    source = ModelSource.open(EngineConfig(model=str(tmp_path), load_format="dummy", **settings))
+    numerics = choose_numerics(EngineConfig(model=str(tmp_path)), source, torch.device("cpu"))
+    held = []
+    for rank in range(3):
+        shard = ModelShard.of(source.model, source.family.tensors, Mesh.outline(Layout(pp=3), rank))
+        spec = source.family.state(source.model, numerics, shard, drafter=False)
+        held.append(StateCache.allocate(spec, plan.sizes, torch.device("cpu")).nbytes)
+    assert plan.fits and [budget.state for budget in plan.per_device] == held and min(held) < max(held) <= 4 << 20
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
