@@ -9,13 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dsv4lite import plan_memory, tiny_model
 from dsv4lite.__main__ import main
 from dsv4lite.debug.inspection import inspect_checkpoint
-from tests.e2e.engines import SMALL, write_model
+from tests.e2e.engines import REFRESHED, SMALL, write_model
 from tests.packings import awq, write_packed
 
 GIB = 1 << 30
@@ -121,6 +122,13 @@ def test_inspect_lists_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["inspect", str(folder)]) == 1
     said = capsys.readouterr().out
     assert "2 problems" in said.splitlines()[0] and "norm.weight: missing" in said and "tokenizer.json is missing" in said
+
+
+@pytest.mark.parametrize(("config", "name"), [(SMALL, "mtp.0.attn.wq_a.weight"), (REFRESHED, "mtp.1.markov_head.markov_w1.weight")])
+def test_inspect_lists_what_a_drafter_lacks(tmp_path: Path, config: dict[str, Any], name: str) -> None:
+    """Of a block drafter it looked at no tensor, and called the checkpoint complete."""
+    report = inspect_checkpoint(str(write_model(tmp_path, config, change=lambda n, tensor: None if n == name else tensor)))
+    assert report.drafter and report.problems == (f"{name}: missing",)
 
 
 def test_inspect_names_a_weight_only_format(tmp_path: Path) -> None:
