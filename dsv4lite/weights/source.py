@@ -264,7 +264,7 @@ class ModelSource:
             return own_formats(self.headers)
         form: dict[str, Any] = {"expert_format": self.expert_format, "quantized": self.model.quantized}
         return {
-            name: OwnFormat(FORMATS[found], FORMATS[found].scales[0])
+            name: OwnFormat(FORMATS[found], FORMATS[found].scales[0 if self.model.byte_scales else -1])
             for name, spec in self.family.tensors.specs(self.model).items()
             if (found := stored_form(spec, **form)) in FORMATS
         }

@@ -259,6 +259,17 @@ def test_module_of_a_trainer_is_a_source(tmp_path: Path) -> None:
         assert same(ask(llm), wanted) and llm.weight_checksums() == checksums
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_engine_with_random_weights_takes_those_of_a_checkpoint(tmp_path: Path, kind: str) -> None:
+    """For MLA it expected e8m0 scales of FP8 matrices, where releases have float32."""
+    folder = write_quantized(tmp_path, SETS[kind][1], kind)
+    with opened(folder, **EXACT) as llm:
+        wanted, checksums = ask(llm), llm.weight_checksums()
+    with opened(folder, load_format="dummy", **EXACT) as llm:
+        load(llm, 1, DiskSource(str(folder)))
+        assert same(ask(llm), wanted) and llm.weight_checksums() == checksums
+
+
 def test_model_of_this_package_is_a_source(llm: LLM, models: tuple[Path, Path], fresh: Any) -> None:
     with opened(models[1], **EXACT) as other:
         load(llm, 1, ModuleSource(engine_of(other)._runner.model))  # type: ignore[union-attr, arg-type]
