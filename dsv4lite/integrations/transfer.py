@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dsv4lite.api.update import AsyncWeightUpdate
+from dsv4lite.checks import require
 from dsv4lite.errors import EngineStateError, WeightUpdateError
 from dsv4lite.llm import AsyncLLM
 from dsv4lite.request import Phase, WeightSource
@@ -25,9 +26,13 @@ class WeightTransfer:
         await llm.resume()
 
     If a bucket fails, the previous version stays in use, and ``finish_weight_update`` raises as well.
+
+    Raises:
+        InvalidRequestError: ``llm`` is no ``AsyncLLM``.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
+        require(isinstance(llm, AsyncLLM), "llm", llm, "must be an AsyncLLM; with LLM use its update_weights")
         self._llm = llm
         self._source: Callable[[Any], WeightSource] = NamedTensors
         self._version = 0

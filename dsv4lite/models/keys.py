@@ -173,10 +173,15 @@ class Keys:
         """Return the YaRN settings among rotary settings; ``None`` for plain rotary embeddings.
 
         Raises:
-            ConfigError: A number is missing or out of range.
+            ConfigError: A number is missing or out of range, or two names of the kind differ.
             UnsupportedError: The settings describe another kind of scaling.
         """
-        kind = scaling.get("type") or scaling.get("rope_type") or "default"
+        kind, newer = scaling.get("type"), scaling.get("rope_type")
+        if kind and newer and kind != newer:
+            raise ConfigError(
+                f"rope scaling has type={shown(kind)} and rope_type={shown(newer)}; they must be equal, or one left out"
+            )
+        kind = kind or newer or "default"
         if kind == "default":
             return None
         if kind != "yarn":

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lite.errors import EngineStateError, WeightUpdateError
+from dsv4lite.errors import EngineStateError, InvalidRequestError, WeightUpdateError
 from dsv4lite.integrations.transfer import WeightTransfer
-from dsv4lite.llm import AsyncLLM
+from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.request import Phase
 from dsv4lite.weights.shared import IPCSource, SharedWeights
 from dsv4lite.weights.update import NamedTensors
@@ -37,6 +37,12 @@ def buckets(tensors: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]
     pairs = iter(tensors.items())
     while bucket := dict(islice(pairs, size)):
         yield bucket
+
+
+def test_blocking_engines_are_refused(models: tuple[Path, Path]) -> None:
+    """The first phase raised ``AttributeError`` for a method of asynchronous updates."""
+    with pytest.raises(InvalidRequestError, match="must be an AsyncLLM"):
+        WeightTransfer(LLM(str(models[0]), **MODEST))  # type: ignore[arg-type]
 
 
 async def test_phases_make_the_engine_a_fresh_one(models: tuple[Path, Path], fresh: Any) -> None:

@@ -139,6 +139,7 @@ def test_what_v4_is_not_is_unsupported(settings: dict[str, Any], message: str) -
         ({"compress_ratios": None, "layer_types": ["sliding_attention"]}, "layer_types has 1 entries"),
         ({"rope_scaling": {"type": "yarn", "factor": 16}}, "original_max_position_embeddings"),
         ({"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
+        ({"rope_scaling": {**TINY["rope_scaling"], "rope_type": "linear"}}, "type='yarn' and rope_type='linear'"),
         ({"num_attention_heads": 3}, "num_attention_heads=3.*o_groups=2"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok=7.*n_routed_experts=6"),
         ({"qk_rope_head_dim": 32}, "qk_rope_head_dim=32"),
