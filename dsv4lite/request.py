@@ -129,7 +129,8 @@ class SamplingParams:
         frequency_penalty: The same, times the number of occurrences, in [-2, 2].
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output, > 0.
         seed: Makes the draws repeatable: they depend on (seed, completion index, position) alone. From -2**63 to 2**64 - 1.
-        stop: Strings that end the completion, also before ``min_tokens``; they may span token boundaries.
+        stop: Strings that end the completion, also before ``min_tokens``; they may span token boundaries. In a chat they also match
+            in the markup of reasoning and calls.
         stop_token_ids: Token ids that end it, besides end-of-sequence; their text is part of the completion's.
         include_stop_str_in_output: Keep the matched stop string in the text.
         ignore_eos: Generate past end-of-sequence, and past the ``eos_token_id`` of ``generation_config.json``.
