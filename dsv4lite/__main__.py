@@ -222,7 +222,8 @@ def _generate(args: argparse.Namespace) -> int:
         else:
             stream = llm.stream(prompt, params)
         with stream:
-            print("" if args.chat else prompt, end="", flush=True)
+            if not args.chat:
+                print(prompt, end="", flush=True)
             for delta in stream:
                 print(delta.reasoning + delta.text, end="", flush=True)
             final = stream.final()

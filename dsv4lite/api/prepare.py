@@ -143,15 +143,16 @@ def chat_job(
         assert token is not None
         wanted = wanted.replace(bad_words_ids=(*wanted.bad_words_ids, (token,)))
     syntax: CallSyntax = "none" if choice == "none" else form.syntax
-    shown_ids = tokenizer.added_ids - tokenizer.special_ids if wanted.skip_special_tokens else tokenizer.added_ids
-    shows_eos = tokenizer.token_id(EOS) in shown_ids
+    eos = tokenizer.token_id(EOS)
+    shows_eos = eos in tokenizer.added_ids and not (wanted.skip_special_tokens and eos in tokenizer.special_ids)
 
     def encode() -> tuple[int, ...]:
         return tuple(tokenizer.encode("".join(parts)) if allow_special else tokenizer.encode_parts(parts))
 
     def parser(prefix: str) -> ChatParser:
-        rules = {"guarded": guarded, "must_call": must_call, "shows_eos": shows_eos}
-        return ChatParser(thinking, all_tools, syntax=syntax, call_id_prefix=prefix, **rules)
+        return ChatParser(
+            thinking, all_tools, syntax=syntax, call_id_prefix=prefix, guarded=guarded, must_call=must_call, shows_eos=shows_eos
+        )
 
     return _generation_job(info, encode, sum(map(len, parts)), wanted, options, parser)
 

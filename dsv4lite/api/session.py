@@ -277,9 +277,11 @@ class Session:
             return
         if phase is Phase.FAILED:
             raise self._death()
-        raise self._refusal(f"{call}: the engine is {phase.value}; {_HINTS[phase]}", phase, allowed)
+        raise self._refusal(call, phase, allowed)
 
-    def _refusal(self, message: str, phase: Phase, allowed: Iterable[Phase]) -> EngineStateError:
+    def _refusal(self, call: str, phase: Phase, allowed: Iterable[Phase], problem: str = "") -> EngineStateError:
+        """Return the error of a call in the wrong state; ``problem`` takes the place of the state and its hint."""
+        message = f"{call}: {problem or f'the engine is {phase.value}; {_HINTS[phase]}'}"
         lost = not self._valid and phase in (Phase.ASLEEP, Phase.WEIGHTS_INVALID)
         if lost and phase is Phase.ASLEEP:
             message += ", and give it all weights with `update_weights`"
@@ -540,9 +542,9 @@ class Session:
             call, possible = "update_weights", (Phase.READY, Phase.PAUSED, Phase.WEIGHTS_INVALID)
             self._engine_in(call, *NOT_UPDATING)
             if "weights" in self._released:
-                raise self._refusal(f"{call}: the weights are asleep; `wake_up(tags=['weights'])` first", self._state, possible)
+                raise self._refusal(call, self._state, possible, "the weights are asleep; `wake_up(tags=['weights'])` first")
             if update.partial and not self._valid:
-                raise self._refusal(f"{call}: the weights were lost; partial=True cannot replace all", self._state, possible[:2])
+                raise self._refusal(call, self._state, possible[:2], "the weights were lost; partial=True cannot replace all")
             update.serial, update.staged = next(self._update_serial), update.staged and self._valid
             self._update = update
 
@@ -638,10 +640,9 @@ class Session:
         with self._lock:
             engine = self._engine_in(call, *STARTED)
             if "weights" in self._released or not self._valid:
-                writing = self._state in SERVING  # an update that is not staged overwrites them
-                state = Phase.UPDATING if writing else self._state
-                allowed = (Phase.READY, Phase.PAUSED) if writing else SERVING
-                raise self._refusal(f"{call}: the engine is {state.value}; {_HINTS[state]}", state, allowed)
+                if self._state in SERVING:  # an update that is not staged overwrites them
+                    raise self._refusal(call, Phase.UPDATING, (Phase.READY, Phase.PAUSED))
+                raise self._refusal(call, self._state, SERVING)
             return ask(engine)
 
     def sleeps(self, level: int) -> bool:

@@ -257,8 +257,8 @@ class MultiRankExecutor:
         self._change(seq_id, "add", seq_id, request, index)
         if index == 0 and request.params.structured_outputs is not None:  # its grammar is compiled from now on, not in a step
             replica = seq_id // SEQ_IDS
-            changes, self._changes[replica] = self._changes[replica], []
-            self._send_step(replica, Step(changes=tuple(changes), plan=None, shape=None))
+            self._send_step(replica, Step(changes=tuple(self._changes[replica]), plan=None, shape=None))
+            self._changes[replica].clear()
 
     def remove(self, seq_id: int) -> None:
         self._recording.discard(seq_id)

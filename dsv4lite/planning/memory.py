@@ -570,14 +570,14 @@ def merge_plans(plans: Sequence[MemoryPlan]) -> MemoryPlan:
     sizes = StateSizes(**{name: min(one[name] for one in each) for name in each[0]})
     smallest = min(plans, key=lambda plan: plan.kv_tokens)
 
-    def merged(plan: MemoryPlan, budget: DeviceBudget) -> DeviceBudget:
+    def with_these_pages(plan: MemoryPlan, budget: DeviceBudget) -> DeviceBudget:
         return replace(budget, grow_pages=budget.grow_pages // max(1, plan.sizes.grow_pages) * sizes.grow_pages)
 
     return replace(
         smallest,
         sizes=sizes,
         max_model_len=min(plan.max_model_len for plan in plans),
-        per_device=tuple(merged(plan, budget) for plan in plans for budget in plan.per_device),
+        per_device=tuple(with_these_pages(plan, budget) for plan in plans for budget in plan.per_device),
         fits=all(plan.fits for plan in plans),
         advice=tuple(dict.fromkeys(line for plan in plans for line in plan.advice)),
     )

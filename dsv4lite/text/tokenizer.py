@@ -150,8 +150,8 @@ class Tokenizer:
                 ids = self._backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:
             lone = re.search(r"[\ud800-\udfff]", text) if isinstance(text, str) else None
-            has = "" if lone is None else f"has {lone[0]!r} at {lone.start()}; decode its bytes as UTF-8"
-            problem = f"the text to encode must be a str without lone surrogates, and {has or f'is {type(text).__name__}'}"
+            given = f"has {lone[0]!r} at {lone.start()}; decode its bytes as UTF-8" if lone else f"is {type(text).__name__}"
+            problem = f"the text to encode must be a str without lone surrogates, and {given}"
             raise InvalidRequestError(problem, parameter="prompt", value=text) from error
         if not allow_special and not self.added_ids.isdisjoint(ids):
             ids = self._encode_plain(text)
