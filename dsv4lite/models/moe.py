@@ -94,7 +94,6 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, numerics: Numerics, count: int, width: int) -> None:
         super().__init__()
         hidden, self.limit, self.width, self.count = config.hidden_size, config.swiglu_limit, width, count
-        self.partial = width < config.expert_width
         four_bit = numerics.resident_experts == "four_bit"
         self.tiled = numerics.resident_experts in ("fp4", "fp8") and can_tile(hidden, width)
         unquantized = partial(Matrix, rounds_input=True, four_bit=four_bit)
@@ -113,7 +112,7 @@ class Experts(nn.Module):
     def inputs(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor) -> ExpertInputs:
         """Return the arguments of the expert ops."""
         w13, w2, scales = self.w13, self.w2, rows[1] if self.tiled else None
-        weights = (w13.stored, w2.stored, self.limit, self.partial, w13.row_tile, w13.rounds_input)
+        weights = (w13.stored, w2.stored, self.limit, w13.row_tile, w13.rounds_input)
         return ExpertInputs(rows[0], scales, slots_TK, weight_TK, *weights)
 
     def forward(self, rows: Rows, slots_TK: Tensor, weight_TK: Tensor) -> Tensor:
@@ -226,7 +225,6 @@ class MoE(nn.Module):
             regimes += [(small, partial(MoE._on_one_rank if dispatch is None else MoE._all_reduced, run=MoE._decode_small))]
         self.regimes = (*regimes, (None, large))
         self.held = Held(
-            partial=self.experts.partial,
             shared_partial=shard.partial_dtype(numerics.dtype) != numerics.dtype,
             first=None if ep.size == 1 else ep.rank * self.placement.slots_per_rank,
             copies=None if self.map is None else self.map.copies(counted=not self.gathers or ep.rank == 0),

@@ -87,10 +87,8 @@ def exchange_bytes(
         experts: Bytes of one token's row while routed experts run; with ``by_expert``, for one of its experts.
         by_expert: Whether a row is sent once for each of its experts, in the worst case all to the same rank.
     """
-    width, gathered = model.expert_width, shard.gathered
+    gathered = shard.gathered
     sums = 2 * _FLOAT * model.hidden_size  # of the routed experts, and of the shared one
-    if max(shard.expert_part(width), shard.part(width)) < width:  # each expert's result is float32
-        sums += (_FLOAT - numerics.dtype.itemsize) * model.experts_per_token * model.hidden_size
     if gathered == 1:
         return tokens * sums
     row = numerics.fp8_bytes(model.hidden_size) or numerics.dtype.itemsize * model.hidden_size

@@ -219,13 +219,14 @@ def _ranks() -> None:
         ids = _empty(tokens, dtype=torch.int64)
         all_gather(TokenRows(bf16, *quantize_fp8(bf16, 128), ids, ids.int()), inbox, tokens)
         slots_TK = _empty(ranks * tokens, chosen, dtype=torch.int64)
-        for dtype in (torch.float32, torch.bfloat16):
-            outputs = _empty(ranks * tokens, chosen, hidden, dtype=dtype)
-            parts = ExpertSum(slots_TK, outputs, _empty(ranks * tokens, hidden, dtype=dtype), 256)
-            all_reduce(parts, inbox, torch.bfloat16)
-            all_reduce_shards(parts, inbox)
-            reduce_scatter_shards(parts, inbox)
-            reduce_scatter(parts, inbox, tokens, torch.bfloat16)
+        outputs = _empty(ranks * tokens, chosen, hidden, dtype=torch.bfloat16)
+        shared = _empty(ranks * tokens, hidden, dtype=torch.bfloat16)
+        of_experts = ExpertSum(slots_TK, outputs, shared.float(), 256)
+        all_reduce(ExpertSum(slots_TK, outputs.float(), shared.float(), 256), inbox, torch.float32)
+        all_reduce(of_experts, inbox, torch.bfloat16)
+        all_reduce_shards(of_experts, inbox)
+        reduce_scatter_shards(of_experts, inbox)
+        reduce_scatter(of_experts._replace(shared_TD=shared), inbox, tokens, torch.bfloat16)
 
 
 def _products() -> None:
@@ -255,8 +256,7 @@ def _experts() -> None:
     count, hidden, top_k, numbers = 128, 4096, 6, (1, 2, 4, 8, 16, 600, 4096)
     x, w13, w2 = (_empty(*shape, dtype=torch.bfloat16) for shape in ((4096, hidden), (count, 1920, hidden), (count, hidden, 960)))
     slots_TK, weight_TK = _empty(4096, top_k, dtype=torch.int64), _empty(4096, top_k)
-    for partial_outputs in (False, True):
-        experts_outputs(ExpertInputs(x, None, slots_TK, weight_TK, w13, w2, 10.0, partial=partial_outputs))
+    experts_outputs(ExpertInputs(x, None, slots_TK, weight_TK, w13, w2, 10.0))
     # For many rows of FP4, Hopper has kernels of its own if the width is a multiple of 256. 1920 is not.
     for fp4, width, wanted in ((False, 2048, numbers), (True, 2048, numbers), (True, 1920, numbers[-1:])):
         w13, w2 = (
@@ -267,11 +267,10 @@ def _experts() -> None:
             rounded = quantize_fp8(_empty(tokens, hidden, dtype=torch.bfloat16), 128)
             slots_TK, weight_TK = _empty(tokens, top_k, dtype=torch.int64), _empty(tokens, top_k)
             experts_forward(ExpertInputs(*rounded, slots_TK, weight_TK, w13, w2, 10.0))
-            experts_outputs(ExpertInputs(*rounded, slots_TK, weight_TK, w13, w2, 10.0, partial=True))
             if tokens > 16:
                 continue
             tables = (_empty(257, 17, dtype=torch.int64), _empty(257, dtype=torch.int64), _empty(257, dtype=torch.int64))
-            held = Held(partial=True, shared_partial=True, first=count, copies=Copies(*tables))
+            held = Held(shared_partial=True, first=count, copies=Copies(*tables))
             ids = _empty(tokens, dtype=torch.int32)
             router = Router(top_k, 1.5, _empty(256), None, ids, ids)
             shared = (_empty(hidden, width, dtype=torch.float8_e4m3fn), _empty(hidden // 128, width // 128, dtype=torch.uint8))

@@ -36,16 +36,14 @@ pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("poison")]
 LIMIT = 10.0
 
 
-def forward(
-    *given: Tensor | Tiles | float, shared: Tensor | None = None, partial: bool = False, block: BlockConfig | None = None
-) -> Tensor:
+def forward(*given: Tensor | Tiles | float, shared: Tensor | None = None, block: BlockConfig | None = None) -> Tensor:
     """What the kernels make of ``ExpertInputs``, summed; without tiles ``weight_only_outputs_triton`` runs."""
-    inputs = ExpertInputs(*given, partial)
+    inputs = ExpertInputs(*given)
     return combine_triton(ExpertSum(inputs.slots_TK, experts_outputs_triton(inputs, block=block), shared, inputs.sizes[0]))
 
 
-def forward_ref(*given: Tensor | Tiles | float, shared: Tensor | None = None, partial: bool = False) -> Tensor:
-    inputs = ExpertInputs(*given, partial)
+def forward_ref(*given: Tensor | Tiles | float, shared: Tensor | None = None) -> Tensor:
+    inputs = ExpertInputs(*given)
     return sum_experts.reference(ExpertSum(inputs.slots_TK, experts_outputs.reference(inputs), shared, inputs.sizes[0]))
 
 
@@ -104,16 +102,6 @@ def test_kernels_agree_with_the_reference(count: int, hidden: int, width: int, t
     assert_close(forward(*given, w13, w2, LIMIT), forward_ref(*given, w13, w2, LIMIT))
 
 
-@pytest.mark.parametrize("fp4", [True, False])
-def test_part_of_a_result_is_not_rounded(fp4: bool) -> None:
-    w13, w2 = experts(3, 128, 128, fp4=fp4)
-    given = inputs(9, 128, 3, 1)
-    exact = forward(*given, w13, w2, LIMIT, partial=True)
-    assert_close(exact, forward_ref(*given, w13, w2, LIMIT, partial=True))
-    assert exact.dtype == torch.float32 and not torch.equal(exact, exact.bfloat16().float())
-    assert torch.equal(exact.bfloat16().float(), forward(*given, w13, w2, LIMIT))
-
-
 @pytest.mark.skipif(not ON_GPU, reason="too many for the interpreter")
 @pytest.mark.parametrize("tokens", [8, 64, 257, 1024, 3000])
 @pytest.mark.parametrize("fp4", [True, False])
@@ -124,7 +112,6 @@ def test_kernels_agree_with_the_reference_for_many_tokens(tokens: int, fp4: bool
 
 
 @pytest.mark.skipif(not ON_GPU or torch.cuda.get_device_capability() != (9, 0), reason="the kernels are for Hopper")
-@pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "count", "hidden", "width", "top_k", "fp4"),
     [
@@ -137,7 +124,7 @@ def test_kernels_agree_with_the_reference_for_many_tokens(tokens: int, fp4: bool
     ],
 )
 def test_blocks_on_hopper_have_the_bits_of_any_chip(
-    tokens: int, count: int, hidden: int, width: int, top_k: int, fp4: bool, partial: bool
+    tokens: int, count: int, hidden: int, width: int, top_k: int, fp4: bool
 ) -> None:
     """``outputs_of_blocks``, ``grouped`` and ``tables_of``, for all pairs that have an expert, for none, for all with one.
 
@@ -147,7 +134,7 @@ def test_blocks_on_hopper_have_the_bits_of_any_chip(
     chosen = torch.where(weights < 0.2, count, chosen).sort(-1).values  # some have no expert
     hopper, small, large = prefill_fp4_triton if fp4 else prefill_fp8_triton, BLOCKS[-2][1], BLOCKS[-1][1]
     for slots in (chosen, torch.full_like(chosen, count), torch.full_like(chosen, count - 1)):
-        given = ExpertInputs(codes, scales, slots, weights, *experts(count, hidden, width, fp4=fp4), LIMIT, partial)
+        given = ExpertInputs(codes, scales, slots, weights, *experts(count, hidden, width, fp4=fp4), LIMIT)
         assert hopper.takes_blocks(given)
         got, wanted = (experts_outputs_triton(given, block=block)[slots < count] for block in (large, small))
         assert got.isfinite().all() and torch.equal(got, wanted)
@@ -219,11 +206,9 @@ def test_outputs_are_those_of_each_expert_where_there_is_one() -> None:
     codes, scales, chosen, weights = inputs(6, 256, 3, 2)
     w13, w2 = experts(3, 256, 128, fp4=True)
     given, here = (codes, scales, torch.where(chosen == 1, 3, chosen), weights), chosen != 1
-    for partial in (False, True):
-        outputs = experts_outputs_triton(ExpertInputs(*given, w13, w2, LIMIT, partial))
-        expected = experts_outputs.reference(ExpertInputs(*given, w13, w2, LIMIT, partial))
-        assert outputs.dtype == expected.dtype == (torch.float32 if partial else torch.bfloat16)
-        assert_close(outputs[here], expected[here])
+    outputs, expected = (run(ExpertInputs(*given, w13, w2, LIMIT)) for run in (experts_outputs_triton, experts_outputs.reference))
+    assert outputs.dtype == expected.dtype == torch.bfloat16
+    assert_close(outputs[here], expected[here])
 
 
 def test_no_tokens_give_nothing() -> None:
@@ -331,18 +316,17 @@ def test_every_unquantized_block_gives_the_same_bits(block: BlockConfig, dtype: 
 
 
 @pytest.mark.skipif(not ON_GPU or torch.cuda.get_device_capability() != (9, 0), reason="the kernels are for Hopper")
-@pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "count", "hidden", "width", "top_k"),
     [(1400, 64, 2048, 1408, 6), (3000, 16, 5120, 704, 6), (200, 5, 64, 192, 2), (1000, 3, 448, 64, 2)],
 )
 def test_unquantized_blocks_on_hopper_have_the_bits_of_any_chip(
-    tokens: int, count: int, hidden: int, width: int, top_k: int, partial: bool
+    tokens: int, count: int, hidden: int, width: int, top_k: int
 ) -> None:
     """Columns that fill the last tile, and do not; a few pairs without an expert, all pairs with the last one."""
     x, chosen, weights, w13, w2, _ = unquantized(tokens, count, top_k, hidden, width, torch.bfloat16)
     for slots in (chosen, torch.full_like(chosen, count - 1)):
-        given = ExpertInputs(x, None, slots, weights, w13, w2, 0.9, partial)
+        given = ExpertInputs(x, None, slots, weights, w13, w2, 0.9)
         assert prefill_bf16_triton.takes_blocks(given)
         got, wanted = (experts_outputs_triton(given, block=block)[slots < count] for block in (None, UNQUANTIZED_BLOCKS[-1][1]))
         assert got.isfinite().all() and torch.equal(got, wanted)
@@ -375,15 +359,6 @@ def test_unquantized_sum_without_a_shared_expert_is_not_rounded(dtype: torch.dty
     got = forward(given[0], None, *given[1:], 0.9)
     assert got.dtype == torch.float32
     assert torch.equal((got + shared).to(dtype), run((*given, shared)))
-
-
-def test_part_of_an_unquantized_result_is_not_rounded() -> None:
-    x, *rest, _ = unquantized(5, 4, 1, 32, 48, torch.bfloat16)
-    given = x, None, *rest
-    exact, wanted = (op(*given, 0.9, partial=True) for op in (forward, forward_ref))
-    assert (exact - wanted).abs().max() <= 2**-6 * wanted.abs().max()
-    assert not torch.equal(exact, exact.bfloat16().float())
-    assert torch.equal(exact.bfloat16().float(), forward(*given, 0.9))
 
 
 # Grouping.

@@ -5,7 +5,7 @@
     y    = sum_k r(u_k @ w2_e(k).T)                                          float32, in the order of k
 
 r rounds to the activations' dtype, which is bfloat16 with quantized weights. With tensor parallelism each rank has a slice of the
-width I, and its part of u_k @ w2_e(k).T stays float32 until the parts of all ranks are added.
+width I, and rounds its part of u_k @ w2_e(k).T.
 
 Source: DeepSeek-V4 specification 2.3, 3.8 and 4.1.  Numerics, quantized: each sum over 128 inputs is scaled and added to a float32
 accumulator, in order, so a token's result does not depend on the rest of the batch. The reference multiplies dequantized numbers in
@@ -231,7 +231,6 @@ class ExpertInputs(NamedTuple):
         w13: Gate and up, [E, 2 I, D]. Unless it is in tiles, the rows of w1 (gate) precede those of w3 (up).
         w2: [E, D, I].
         limit: Clamp of the activation.
-        partial: These weights are a slice of the width, other ranks have the rest: outputs stay float32.
         row_tile: As for ``gemm.matmul_rows``, with unquantized or 4-bit weights; the kernels ignore it.
         round_inputs: Round the inputs of both products to FP8, 1x128, as quantized models do. Only with unquantized or 4-bit
             weights, and only by the reference.
@@ -244,7 +243,6 @@ class ExpertInputs(NamedTuple):
     w13: Tiles | FourBit | Tensor
     w2: Tiles | FourBit | Tensor
     limit: float
-    partial: bool = False
     row_tile: int | None = None
     round_inputs: bool = False
 
@@ -257,8 +255,6 @@ class ExpertInputs(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of each expert's output."""
-        if self.partial:
-            return torch.float32
         return torch.bfloat16 if isinstance(self.w2, Tiles) else self.x.dtype
 
 
@@ -330,7 +326,7 @@ def _unquantized_expert(given: ExpertInputs) -> tuple[Tensor, Expert]:
     w13, w2, dtype, row_tile = given.w13, given.w2, given.x.dtype, given.row_tile
     assert not isinstance(w13, Tiles) and not isinstance(w2, Tiles)
     numbers = torch.float32 if isinstance(w2, FourBit) else w2.dtype
-    width, wide = w2.shape[2], torch.float32 if given.partial else numbers
+    width = w2.shape[2]
 
     def as_input(x: Tensor) -> Tensor:
         return (round_fp8(x, FP8_GROUP) if given.round_inputs else x).to(numbers)
@@ -338,7 +334,7 @@ def _unquantized_expert(given: ExpertInputs) -> tuple[Tensor, Expert]:
     def run(expert: int, x: Tensor, weight_N1: Tensor) -> Tensor:
         h_NI = matmul_rows(x, _matrix(w13, expert), row_tile).to(dtype)
         u_NI = as_input((swiglu(h_NI[:, :width], h_NI[:, width:], given.limit) * weight_N1).to(dtype))
-        return matmul_rows(u_NI.to(wide), _matrix(w2, expert).to(wide), row_tile).float()
+        return matmul_rows(u_NI, _matrix(w2, expert), row_tile).float()
 
     return as_input(given.x), run
 

@@ -31,13 +31,11 @@ class Held(NamedTuple):
     """Which part of a layer's experts a rank has.
 
     Attributes:
-        partial: Each rank has a slice of the routed experts' width; their outputs are float32 parts of a sum over ranks.
-        shared_partial: The same for the shared expert.
+        shared_partial: Each rank has a slice of the shared expert's width; its outputs are float32 parts of a sum over ranks.
         first: First of this rank's slots, which are numbered over all ranks. ``None``: this rank has all slots.
         copies: Slots of each expert; ``None`` if expert i has slot i.
     """
 
-    partial: bool = False
     shared_partial: bool = False
     first: int | None = None
     copies: Copies | None = None
@@ -93,5 +91,5 @@ def moe_decode_small(given: MoeInputs) -> ExpertSum:
         activated = swiglu_quantize.reference(given.h_TI, given.limit)
         shared_TD = fp8_linear.reference(*activated, given.shared_codes, given.shared_scales, dtype, given.row_tile)
     slots_TK = held.own_slots(chosen_TK, experts)
-    routed = ExpertInputs(given.x_codes, given.x_scales, slots_TK, weight_TK, given.w13, given.w2, given.limit, held.partial)
+    routed = ExpertInputs(given.x_codes, given.x_scales, slots_TK, weight_TK, given.w13, given.w2, given.limit)
     return ExpertSum(slots_TK, experts_outputs.reference(routed), shared_TD, experts)

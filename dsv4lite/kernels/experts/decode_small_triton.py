@@ -181,7 +181,7 @@ def moe_decode_small_triton(given: MoeInputs) -> ExpertSum:
         h_TI = torch.empty(tokens, 0, dtype=torch.bfloat16, device=x_codes.device)
     slots_TK, weight_TK, s_codes, s_scales = _prepare(given, h_TI, work, done, ticket)
     u_codes = work.empty_rows(width, torch.uint8)
-    y = work.empty_rows(hidden, torch.float32 if held.partial else torch.bfloat16)
+    y = work.empty_rows(hidden, torch.bfloat16)
     shared_dtype = torch.float32 if held.shared_partial else h_TI.dtype
     shared_TD = torch.empty(tokens if shared else 0, hidden, dtype=shared_dtype, device=h_TI.device)
     inputs = shared_codes.shape[1]

@@ -140,7 +140,7 @@ def _consume(task, results, buffers, barriers, FIRST: gl.constexpr, PART: gl.con
                 activated = _activated(first, second, mixes, groups, block, limit, pairs, PART)
                 _store(activated, u, groups, block, place * 128, width, pairs, PART)
             else:
-                # Reference: matmul_rows(u_NI.to(wide), w2[expert].to(wide), row_tile), rounded to ``given.dtype``
+                # Reference: matmul_rows(u_NI, w2[expert], row_tile)
                 y = results
                 _store(first.to(y.dtype.element_ty), y, groups, block, place * 256, width, pairs, PART)
                 _store(second.to(y.dtype.element_ty), y, groups, block, place * 256 + 128, width, pairs, PART)

@@ -226,7 +226,7 @@ def _down(place, step, task, y, buffers, barriers, PART: gl.constexpr, COUNT: gl
     pair = gl.load(groups[0] + block * _ROWS + gl.arange(0, COUNT, layout=gl.SliceLayout(1, STORED)))
     base = _base_words(scales, expert * per_block * 2 + column, chunks, LAYOUT)
     product, step = _product(step, base, chunks, buffers, barriers, PART, LAYOUT, COUNT)
-    # Reference: outputs[at] = y if partial else y.bfloat16()
+    # Reference: outputs[at] = y.bfloat16()
     stored = gl.convert_layout(gl.permute(product.to(y.dtype.element_ty), (1, 0)), STORED)
     at = gl.expand_dims(pair.to(gl.int64) * (per_block * 128) + column * 64, 1)
     at += gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, STORED)), 0)

@@ -176,7 +176,7 @@ def _down(task, y, buffers, barriers, PART: gl.constexpr):
     block, four, _expert, count = take_item(barriers[2], 0)
     while count > 0:
         product, step = _product(chunks, step, buffers, barriers, PART, LAYOUT)
-        # Reference: outputs[at] = y if partial else y.bfloat16()
+        # Reference: outputs[at] = y.bfloat16()
         stored = gl.convert_layout(gl.reshape(product, (_ROWS, 128)).to(y.dtype.element_ty), STORED)
         pair = gl.load(block_pairs + block * _ROWS + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, STORED)))
         at = gl.expand_dims(pair.to(gl.int64) * (per_block * 256) + four * 256 + PART * 128, 1)

@@ -220,7 +220,7 @@ def down_tile(
             counted = tl.atomic_add(done + block, 0, sem="acquire", scope="gpu")  # a load with acquire semantics
             while counted < CHUNKS:
                 counted = tl.atomic_add(done + block, 0, sem="acquire", scope="gpu")
-        # Reference: y = u @ w2.dequantize(expert).T;  outputs[at] = y if partial else y.bfloat16()
+        # Reference: y = u @ w2.dequantize(expert).T;  outputs[at] = y.bfloat16()
         out = _tile_product(
             u_codes + pair[None, :] * WIDTH + tl.arange(0, 128)[:, None],
             valid,

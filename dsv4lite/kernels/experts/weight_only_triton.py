@@ -114,7 +114,7 @@ def _weight_only_kernel(
     begin = 0 if SPLITS == 1 else tl.program_id(1) * PART
     end = K if SPLITS == 1 else tl.minimum(begin + PART, K)
     for k in tl.range(begin, end, INPUTS, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        # Reference: matmul_rows(x_MK, w[expert], row_tile).to(dtype); float32 if ``partial``; 4-bit: x_MK.float(), w.dequantize()
+        # Reference: matmul_rows(x_MK, w[expert], row_tile).to(dtype); 4-bit: x_MK.float(), w.dequantize()
         a = tl.load(inputs + k, mask=(k + channel < K)[None, :] & valid[:, None], other=0.0)
         total = _add(weights, row, k, a, total, K, INPUTS, GROUP, BLOCK, NVFP4)
         if SWIGLU:

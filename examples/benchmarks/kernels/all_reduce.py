@@ -76,7 +76,7 @@ def main(rank: int, size: int, store: dist.Store) -> None:
     for tokens in TOKENS:
         rng, kib = torch.Generator(device).manual_seed(rank), tokens * HIDDEN // 256
         chosen = torch.randint(EXPERTS, (tokens, CHOSEN), device=device)
-        outputs = torch.randn(tokens, CHOSEN, HIDDEN, device=device, generator=rng)
+        outputs = torch.randn(tokens, CHOSEN, HIDDEN, device=device, generator=rng).bfloat16()
         parts = ExpertSum(chosen, outputs, torch.randn(tokens, HIDDEN, device=device, generator=rng), EXPERTS)
         exact = mesh.tp.all_reduce(part_of_experts(parts)).bfloat16()
         torch.testing.assert_close(all_reduce_shards(parts, memory.shards), exact, rtol=0 if size == 2 else 1e-2, atol=1e-2)
