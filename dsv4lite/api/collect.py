@@ -95,7 +95,8 @@ class Collector:
         """
         self._drafted += update.drafted
         self._accepted += update.accepted
-        self._cached_tokens = max(self._cached_tokens, update.cached_tokens)
+        if update.index == 0:  # the others may find the prompt in the cache because this one has run it
+            self._cached_tokens += update.cached_tokens
         completion = self._completions[update.index]
         bare = update.finish_reason is None and update.prompt_logprobs is None and update.routed_experts is None
         if bare and not self._never_defers and self._first_token is not None and completion.finish_reason is None:

@@ -131,14 +131,14 @@ def test_stop_strings_of_a_chat_do_not_match_the_end_of_sequence(stop: str) -> N
         assert (out.text, out.token_ids, out.finish_reason, out.stop_reason) == ("Hello", tuple(ids), "stop", None)
 
 
-def test_collector_counts_cached_tokens_of_updates_that_it_reads_later() -> None:
-    """A second completion finds the first one's prompt in the cache."""
+def test_collector_counts_cached_tokens_of_the_completion_that_ran_the_prompt() -> None:
+    """A second one that waits for a place finds the first one's prompt in the cache: a new prompt was said to come from there."""
     got = collector(SamplingParams(n=2))
-    got.push(update(7), 11)
+    got.push(update(7, cached_tokens=1), 11)
     assert got.push(update(7, index=1, cached_tokens=2), 12) is None
     for index in range(2):
         got.push(update(index=index, finish_reason="length"), 13)
-    assert got.output(14).usage.cached_tokens == 2
+    assert got.output(14).usage.cached_tokens == 1
 
 
 def test_collector_keeps_no_object_per_token() -> None:
