@@ -185,7 +185,7 @@ class Session:
         self._engine: Engine | None = None
         self._bridge: Bridge | None = None
         self._lifecycle = threading.Lock()  # held while the engine starts or closes
-        self._lock = threading.Lock()  # guards what follows, up to the updates
+        self._lock = threading.RLock()  # guards what follows, up to the updates
         self._visible: dict[str, Ticket] = {}  # open for their callers, by request_id
         self._in_engine: dict[str, Ticket] = {}  # open for the engine, by its id; the caller may have left
         self._queue: OrderedDict[str, Ticket] = OrderedDict()  # waiting for a place, in order of arrival, by the engine's id
@@ -204,7 +204,7 @@ class Session:
         self._serial, self._reuses = itertools.count(), itertools.count()
         self._update_serial = itertools.count()
         self._mean_seconds = 1.0  # of recent requests
-        self._updates_lock = threading.Lock()
+        self._updates_lock = threading.RLock()
         self._updates: list[SequenceUpdate] = []
         self._posted = False
         self._orphaned = False
@@ -431,6 +431,18 @@ class Session:
         message = f"the update of the weights to version={update.version} was dropped in its block, and is rolled back; leave the"
         warnings.warn(f"{message} block instead", ResourceWarning, stacklevel=2)
 
+    def _postpones(self, call: Callback) -> bool:
+        """Post a call that ends something, if this thread holds a lock: it interrupts what the lock guards.
+
+        The garbage collector may run in any line, and the tasks and generators that it collects leave their blocks there.
+        """
+        locks = (self._lock, self._updates_lock)
+        held = any(lock._is_owned() for lock in locks)  # type: ignore[attr-defined]  # as ``threading.Condition`` asks
+        if held:
+            assert self._bridge is not None
+            self._bridge.post(call)
+        return held
+
     # ---- requests ----
 
     def submit(self, job: Job, request: Request, arrival: float, wake: Callback | None, opened: list[Ticket]) -> Ticket:
@@ -469,7 +481,7 @@ class Session:
 
     def abort(self, request_id: str | None = None) -> None:
         """End one request, or all, with their partial outputs; an unknown id is ignored. The loop ends most of many."""
-        if self.forked:
+        if self.forked or self._postpones(partial(self.abort, request_id)):
             return
         self.drain()
         with self._lock:
@@ -485,7 +497,7 @@ class Session:
 
     def abort_ticket(self, ticket: Ticket) -> None:
         """End a request; its id may belong to another request by now."""
-        if self.forked:
+        if self.forked or self._postpones(partial(self.abort_ticket, ticket)):
             return
         self.drain()
         with self._lock:
@@ -524,7 +536,7 @@ class Session:
 
     def leave(self, pause: Pause) -> None:
         """End a pause: its block was left, or its caller stopped waiting."""
-        if self.forked:
+        if self.forked or self._postpones(partial(self.leave, pause)):
             return
         with self._lock:
             self._drop_pause(pause)
@@ -612,7 +624,7 @@ class Session:
 
     def roll_back(self, update: Update) -> None:
         """Roll an update back. Without effect once the engine was told to commit it. Does not block."""
-        if self.forked:
+        if self.forked or self._postpones(partial(self.roll_back, update)):
             return
         with self._lock:
             if not update.ended:

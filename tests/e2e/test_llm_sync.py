@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4lite.api import session
+from dsv4lite.api.collect import Collector
 from dsv4lite.api.session import Session
 from dsv4lite.errors import (
     CheckpointError,
@@ -335,6 +337,36 @@ def test_engine_that_is_dropped_ends_with_a_warning(lab: Lab) -> None:
         gc.collect()
     assert len(warned) == 3  # two engines and a stream
     until(lambda: not set(threading.enumerate()) - before)
+
+
+def test_generator_that_is_collected_leaves_its_block_in_the_middle_of_any_call(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector of garbage may run while the session holds its lock, which the end of a block takes, too."""
+    lab.model = endless
+
+    def work(block: Any, own: list[Any]) -> Iterator[None]:  # ``own`` has the generator: only the collector ends it
+        with block:
+            yield
+
+    def collect(*args: Any, **settings: Any) -> Collector:
+        gc.collect()
+        return Collector(*args, **settings)
+
+    with LLM("m") as llm:
+        for block, ended in (
+            (llm.stream("x", ENDLESS, request_id="lost"), lambda: not lab.engine.sequences),
+            (llm.paused(), lambda: not lab.engine.paused),
+            (llm.update_weights(1), lambda: llm.state is Phase.READY),
+        ):
+            own: list[Any] = []
+            own.append(work(block, own))
+            next(own[0])
+            until(lambda: not ended())  # noqa: B023
+            with monkeypatch.context() as patch:
+                patch.setattr(session, "Collector", collect)
+                del own
+                with llm.stream("y", ENDLESS):
+                    pass
+            until(ended)
 
 
 def test_failed_start_leaves_no_thread(lab: Lab) -> None:
