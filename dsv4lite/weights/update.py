@@ -80,7 +80,7 @@ class ModuleSource:
         """Yield the module's tensors."""
         if isinstance(self._module, _HasSlots):
             for name, slot in self._module.slots().items():
-                yield name, slot.values()
+                yield name, _gathered(slot.values())
             return
         for name, tensor in self._module.state_dict().items():
             yield name, _gathered(tensor)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from dsv4lite.__main__ import main
 from dsv4lite.config import NGram, tiny_model
@@ -19,7 +24,7 @@ from dsv4lite.llm import LLM
 from dsv4lite.models.deepseek_v4 import model as v4
 from dsv4lite.request import SamplingParams
 from dsv4lite.training import completion_logprobs, execution_contract, load_model
-from dsv4lite.weights.update import NamedTensors
+from dsv4lite.weights.update import ModuleSource, NamedTensors
 from tests.e2e.engines import MODEST, SMALL, opened, prompts_of, write_model
 from tests.mla import write_random_model
 
@@ -114,6 +119,37 @@ def test_trainer_has_the_bits_of_scoring_inside_autocast(checkpoint: Path) -> No
         values = completion_logprobs(policy, LONG, SHORT)
         values.sum().backward()
     assert torch.equal(values, score.sampled)
+
+
+@pytest.mark.parametrize("way", ["reentrant", "recomputed", "sharded"])
+def test_layers_can_be_wrapped(checkpoint: Path, way: str) -> None:
+    """By activation checkpointing of both kinds, and by FSDP2."""
+    policy: Any = load_model(checkpoint, device="cpu")
+    parameters = dict(policy.named_parameters())  # wrappers change the names
+
+    def gradients() -> dict[str, torch.Tensor]:
+        completion_logprobs(policy, LONG[:30], SHORT).sum().backward()
+        found = {name: policy.get_parameter(name) if way == "sharded" else p for name, p in parameters.items()}
+        return {name: getattr(p.grad, "full_tensor", p.grad.clone)() for name, p in found.items() if p.grad is not None}
+
+    wanted, weights, runs = gradients(), {name: tensor.clone() for name, tensor in ModuleSource(policy).tensors()}, []
+    policy.zero_grad()
+    for i, layer in enumerate(policy.layers):
+        layer.register_forward_pre_hook(lambda *_: runs.append(1))
+        if way != "sharded":
+            policy.layers[i] = checkpoint_wrapper(
+                layer, getattr(CheckpointImpl, "REENTRANT" if way == "reentrant" else "NO_REENTRANT")
+            )
+    with ExitStack() as stack:
+        if way == "sharded":
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            stack.callback(dist.destroy_process_group)
+            for module in (*policy.layers, policy):
+                fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        found = gradients()
+        assert len(runs) == len(policy.layers) * (1 if way == "sharded" else 2)
+        assert all(found[name].equal(expected) for name, expected in wanted.items()) and "embed" in wanted
+        assert all(type(tensor) is torch.Tensor and tensor.equal(weights[name]) for name, tensor in ModuleSource(policy).tensors())
 
 
 @DTYPES

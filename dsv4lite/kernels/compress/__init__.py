@@ -29,7 +29,7 @@ from dsv4lite.kernels.norm import rms_norm
 from dsv4lite.kernels.paging import Paging
 from dsv4lite.kernels.quantize import hadamard as hadamard_transform
 from dsv4lite.kernels.rope import rope
-from dsv4lite.kernels.rows import RowStore, UnquantizedRow
+from dsv4lite.kernels.rows import GradientStore, RowStore, UnquantizedRow
 
 OVERLAP_RATIO = 4
 PAGE_TOKENS = 256
@@ -201,7 +201,8 @@ def compress_step(given: CompressInputs) -> None:
     columns, segments = ape.shape[1], prefixes.segments
     values, scores = projected[:, :columns], projected[:, columns : 2 * columns] + ape[prefixes.phase_T]
     pooled, after = compress(values, scores, state[prefixes.slots_P, prefixes.from_P], segments)
-    state[prefixes.slots_P, prefixes.to_P] = after.detach()
+    if not isinstance(store, GradientStore):  # in a pass with gradients nothing reads it, but a layer may run again
+        state[prefixes.slots_P, prefixes.to_P] = after
     if not len(pooled):
         return
     dtype = store.format.dtype if isinstance(store.format, UnquantizedRow) else torch.bfloat16

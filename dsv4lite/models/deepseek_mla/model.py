@@ -302,7 +302,7 @@ class DeepseekMla(Decoder):
             hidden_TD: Output of the previous pipeline stage; ``None`` on the first one.
         """
         x_TD = self.embedded(batch.token_ids_T) if hidden_TD is None else hidden_TD
-        for i, (layer, block) in enumerate(zip(self.shard.layers, self.blocks, strict=True)):
+        for i, (layer, block) in enumerate(zip(self.shard.layers, self.layers, strict=True)):
             if layer in self.skipped:
                 continue
             x_TD = block(x_TD, batch, caches[i], experts_of(batch.chosen, layer), experts_of(batch.given, layer))

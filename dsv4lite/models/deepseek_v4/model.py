@@ -225,6 +225,7 @@ class Block(nn.Module):
 
     def __init__(self, config: V4Config, numerics: Numerics, shard: ModelShard, layer: int) -> None:
         super().__init__()
+        self._streams = partial(Streams, config=config, numerics=numerics)
         self.hc_attn, self.hc_ffn = Hc(config, numerics), Hc(config, numerics)
         self.attn_norm = parameter(config.hidden_size, numerics=numerics)
         self.ffn_norm = parameter(config.hidden_size, numerics=numerics)
@@ -233,17 +234,20 @@ class Block(nn.Module):
 
     def forward(
         self,
-        streams: Streams,
+        given: Streams | Tensor,
         batch: Batch,
         cache: LayerCache,
         routed_TK: Tensor | None = None,
         given_TK: Tensor | None = None,
-    ) -> None:
+    ) -> Tensor | None:
+        """Run the layer on streams, which it changes; of streams that are a tensor [P, N, D], it returns the next ones instead."""
+        streams = self._streams(given, shard=batch.shard) if isinstance(given, Tensor) else given
         x_TD, rounded = streams.enter(self.hc_attn.weights, self.attn_norm)
         streams.leave(self.attn(x_TD, rounded, batch, cache))
         x_TD, rounded = streams.enter(self.hc_ffn.weights, self.ffn_norm)
-        given = (routed_TK, rounded, batch.paging.positions_T, batch.most_tokens, given_TK)
-        streams.leave(self.ffn(Tokens(x_TD, batch.token_ids_T, *given, shard=batch.shard)))
+        others = (routed_TK, rounded, batch.paging.positions_T, batch.most_tokens, given_TK)
+        streams.leave(self.ffn(Tokens(x_TD, batch.token_ids_T, *others, shard=batch.shard)))
+        return streams.written() if isinstance(given, Tensor) else None
 
     def slots(self, prefix: str) -> NamedSlots:
         yield prefix + "attn_norm.weight", TensorSlot(self.attn_norm)
@@ -382,10 +386,15 @@ class DeepseekV4(Decoder):
         drafter, taps_TK = self.dspark if len(caches) > len(self.layers) else None, batch.taps_TK
         if taps_TK is None and drafter is not None:
             taps_TK = self.empty_taps(len(batch.token_ids_T))
-        for i, (layer, block) in enumerate(zip(self.shard.layers, self.blocks, strict=True)):
+        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+        for i, (layer, block) in enumerate(zip(self.shard.layers, self.layers, strict=True)):
             if layer in self.skipped:
                 continue
-            block(streams, batch, caches[i], experts_of(batch.chosen, layer), experts_of(batch.given, layer))
+            choices = (experts_of(batch.chosen, layer), experts_of(batch.given, layer))
+            if trains:  # with tensors a layer can run again (checkpointing), and its wrappers (FSDP) see them
+                streams = self._streams(block(streams.written(), batch, caches[i], *choices), batch.shard)
+            else:
+                block(streams, batch, caches[i], *choices)
             if taps_TK is not None and layer in self.targets:
                 taps_TK.unflatten(1, (len(self.targets), -1))[:, self.targets.index(layer)] = streams.mean()
         if drafter is not None:

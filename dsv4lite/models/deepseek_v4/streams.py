@@ -49,13 +49,13 @@ class Streams:
 
     def mean(self) -> Tensor:
         """Return the average of the streams, [T, D]."""
-        return self._shard.gather(self._written().float().mean(1).to(self.value_PND.dtype))
+        return self._shard.gather(self.written().float().mean(1).to(self.value_PND.dtype))
 
     def final(self) -> Tensor:
         """Return the streams [T, N, D], with the last sub-layer's output written."""
-        return self._shard.gather(self._written())
+        return self._shard.gather(self.written())
 
-    def _written(self) -> Tensor:
+    def written(self) -> Tensor:
         """Return this rank's streams [P, N, D], with the last sub-layer's output written."""
         if self._pending is not None:
             self.value_PND, self._pending = hc_expand(self._pending[0], self.value_PND, self._pending[1]), None
