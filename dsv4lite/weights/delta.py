@@ -23,7 +23,7 @@ from dsv4lite.checks import is_integer, require
 from dsv4lite.weights.checkpoint import TensorInfo, read_tensors
 from dsv4lite.weights.formats import PACKED_LEAVES
 from dsv4lite.weights.loader import weight_name
-from dsv4lite.weights.shared import SharedTensor, bytes_of
+from dsv4lite.weights.shared import SharedTensor, bytes_of, is_distributed
 
 MARK = "@"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)  # of tensors that may come in blocks
@@ -112,7 +112,7 @@ def _opened(given: Any) -> Tensor | None:
         ((_, given),) = read_tensors([given.cut(())])
     elif isinstance(given, SharedTensor):
         given = given.open(torch.device("cpu"))
-    return given.detach() if isinstance(given, Tensor) else None
+    return given.detach() if isinstance(given, Tensor) and not is_distributed(given) else None
 
 
 def _matrix(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from dsv4lite.checks import require
 from dsv4lite.errors import WeightUpdateError, shown
 
 
@@ -179,9 +180,15 @@ class IPCSource:
     Args:
         handles: ``SharedWeights.handles`` of that process.
         others: Handles of the same tensors on other GPUs: each rank reads the copy on its own GPU, if there is one.
+
+    Raises:
+        InvalidRequestError: They are no handles.
     """
 
     def __init__(self, handles: Sequence[SharedTensor], *others: Sequence[SharedTensor]) -> None:
+        for given in (handles, *others):
+            good = isinstance(given, Sequence) and all(isinstance(handle, SharedTensor) for handle in given)
+            require(good, "handles", given, "must be a list, the handles of SharedWeights")
         self._handles, self._others = handles, others
 
     def tensors(self) -> Iterator[tuple[str, SharedTensor]]:
@@ -209,6 +216,12 @@ def as_pair(item: Any) -> tuple[Any, Any]:
     raise WeightUpdateError("the update does not fit the model:", mismatched=[problem])
 
 
+def is_distributed(given: object) -> bool:
+    """Return whether an object is a ``DTensor``, of whose numbers this process may have only some."""
+    module = sys.modules.get("torch.distributed.tensor")  # whoever has one has imported it, which takes long
+    return module is not None and isinstance(given, module.DTensor)
+
+
 def check_item(name: object, given: object, kinds: type | UnionType) -> None:
     """Check that an item of a source is a name and one of ``kinds``, and that a tensor is dense and has memory.
 
@@ -217,6 +230,8 @@ def check_item(name: object, given: object, kinds: type | UnionType) -> None:
     """
     if not isinstance(name, str) or not isinstance(given, kinds):
         problem = f"{shown(name)}: {shown(given)}, expected a name and a tensor"
+    elif is_distributed(given):
+        problem = f"{name}: a DTensor, expected a whole tensor; ModuleSource gathers those of a module, full_tensor() gathers one"
     elif isinstance(given, Tensor) and (given.is_quantized or given.is_nested):  # whose bytes are not those of its numbers
         problem = f"{name}: {'nested' if given.is_nested else given.dtype}, expected a dense tensor of plain numbers"
     elif isinstance(given, Tensor) and (given.is_meta or given.layout is not torch.strided):

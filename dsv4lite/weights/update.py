@@ -30,7 +30,7 @@ from dsv4lite.weights.loader import MATRIX_FORMATS, OwnFormat, fit, read_assigne
 from dsv4lite.weights.mirror import Mirror
 from dsv4lite.weights.names import NameTables
 from dsv4lite.weights.quant import Slot
-from dsv4lite.weights.shared import SharedTensor, as_pair, bytes_of, check_item
+from dsv4lite.weights.shared import SharedTensor, as_pair, bytes_of, check_item, is_distributed
 from dsv4lite.weights.tensors import FORMATS
 
 Given = Tensor | TensorInfo | SharedTensor
@@ -48,9 +48,15 @@ _CHECKSUM_ELEMENTS = 1 << 24  # hashed at a time
 
 
 class NamedTensors:
-    """A mapping of names to tensors, or an iterable of pairs; the iterable may reuse a tensor's memory for the next pair."""
+    """A mapping of names to tensors, or an iterable of pairs; the iterable may reuse a tensor's memory for the next pair.
+
+    Raises:
+        InvalidRequestError: ``tensors`` is neither.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        rule = "must map names to tensors, or yield pairs of both; ModuleSource takes a module"
+        require(isinstance(tensors, Iterable) and not isinstance(tensors, (str, Tensor)), "tensors", tensors, rule)
         self._tensors = tensors
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -71,9 +77,13 @@ class ModuleSource:
     """The parameters and persistent buffers of a module: a model of transformers, or of this package.
 
     Distributed tensors (FSDP2, ``DTensor``) are gathered one after the other: all ranks of their mesh must iterate together.
+
+    Raises:
+        InvalidRequestError: ``module`` is no ``nn.Module``.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        require(isinstance(module, nn.Module), "module", module, "must be an nn.Module; NamedTensors takes a state_dict")
         self._module = module
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -86,12 +96,9 @@ class ModuleSource:
             yield name, _gathered(tensor)
 
 
-def _gathered(tensor: Tensor) -> Tensor:
-    if not dist.is_available():
-        return tensor
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _gathered(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor
+    return whole
 
 
 class DiskSource:

@@ -19,11 +19,12 @@ from dsv4lite.__main__ import main
 from dsv4lite.config import NGram, tiny_model
 from dsv4lite.debug.parity import compare_sides
 from dsv4lite.engine.contract import ExecutionContract
-from dsv4lite.errors import ConfigError, ContextLengthError, InvalidRequestError
+from dsv4lite.errors import ConfigError, ContextLengthError, InvalidRequestError, WeightUpdateError
 from dsv4lite.llm import LLM
 from dsv4lite.models.deepseek_v4 import model as v4
 from dsv4lite.request import SamplingParams
 from dsv4lite.training import completion_logprobs, execution_contract, load_model
+from dsv4lite.weights.shared import SharedWeights
 from dsv4lite.weights.update import ModuleSource, NamedTensors
 from tests.e2e.engines import MODEST, SMALL, opened, prompts_of, write_model
 from tests.mla import write_random_model
@@ -149,6 +150,9 @@ def test_layers_can_be_wrapped(checkpoint: Path, way: str) -> None:
         found = gradients()
         assert len(runs) == len(policy.layers) * (1 if way == "sharded" else 2)
         assert all(found[name].equal(expected) for name, expected in wanted.items()) and "embed" in wanted
+        if way == "sharded":
+            with pytest.raises(WeightUpdateError, match="a DTensor, expected a whole tensor; ModuleSource"):
+                SharedWeights(policy.named_parameters())
         assert all(type(tensor) is torch.Tensor and tensor.equal(weights[name]) for name, tensor in ModuleSource(policy).tensors())
 
 

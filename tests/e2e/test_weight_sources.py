@@ -16,12 +16,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import Linear
 
 from dsv4lite.errors import DSV4LiteError, InvalidRequestError, WeightUpdateError
 from dsv4lite.llm import LLM
 from dsv4lite.weights.delta import DeltaSource
 from dsv4lite.weights.shared import HostPlace, IPCSource, SharedTensor, SharedWeights
-from dsv4lite.weights.update import DiskSource, NamedTensors
+from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors
 from tests.e2e.engines import MODEST, opened
 from tests.e2e.updates import ask, quantized_tensors, read, same, write_quantized
 
@@ -154,6 +155,15 @@ def test_disk_sources_of_wrong_arguments_are_refused(arguments: dict[str, Any]) 
     """``None`` was looked for on the hub by this name, and an empty name was the working directory."""
     with pytest.raises(InvalidRequestError, match=rf"^{next(iter(arguments))}="):
         DiskSource(**{"model": "folder", **arguments})
+
+
+@pytest.mark.parametrize(
+    "source, given",
+    [(IPCSource, None), (IPCSource, {"x": 1}), (NamedTensors, Linear(1, 1)), (ModuleSource, {}), (ModuleSource, Linear)],
+)
+def test_sources_of_other_things_are_refused(source: Any, given: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"must (be|map)"):
+        source(given)
 
 
 @pytest.mark.parametrize("arguments", [{"block": (0, 8)}, {"block": 8}, {"block": (8, 8, 8)}, {"before": []}], ids=str)
