@@ -80,9 +80,9 @@ class Resident:
             self._host.clear()
         if self._balancer is not None:
             self._balancer.on = False  # experts do not move during an update
-        formats, names = self._source.formats(), self._source.names
+        source, staging = self._source, self._host if staged else None
         transaction = Transaction(
-            self._model.slots(), names, formats, self._shards, self._device, staging=self._host if staged else None
+            self._model.slots(), source.names, source.formats(), self._shards, self._device, staging=staging, packing=source.form
         )
         self._open = (serial, transaction)
 

@@ -241,6 +241,7 @@ class Transaction:
         shards: Which part of each tensor this rank holds.
         device: Device of the slots, on which tensors are converted.
         staging: Memory for resident bytes until ``write``; ``None`` stores tensors in their slots at once.
+        packing: The weight-only format of the model's config. Random weights do not tell which matrices are in it.
     """
 
     def __init__(
@@ -252,10 +253,11 @@ class Transaction:
         device: torch.device,
         *,
         staging: HostMemory | None,
+        packing: QuantFormat | None = None,
     ) -> None:
         self._slots, self._names, self._formats, self._shards, self._device = slots, names, formats, shards, device
         self._mirror = None if staging is None else Mirror(staging)
-        self._quant_format = next((own for own in formats.values() if isinstance(own, QuantFormat)), None)
+        self._quant_format = packing
         self._waiting: dict[str, dict[str, Described]] = {}  # by matrix: a weight or a scale alone, some parts of a packed matrix
         self._incomplete: dict[str, list[str]] = {}  # packed matrices, with the leaves that have not arrived
         self._seen: set[str] = set()

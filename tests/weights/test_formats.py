@@ -210,6 +210,17 @@ def test_packed_tensors_replace_packed_matrices_and_floats_are_refused(tmp_path:
         assert llm.generate(PROMPT, GREEDY).token_ids == wanted and llm.weight_checksums() == sums
 
 
+@pytest.mark.parametrize("name", PACKINGS)
+def test_engine_with_random_weights_takes_packed_matrices(tmp_path: Path, name: str) -> None:
+    """Those that the checkpoint does not pack, too."""
+    folder = write_packed(tmp_path, PACKINGS[name], unpacked=("attn.wo.weight",)).folder
+    with opened(folder, dtype="float32") as llm:
+        wanted = llm.weight_checksums()
+    with opened(folder, dtype="float32", load_format="dummy") as llm:
+        load(llm, 1, DiskSource(str(folder)))
+        assert llm.weight_checksums() == wanted
+
+
 @pytest.mark.parametrize("name", sorted({*PACKINGS} - {"awq, groups of 32", "gptq, symmetric", "gptq_v2", "compressed-tensors"}))
 def test_delta_brings_all_tensors_of_the_packed_matrices_that_changed(tmp_path: Path, name: str) -> None:
     """Its order is the reverse of the checkpoint's; two matrices, a norm and one block of the embedding have changed."""
