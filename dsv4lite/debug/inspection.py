@@ -138,7 +138,8 @@ def _misfits(config: EngineConfig, source: ModelSource) -> Iterable[str]:
     if source.checkpoint is None:
         return ()
     numerics = replace(choose_numerics(config, source, torch.device("cpu")), device=torch.device("meta"))
-    skeleton = source.family.build(source.model, numerics, None, with_mtp=source.drafter is not None)
+    drafts = source.model.drafter is not None and any(name.startswith("mtp.") for name in source.headers)
+    skeleton = source.family.build(source.model, numerics, None, with_mtp=drafts)
     found = fit(source.headers, skeleton.slots())
     return (*found.missing, *found.mismatched, *found.unexpected)
 
