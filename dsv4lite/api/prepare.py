@@ -14,7 +14,7 @@ from dsv4lite.errors import InvalidRequestError, UnsupportedError, near_match, s
 from dsv4lite.request import Prompt, Replay, Request, Row, SamplingParams, check_request
 from dsv4lite.text.forms import ChatForm
 from dsv4lite.text.messages import END_THINK, THINK, function_of, json_content, list_of
-from dsv4lite.text.parse import CallSyntax, ChatParser
+from dsv4lite.text.parse import OPENING_ENDS, CallSyntax, ChatParser
 from dsv4lite.text.releases import call_marker
 from dsv4lite.text.tokenizer import EOS, LONG_TEXT, Tokenizer
 
@@ -133,6 +133,12 @@ def chat_job(
         function_of(tool, f"tools[{i}]")
     all_tools = json.loads(json_content(given, "the tools"))  # a copy
     choice = _tool_choice(tool_choice, [tool["function"]["name"] for tool in all_tools])
+    syntax: CallSyntax = "none" if choice == "none" else form.syntax
+    for function in (tool["function"] for tool in all_tools if syntax == "dsml"):
+        names = [function["name"], *((function.get("parameters") or {}).get("properties") or {})]
+        wrong = [name for name in names if any(end in name for end in OPENING_ENDS)]
+        problem = f"has the names {shown(wrong)}, which the markup of calls cannot hold; rename the tool or property"
+        require(not wrong, "tools", function["name"], problem)
     wanted = _params(info, params)
     must_call = choice not in ("auto", "none")
     guarded = must_call or (choice == "auto" and any(tool["function"].get("strict") for tool in all_tools))
@@ -142,7 +148,6 @@ def chat_job(
         token = tokenizer.token_id(marker)
         assert token is not None
         wanted = wanted.replace(bad_words_ids=(*wanted.bad_words_ids, (token,)))
-    syntax: CallSyntax = "none" if choice == "none" else form.syntax
     eos = tokenizer.token_id(EOS)
     shows_eos = eos in tokenizer.added_ids and not (wanted.skip_special_tokens and eos in tokenizer.special_ids)
 

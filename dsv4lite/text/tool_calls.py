@@ -15,7 +15,6 @@ from typing import Any
 from dsv4lite.checks import is_integer
 from dsv4lite.errors import InvalidRequestError, UnsupportedError, shown
 from dsv4lite.text.messages import DSML, THINK
-from dsv4lite.text.parse import OPENING_ENDS
 from dsv4lite.text.releases import CallForm, call_marker
 from dsv4lite.text.structured import (
     COMPACT,
@@ -198,8 +197,6 @@ def _problem_in_dsml(schema: Mapping[str, Any]) -> str | None:
     inner = measure(definitions)[1]
     others = {} if isinstance(schema.get("properties"), dict) else {"additionalProperties": schema.get("additionalProperties")}
     for name, rule in (properties or others).items():
-        if any(end in name for end in OPENING_ENDS):
-            return f"the property {shown(name)}, and the markup of calls cannot hold this name; rename the property"
         document = {**rule, **definitions} if isinstance(rule, dict) else {}
         references = measure(rule)[1]
         for reference in sorted(references and references | inner):

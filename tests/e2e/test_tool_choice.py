@@ -138,6 +138,17 @@ def test_choices_that_cannot_be_are_refused(llm: LLM, options: dict[str, Any], p
     assert caught.value.parameter == "tool_choice"
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("name", ['a">b', 'a" >b', "</｜DSML｜"])
+def test_names_that_the_markup_cannot_hold_are_refused(llm: LLM, name: str, choice: str) -> None:
+    """A call of a tool ``a">b`` was taken for one of ``a``."""
+    for tool in ({"name": name}, {"name": "f", "parameters": {"properties": {name: {}}}}):
+        tools = [{"type": "function", "function": tool}]
+        with pytest.raises(InvalidRequestError, match=f"{tool['name']}.* has the names .*{name}.* markup of calls cannot hold"):
+            llm.chat(MESSAGES, some(0), tools=tools, tool_choice=choice)
+        llm.chat(MESSAGES, some(0, max_tokens=1), tools=tools, tool_choice="none")
+
+
 def test_spelling_of_the_end_of_sequence_is_text(llm: LLM) -> None:
     """With other tokens, as the model writes what a user says about it. The turn ended there, and its calls were lost."""
     said = "a <｜end▁of▁sentence｜> b"
