@@ -218,7 +218,7 @@ def as_pair(item: Any) -> tuple[Any, Any]:
 
 def is_distributed(given: object) -> bool:
     """Return whether an object is a ``DTensor``, of whose numbers this process may have only some."""
-    module = sys.modules.get("torch.distributed.tensor")  # whoever has one has imported it, which takes long
+    module = sys.modules.get("torch.distributed.tensor")  # imported where there is one; importing it takes long
     return module is not None and isinstance(given, module.DTensor)
 
 
