@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -125,8 +126,8 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    environment.globals["raise_exception"] = _refuse
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
     template = environment.from_string(source)
 
     def render(
@@ -177,6 +178,13 @@ def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
 
 def _refuse(problem: str) -> None:
     raise ValueError(problem)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """The filter of transformers, whose options may be given by position."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _with_other_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:

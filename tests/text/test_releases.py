@@ -455,11 +455,11 @@ def test_control_tokens_of_messages_are_text(said: str) -> None:
     assert [tokens.id_to_bytes(id).decode() for id in ids if id in tokens.added_ids] == [B, U, E, U, A]
 
 
-@pytest.mark.parametrize("options", ["", "ensure_ascii=true"])
+@pytest.mark.parametrize("options", ["", "ensure_ascii=true", "true, none, none"])
 def test_template_may_escape_what_is_not_ascii(options: str) -> None:
     """Of a control token in a text, escapes of the character that had cut it stayed in the prompt."""
-    form = template_form("{{ messages[0].content | tojson(" + options + ") }}")
-    assert "".join(form.render([user(f"{U} <")])) == json.dumps(f"{U} <", ensure_ascii=bool(options))
+    form = template_form("{{ messages[0].content | tojson(" + options + ") }}{{ strftime_now('%%') }}")
+    assert "".join(form.render([user(f"{U} <")])) == json.dumps(f"{U} <", ensure_ascii=bool(options)) + "%"
 
 
 @given(st.sampled_from([*MARKS, "<｜DSML｜"]), st.lists(st.integers(1, 8), max_size=3), st.sampled_from(["", " ", "\n"]))
@@ -482,7 +482,7 @@ def test_control_token_in_pieces_is_text(token: str, cuts: list[int], blank: str
         ("{{ raise_exception('roles must alternate') }}", [user("a")], "does not take this conversation: roles must alternate"),
         ("{{ messages[0].content + 1 }}", [user("a")], "does not take this conversation"),
         ("{{ messages.append(1) }}", [user("a")], "does not take this conversation"),
-        ("{{ strftime_now('%Y') }}", [user("a")], "does not take this conversation: 'strftime_now' is undefined"),
+        ("{{ now('%Y') }}", [user("a")], "does not take this conversation: 'now' is undefined"),
         ("{{ ''.__class__.__mro__ }}", [user("a")], "does not take this conversation"),
         (TEMPLATE, [], "messages is empty"),
         (TEMPLATE, [3], r"messages\[0\] is not a mapping"),
