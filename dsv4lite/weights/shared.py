@@ -132,7 +132,7 @@ class SharedWeights:
         self._held: list[Tensor] = []
         self._file, self._path = _open_memory()
         try:
-            for name, tensor in map(as_pair, tensors):
+            for name, tensor in as_pairs(tensors):
                 check_item(name, tensor, Tensor)
                 self.handles.append(self._share(name, tensor.detach().contiguous(), on_host))
         except BaseException:
@@ -204,16 +204,19 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(-1).view(torch.uint8)
 
 
-def as_pair(item: Any) -> tuple[Any, Any]:
-    """Return an item of a source, a pair.
+def as_pairs(items: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the items of a source, pairs.
 
     Raises:
-        WeightUpdateError: It is something else, such as a name where a mapping was given in place of its items.
+        WeightUpdateError: One is something else, such as a name where a mapping was given in place of its items, or a module.
     """
-    if isinstance(item, (tuple, list)) and len(item) == 2:
-        return item[0], item[1]
-    problem = f"{shown(item)}: expected a pair of a name and a tensor; those of a mapping are its items()"
-    raise WeightUpdateError("the update does not fit the model:", mismatched=[problem])
+    for item in items if isinstance(items, Iterable) else (items,):
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            rule = (
+                "expected a pair of a name and a tensor; those of a mapping are its items(), of a module ModuleSource(it).tensors()"
+            )
+            raise WeightUpdateError("the update does not fit the model:", mismatched=[f"{shown(item)}: {rule}"])
+        yield item[0], item[1]
 
 
 def is_distributed(given: object) -> bool:

@@ -30,7 +30,7 @@ from dsv4lite.weights.loader import MATRIX_FORMATS, OwnFormat, fit, read_assigne
 from dsv4lite.weights.mirror import Mirror
 from dsv4lite.weights.names import NameTables
 from dsv4lite.weights.quant import Slot
-from dsv4lite.weights.shared import SharedTensor, as_pair, bytes_of, check_item, is_distributed
+from dsv4lite.weights.shared import SharedTensor, as_pairs, bytes_of, check_item, is_distributed
 from dsv4lite.weights.tensors import FORMATS
 
 Given = Tensor | TensorInfo | SharedTensor
@@ -64,7 +64,7 @@ class NamedTensors:
         if isinstance(self._tensors, Mapping):
             yield from self._tensors.items()
             return
-        for name, tensor in map(as_pair, self._tensors):
+        for name, tensor in as_pairs(self._tensors):
             yield name, tensor.detach().clone() if isinstance(tensor, Tensor) else tensor
 
 
@@ -217,7 +217,7 @@ def buckets(tensors: Iterable[tuple[str, Given]]) -> Iterator[Bucket]:
     """
     bucket: list[tuple[str, Given]] = []
     size = 0
-    for name, tensor in map(as_pair, tensors):
+    for name, tensor in as_pairs(tensors):
         check_item(name, tensor, Given)
         bucket.append((plain(name), tensor))
         size += tensor.nbytes

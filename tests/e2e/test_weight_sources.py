@@ -22,7 +22,7 @@ from dsv4lite.errors import DSV4LiteError, InvalidRequestError, WeightUpdateErro
 from dsv4lite.llm import LLM
 from dsv4lite.weights.delta import DeltaSource
 from dsv4lite.weights.shared import HostPlace, IPCSource, SharedTensor, SharedWeights
-from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors
+from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors, broadcast_weights
 from tests.e2e.engines import MODEST, opened
 from tests.e2e.updates import ask, quantized_tensors, read, same, write_quantized
 
@@ -108,6 +108,15 @@ def test_shared_memory_of_weights_that_are_dropped_is_freed() -> None:
         gc.collect()
     with pytest.raises(OSError, match=r"is not the memory|No such file"):
         handle.open(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("share", [SharedWeights, broadcast_weights])
+@pytest.mark.parametrize("given", [None, Linear(1, 1), ModuleSource(Linear(1, 1))], ids=["None", "module", "source"])
+def test_only_pairs_are_shared(share: Any, given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda *arguments, **settings: None)
+    with pytest.raises(WeightUpdateError, match=r"expected a pair .* of a module ModuleSource\(it\)\.tensors\(\)"):
+        share(given)
 
 
 @pytest.mark.parametrize("given", [torch.eye(2).to_sparse(), torch.empty(2, device="meta"), 5], ids=["sparse", "meta", "number"])
