@@ -22,7 +22,7 @@ from dsv4lite.planning.memory import choose_numerics
 from dsv4lite.request import Replay, SamplingParams, check_vocabulary
 from dsv4lite.sampling.sampler import MAX_TEMPERATURE, MIN_TEMPERATURE
 from dsv4lite.weights.source import ModelSource
-from dsv4lite.weights.update import checksum
+from dsv4lite.weights.update import checksum, gathered
 
 _EDITS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
 _FILTERS = ("top_k", "top_p", "min_p")  # without effect on greedy sampling
@@ -60,12 +60,14 @@ def load_model(model: str | os.PathLike[str], **settings: Unpack[EngineSettings]
 def execution_contract(model: TrainableModel) -> ExecutionContract:
     """Return all that the model's bits depend on; an engine of one rank with equal weights and settings has an equal contract.
 
+    All ranks that share a sharded model (FSDP2) must call it together.
+
     Raises:
         InvalidRequestError: The model is not one of this package.
     """
     _check_model(model)
     sums = {
-        name: f"{checksum(slot.values().float(), tuple(slice(0, n) for n in slot.shape), slot.shape):016x}"
+        name: f"{checksum(gathered(slot.values()).float(), tuple(slice(0, n) for n in slot.shape), slot.shape):016x}"
         for name, slot in model.slots().items()
     }
     return ExecutionContract.of(model.config, model.numerics, model.shard.mesh.layout, sums)

@@ -90,13 +90,14 @@ class ModuleSource:
         """Yield the module's tensors."""
         if isinstance(self._module, _HasSlots):
             for name, slot in self._module.slots().items():
-                yield name, _gathered(slot.values())
+                yield name, gathered(slot.values())
             return
         for name, tensor in self._module.state_dict().items():
-            yield name, _gathered(tensor)
+            yield name, gathered(tensor)
 
 
-def _gathered(tensor: Any) -> Tensor:
+def gathered(tensor: Any) -> Tensor:
+    """Return a tensor; of a ``DTensor`` the whole, which all ranks of its mesh must ask for together."""
     whole: Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor
     return whole
 

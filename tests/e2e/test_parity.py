@@ -134,6 +134,7 @@ def test_layers_can_be_wrapped(checkpoint: Path, way: str) -> None:
         return {name: getattr(p.grad, "full_tensor", p.grad.clone)() for name, p in found.items() if p.grad is not None}
 
     wanted, weights, runs = gradients(), {name: tensor.clone() for name, tensor in ModuleSource(policy).tensors()}, []
+    contract = execution_contract(policy)
     policy.zero_grad()
     for i, layer in enumerate(policy.layers):
         layer.register_forward_pre_hook(lambda *_: runs.append(1))
@@ -150,6 +151,7 @@ def test_layers_can_be_wrapped(checkpoint: Path, way: str) -> None:
         found = gradients()
         assert len(runs) == len(policy.layers) * (1 if way == "sharded" else 2)
         assert all(found[name].equal(expected) for name, expected in wanted.items()) and "embed" in wanted
+        assert execution_contract(policy) == contract
         if way == "sharded":
             with pytest.raises(WeightUpdateError, match="a DTensor, expected a whole tensor; ModuleSource"):
                 SharedWeights(policy.named_parameters())
