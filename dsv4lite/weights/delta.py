@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ _SCALES = (".scale", "_scale_inv")
 _ELEMENTS = 1 << 22  # written at a time, to bound the memory of their indices
 
 
+@runtime_checkable
 class _Source(Protocol):
     def tensors(self) -> Iterable[tuple[str, Any]]: ...
 
@@ -50,7 +51,7 @@ class DeltaSource:
         leaves: Last parts of the names of a packed matrix's tensors; for a format of the host's own, those of its ``parts``.
 
     Raises:
-        InvalidRequestError: ``before`` is no mapping, or ``block`` is not two sizes.
+        InvalidRequestError: ``source`` is no source, ``before`` is no mapping, or ``block`` is not two sizes.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class DeltaSource:
         sizes = tuple(block) if isinstance(block, (tuple, list)) else ()
         good = len(sizes) == 2 and all(is_integer(n) and n > 0 for n in sizes)
         require(good, "block", block, "must be two integers above 0: the rows and the columns of a block")
+        require(isinstance(source, _Source), "source", source, "must have a method tensors; NamedTensors takes a mapping")
         require(isinstance(before, Mapping), "before", before, "must map names to tensors")
         self._source, self._before, self._block, self._leaves = source, before, block, frozenset(leaves)
 

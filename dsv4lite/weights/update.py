@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsv4lite.checks import file_name, plain, require
+from dsv4lite.checks import file_name, is_integer, plain, require
 from dsv4lite.errors import CheckpointError, ConfigError, WeightUpdateError, described, shown
 from dsv4lite.kernels.four_bit import FourBit
 from dsv4lite.kernels.quantize import quantize_matrix
@@ -143,9 +143,13 @@ class ProcessGroupSource:
         source: Global rank of the sender.
         group: The process group; ``None`` for the default group.
         device: Device on which the group's backend works.
+
+    Raises:
+        InvalidRequestError: ``source`` is no rank.
     """
 
     def __init__(self, source: int, *, group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu") -> None:
+        require(is_integer(source) and source >= 0, "source", source, "must be the global rank of the sender")
         self._source, self._group, self._device = source, group, torch.device(device)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -22,7 +22,7 @@ from dsv4lite.errors import DSV4LiteError, InvalidRequestError, WeightUpdateErro
 from dsv4lite.llm import LLM
 from dsv4lite.weights.delta import DeltaSource
 from dsv4lite.weights.shared import HostPlace, IPCSource, SharedTensor, SharedWeights
-from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors, broadcast_weights
+from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors, ProcessGroupSource, broadcast_weights
 from tests.e2e.engines import MODEST, opened
 from tests.e2e.updates import ask, quantized_tensors, read, same, write_quantized
 
@@ -168,17 +168,26 @@ def test_disk_sources_of_wrong_arguments_are_refused(arguments: dict[str, Any]) 
 
 @pytest.mark.parametrize(
     "source, given",
-    [(IPCSource, None), (IPCSource, {"x": 1}), (NamedTensors, Linear(1, 1)), (ModuleSource, {}), (ModuleSource, Linear)],
+    [
+        (IPCSource, None),
+        (IPCSource, {"x": 1}),
+        (NamedTensors, Linear(1, 1)),
+        (ModuleSource, {}),
+        (ModuleSource, Linear),
+        (ProcessGroupSource, None),
+    ],
 )
 def test_sources_of_other_things_are_refused(source: Any, given: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"must (be|map)"):
         source(given)
 
 
-@pytest.mark.parametrize("arguments", [{"block": (0, 8)}, {"block": 8}, {"block": (8, 8, 8)}, {"before": []}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"block": (0, 8)}, {"block": 8}, {"block": (8, 8, 8)}, {"before": []}, {"source": {}}], ids=str
+)
 def test_deltas_of_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=next(iter(arguments))):
-        DeltaSource(NamedTensors({}), **{"before": {}, **arguments})
+        DeltaSource(**{"source": NamedTensors({}), "before": {}, **arguments})
 
 
 def test_blocks_are_no_larger_than_their_tensor() -> None:
