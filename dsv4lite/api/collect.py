@@ -22,6 +22,7 @@ from dsv4lite.request import (
     Delta,
     FinishReason,
     Logprobs,
+    LogprobsMode,
     Replay,
     Request,
     RequestOutput,
@@ -136,7 +137,7 @@ class Collector:
             prompt_token_ids=request.prompt_token_ids,
             outputs=tuple(c.output(len(request.prompt_token_ids)) for c in self._completions),
             index=self._index,
-            prompt_logprobs=Logprobs.join(self._prompt_logprobs) if self._prompt_logprobs else None,
+            prompt_logprobs=self._scores(),
             usage=Usage(
                 prompt_tokens=len(request.prompt_token_ids),
                 completion_tokens=sum(len(c.token_ids) for c in self._completions),
@@ -149,6 +150,11 @@ class Collector:
         if self._error is None:
             return output
         return replace(output, error=_with_output(self._error, output))
+
+    def _scores(self) -> Logprobs | None:
+        if self._prompt_logprobs or (top := self._request.params.prompt_logprobs) is None:
+            return Logprobs.join(self._prompt_logprobs) if self._prompt_logprobs else None
+        return _logprobs_of(array("f"), array("i"), array("i"), array("f"), top)  # the prompt has one token, or has not run
 
 
 class _Completion:
@@ -324,10 +330,16 @@ class _Completion:
         """Return the log-probabilities of the tokens from ``begin`` on, ``None`` if they were not asked for."""
         if (top := self._params.logprobs) is None:
             return None
-        sampled, ranks, best = _tensor(self._sampled[begin:]), _tensor(self._ranks[begin:]), _tensor(self._best[begin * top :])
-        values = _tensor(self._values[begin * top :]).view(len(sampled), top)
-        mode = self._params.logprobs_mode
-        return Logprobs(sampled=sampled, ranks=ranks, token_ids=best.view(values.shape), values=values, mode=mode)
+        best, values = self._best[begin * top :], self._values[begin * top :]
+        return _logprobs_of(self._sampled[begin:], self._ranks[begin:], best, values, top, self._params.logprobs_mode)
+
+
+def _logprobs_of(
+    sampled: array[float], ranks: array[int], best: array[int], values: array[float], top: int, mode: LogprobsMode = "raw"
+) -> Logprobs:
+    shape = len(sampled), top
+    lists = {"token_ids": _tensor(best).view(shape), "values": _tensor(values).view(shape)}
+    return Logprobs(sampled=_tensor(sampled), ranks=_tensor(ranks), **lists, mode=mode)
 
 
 def _tensor(values: array[Any]) -> torch.Tensor:

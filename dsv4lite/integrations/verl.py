@@ -97,9 +97,10 @@ class Server:
         extra: dict[str, Any] = {"global_steps": self._global_steps}  # an update may have come while the request was waiting
         (completion,) = output.outputs
         if (best := params.prompt_logprobs) is not None:
-            scores = output.prompt_logprobs  # ``None`` for a prompt of one token
-            ids = scores.token_ids.tolist() if scores is not None and best else [[token] for token in output.prompt_token_ids[1:]]
-            values = [] if scores is None else scores.values.tolist() if best else scores.sampled[:, None].tolist()
+            scores = output.prompt_logprobs
+            assert scores is not None
+            ids = scores.token_ids.tolist() if best else [[token] for token in output.prompt_token_ids[1:]]
+            values = scores.values.tolist() if best else scores.sampled[:, None].tolist()
             extra["prompt_ids"] = [*ids, [0] * max(best, 1)]  # verl wants a row for each token, and the last has none
             extra["prompt_logprobs"] = [*values, [0.0] * max(best, 1)]
         drafter, usage = self._llm.config.speculative, output.usage

@@ -221,9 +221,10 @@ def test_collector_measures_from_arrival() -> None:
 
 
 def test_collector_aborted_at_once_has_an_empty_output() -> None:
-    got = collector(SamplingParams(n=2, logprobs=3))
+    got = collector(SamplingParams(n=2, logprobs=3, prompt_logprobs=2))
     got.end("abort")
     out = got.output(15.0)
+    assert out.prompt_logprobs is not None and out.prompt_logprobs.values.shape == (0, 2)
     assert [(c.text, c.token_ids, c.finish_reason) for c in out.outputs] == [("", (), "abort")] * 2
     logprobs = out.outputs[0].logprobs
     assert logprobs is not None and logprobs.token_ids.shape == (0, 3) and out.outputs[0].cumulative_logprob == 0

@@ -116,6 +116,8 @@ def test_prompt_logprobs_are_those_of_score(llm: LLM) -> None:
     torch.testing.assert_close(out.prompt_logprobs.sampled, scored.sampled, rtol=0, atol=1e-5)
     torch.testing.assert_close(out.prompt_logprobs.values, scored.values, rtol=0, atol=1e-5)
     assert torch.equal(out.prompt_logprobs.ranks, scored.ranks)
+    first = llm.generate(OTHER[:1], seeded(prompt_logprobs=3, max_tokens=1)).prompt_logprobs
+    assert first is not None and first.values.shape == (0, 3)
 
 
 def test_raw_logprobs_are_those_of_score_whatever_distribution_is_sampled(llm: LLM) -> None:

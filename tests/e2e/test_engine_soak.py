@@ -235,7 +235,7 @@ class Host:
                 assert completion.logprobs.sampled.isfinite().all()
             if params.allowed_token_ids is not None:
                 assert set(ids) <= {*params.allowed_token_ids, END_THINK}
-        if params.prompt_logprobs is not None and output.outputs[0].finish_reason in ("length", "stop") and len(prompt) > 1:
+        if params.prompt_logprobs is not None and output.outputs[0].finish_reason in ("length", "stop"):
             assert output.prompt_logprobs is not None
             assert output.prompt_logprobs.values.shape == (len(prompt) - 1, params.prompt_logprobs)
 
