@@ -233,7 +233,7 @@ class AsyncLLM(BaseLLM):
 
         Raises:
             EngineDeadError, EngineStateError: The engine failed, was closed or lost its weights. ``target`` keeps its lines.
-            InvalidRequestError: ``params`` are of another kind.
+            InvalidRequestError: ``params`` are of another kind, or ask for what a line of outputs has no place for.
             ConfigError: ``source`` or ``target`` is not a path or not a file, ``target`` holds other data than outputs of these
                 requests, or another run is writing it.
             OSError: A file cannot be read or written. ``target`` keeps its lines.

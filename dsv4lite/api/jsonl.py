@@ -34,6 +34,7 @@ _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _PROMPTS = ("messages", "prompt", "prompt_token_ids")
 _CHAT_KEYS = ("tools", "tool_choice", "reasoning_effort")
 _PLAIN_KEYS = frozenset((*_PROMPTS, *_CHAT_KEYS, *(f.name for f in fields(SamplingParams))))
+_NO_PLACE = ("prompt_logprobs", "return_routed_experts", "return_replay")
 _OUTPUT_PREFIX = b'{"id": "row-'  # of every output line
 # Characters that JSON does not escape, and at which str.splitlines would break an output line in two.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
@@ -94,6 +95,7 @@ class RowFiles:
 
     def __init__(self, source: str | os.PathLike[str], target: str | os.PathLike[str], params: SamplingParams | None) -> None:
         check_params(params)
+        _check_place(params)
         for name, path in (("source", source), ("target", target)):
             if problem := file_name(path):
                 raise ConfigError(f"{name}={shown(path)} {problem}")
@@ -205,6 +207,7 @@ class RowFiles:
         body, options, self._tokenizer = row.body, Options(index=index), info.tokenizer
         base = info.default_params if self._params is None else self._params
         wanted = base.replace(**openai_settings(body))
+        _check_place(wanted)
         if row.chat:
             choice = body.get("tool_choice") or "auto"
             tools, effort = body.get("tools"), body.get("reasoning_effort")
@@ -256,6 +259,13 @@ class RowFiles:
             completion_tokens=self._completion_tokens,
             seconds=time.monotonic() - self._begun,
         )
+
+
+def _check_place(params: SamplingParams | None) -> None:
+    """Refuse settings whose results have no place in a line of OpenAI's format."""
+    for name in _NO_PLACE if params is not None else ():
+        value = getattr(params, name)
+        require(value is None or value is False, name, value, "is not written to a file; leave it out, or call generate_batch")
 
 
 def _lock(file: BinaryIO, *, release: bool = False) -> None:

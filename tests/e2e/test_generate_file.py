@@ -49,6 +49,8 @@ BAD: dict[str, str] = {
     '{"prompt_token_ids": [1, 99999]}': "99999",
     '{"messages": [{"role": "nobody", "content": ""}]}': "role",
     '{"messages": [{"role": "user", "content": "a"}], "reasoning_effort": ""}': "reasoning='' must be",
+    '{"prompt": "a", "prompt_logprobs": 0}': "prompt_logprobs=0 is not written to a file",
+    '{"url": "/v1/completions", "body": {"prompt": "a", "return_replay": true}}': "return_replay=True is not written to a file",
     '{"custom_id": 3, "prompt": "a"}': "custom_id=3 must be a string",
     '{"custom_id": "\\ud800", "prompt": "a"}': "must be a string without lone surrogates",
     "[" * 100_000: "the line is not JSON",
@@ -266,6 +268,8 @@ def test_files_that_do_not_fit_are_refused_and_stay_as_they_are(llm: LLM, tmp_pa
         assert target.read_bytes().startswith(content)
     with pytest.raises(InvalidRequestError, match="must be SamplingParams or None"):
         llm.generate_file(source, tmp_path / "new", {"max_tokens": 4})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="return_routed_experts=True is not written to a file"):
+        llm.generate_file(source, tmp_path / "new", DEFAULTS.replace(return_routed_experts=True))
     with pytest.raises(ConfigError, match="source and target are the same file"):
         llm.generate_file(source, source, DEFAULTS)
     for bad in ("a\0b", "", None):
