@@ -141,7 +141,7 @@ class FakeEngine:
             return self.call(lambda: [function("model", 0, *given)])
         return self._told(method, *arguments)
 
-    def load_weights(self, serial: int, source: Any) -> None:
+    def load_weights(self, serial: int, source: Any, ended: Callable[[], bool]) -> None:
         for name, _ in source.tensors():
             self._told("take", serial, name).result(10)
 

@@ -587,7 +587,7 @@ class Session:
 
         def run() -> None:
             try:
-                engine.load_weights(update.serial, source)
+                engine.load_weights(update.serial, source, lambda: update.ended or future.done())
             except BaseException as error:
                 _fail(future, error)
             else:

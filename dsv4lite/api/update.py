@@ -67,6 +67,8 @@ class AsyncWeightUpdate:
             reason = f"did not end within {seconds:g} s" if late else f"failed: {described(error)}"
             self._failure = WeightUpdateError(f"the source of the update {reason}")
             raise self._failure from error
+        finally:
+            loaded.cancel()  # if it goes on: the source is read no further
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         session, update = self._session, self._update

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from copy import copy
@@ -45,7 +45,7 @@ from dsv4lite.text.structured import GrammarCompiler, StructuredOutputs
 from dsv4lite.text.tokenizer import Tokenizer
 from dsv4lite.weights.quant import Numerics
 from dsv4lite.weights.source import progress_of
-from dsv4lite.weights.update import buckets
+from dsv4lite.weights.update import Given, buckets
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -231,8 +231,11 @@ class Engine:
         """Call a method of every rank's ``Resident`` between two steps; return the results by rank."""
         return self.call(lambda engine: engine._ask(method, *arguments))
 
-    def load_weights(self, serial: int, source: WeightSource) -> None:
+    def load_weights(self, serial: int, source: WeightSource, ended: Callable[[], bool]) -> None:
         """Send a source's tensors to every rank, one bucket at a time. Blocks the caller; the engine can step between two buckets.
+
+        Args:
+            ended: Asked after each tensor; the source is not read further once it returns ``True``.
 
         Raises:
             WeightUpdateError: The tensors do not fit the model, or the update has ended.
@@ -240,7 +243,14 @@ class Engine:
         """
         if not isinstance(source, WeightSource):
             raise WeightUpdateError(f"{shown(source)} is not a source of weights; pass a NamedTensors, ModuleSource or DiskSource")
-        for bucket in buckets(source.tensors()):
+
+        def tensors() -> Iterator[tuple[str, Given]]:
+            for pair in source.tensors():
+                if ended():
+                    raise WeightUpdateError("this update has ended")
+                yield pair
+
+        for bucket in buckets(tensors()):
             self.ask("take", serial, bucket).result()
 
     def memory_state(self) -> tuple[frozenset[MemoryTag], bool]:

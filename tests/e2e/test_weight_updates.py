@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -630,6 +630,30 @@ async def test_update_whose_load_was_cancelled_rolls_back(models: tuple[Path, Pa
                     await update.load(DiskSource(str(models[1])))
         assert scope.cancelled_caught and (llm.state, llm.weight_version) == (Phase.READY, 0)
         assert same(await llm.generate(PROMPT, GREEDY), fresh[0][0])
+
+
+@both_loops
+@pytest.mark.parametrize("way", ["cancelled", "late"])
+async def test_load_that_has_ended_reads_its_source_no_further(models: tuple[Path, Path], way: str) -> None:
+    """It read the next 64 MiB, here all of it."""
+    yielded: list[str] = []
+    go = threading.Event()
+
+    def slow() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in read(models[1]).items():
+            yielded.append(name)
+            yield name, tensor
+            go.wait(60)
+
+    async with AsyncLLM(str(models[0]), **{**MODEST, **EXACT}) as llm:
+        with pytest.raises(WeightUpdateError, match="rolled back"):
+            async with llm.update_weights(1, partial=True) as update:
+                with anyio.move_on_after(0.2), suppress(WeightUpdateError):
+                    await update.load(NamedTensors(slow()), deadline=0.1 if way == "late" else None)
+                go.set()
+                for thread in [thread for thread in threading.enumerate() if thread.name == "dsv4lite-weights"]:
+                    await anyio.to_thread.run_sync(thread.join, 60)
+        assert len(yielded) == 2
 
 
 def test_update_that_is_left_while_a_load_goes_on_rolls_back(llm: LLM, models: tuple[Path, Path], fresh: Any) -> None:
