@@ -162,7 +162,8 @@ class ModelSource:
         headers: Mapping[str, Header] = {}
         if checkpoint is None:
             dtype = str(raw.get("torch_dtype") or raw.get("dtype"))
-            stored: object = raw.get("expert_dtype", model.expert_format) if model.quantized else "unquantized"
+            default = (raw.get("quantization_config") or {}).get("expert_dtype", model.expert_format)  # where transformers moves it
+            stored: object = raw.get("expert_dtype", default) if model.quantized else "unquantized"
             expert_format: ExpertFormat = "fp4" if stored == "fp4" else "fp8" if stored == "fp8" else "unquantized"
             scales: str | None = ("F8_E8M0" if model.byte_scales else "F32") if model.quantized else None
             if form is not None and form.group:

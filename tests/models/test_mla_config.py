@@ -70,7 +70,10 @@ def test_magnitudes_are_those_of_transformers(magnitudes: dict[str, float]) -> N
 
 def test_rope_parameters_of_newer_writers_say_the_same() -> None:
     nested = {"rope_theta": 10000.0, "rope_type": "yarn", **{k: v for k, v in V3["rope_scaling"].items() if k != "type"}}
-    assert parse_config(changed(V3, rope_scaling=None, rope_theta=None, rope_parameters=nested)) == parse_config(V3)
+    for key in ("rope_parameters", "rope_scaling"):
+        assert parse_config(changed(V3, **{"rope_scaling": None, "rope_theta": None, key: {**nested, "rope_theta": 500.0}})) == (
+            parse_config({**V3, "rope_theta": 500.0})
+        )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -104,7 +107,8 @@ def test_foreign_key_is_passed_over(key: str) -> None:
 
 
 def test_selection_of_every_layer_is_its_own() -> None:
-    assert parse_config({**V32, "index_topk_freq": 1}) == parse_config(V32)
+    for whole in ({"index_topk_freq": 1}, {"index_topk_pattern": "F" * 61}, {"index_topk_pattern": "F" * 61, "index_topk_freq": 4}):
+        assert parse_config({**V32, **whole}) == parse_config(V32)
 
 
 def test_missing_keys_are_all_named() -> None:
@@ -138,6 +142,8 @@ def test_missing_keys_are_all_named() -> None:
         (V32, {"indexer_types": ["full", "shared"]}, "indexer_types has 'shared'"),
         (V32, {"indexer_types": ["full", "shared"], "index_topk_freq": 4}, "indexer_types has 'shared'"),  # GLM-5.2
         (V32, {"index_topk_freq": 4}, "index_topk_freq=4: layers that reuse"),
+        (V32, {"index_topk_pattern": "FSSF"}, "index_topk_pattern has 'S': layers that reuse"),
+        (V32, {"index_topk_pattern": ["full", "shared"]}, "index_topk_pattern has 'shared': layers that reuse"),
     ],
 )
 def test_what_these_models_are_not_is_unsupported(raw: Mapping[str, Any], settings: dict[str, Any], message: str) -> None:

@@ -33,6 +33,7 @@ def test_transformers_config_means_the_same_model() -> None:
     # A module of transformers has no MTP block.
     without_mtp = changed(TINY, num_nextn_predict_layers=0, compress_ratios=TINY["compress_ratios"][:5])
     assert parse_config(saved) == parse_config(without_mtp)
+    assert parse_config(changed(TINY, rope_scaling=None, rope_parameters=scaling)) == parse_config(TINY)
 
 
 def test_transformers_default_rope_means_no_yarn() -> None:

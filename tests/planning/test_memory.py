@@ -153,6 +153,15 @@ def test_plan_of_uneven_stages_counts_what_each_of_them_allocates(tmp_path: Path
     assert plan.fits and [budget.state for budget in plan.per_device] == held and min(held) < max(held) <= 4 << 20
 
 
+def test_dtype_of_experts_may_be_in_the_quantization_config(tmp_path: Path) -> None:
+    """Transformers moves it there; experts were planned in FP4."""
+    settings, sizes = {key: value for key, value in FLASH.items() if key != "expert_dtype"}, []
+    for raw in ({"expert_dtype": "fp8"}, {"quantization_config": {**FLASH["quantization_config"], "expert_dtype": "fp8"}}):
+        folder = config_only(tmp_path, {**settings, **raw})
+        sizes.append(plan_memory(folder, gpu="h200", load_format="dummy").per_device[0].weights)
+    assert sizes[0] == sizes[1] > 256 * GIB
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_plan_counts_tokens_and_sequences_in_each_replica(small: str, replicas: int) -> None:
     """It printed the numbers of one replica as those of all."""

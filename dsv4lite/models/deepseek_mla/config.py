@@ -47,7 +47,7 @@ _KEYS = Keys(
     fixed_yarn={"truncate": True, "attention_factor": None},
     others=(
         *("first_k_dense_replace", "moe_layer_freq", "mlp_layer_types", "layer_types", "indexer_types", "index_topk_freq"),
-        *("indexer_rope_interleave", "scoring_func", "topk_method", "norm_topk_prob", "num_key_value_heads"),
+        *("index_topk_pattern", "indexer_rope_interleave", "scoring_func", "topk_method", "norm_topk_prob", "num_key_value_heads"),
         *("rope_scaling", "rope_parameters", "quantization_config", "architectures", "model_type", "bos_token_id", "eos_token_id"),
     ),
     ignored=("qk_head_dim", "head_dim", "attention_dropout", "pad_token_id", "num_local_experts", "num_experts", "ep_size"),
@@ -236,8 +236,9 @@ def _routed(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
 
 def _interleaved(raw: Mapping[str, Any], kind: str) -> bool:
     """Return ``index_interleaved``; raise ``UnsupportedError`` if layers reuse the selection of others."""
-    kinds = list_of(raw, "indexer_types", str)
-    shared = [f"indexer_types has {shown(kind)}" for kind in kinds or () if kind != "full"]
+    key = "index_topk_pattern" if raw.get("indexer_types") is None else "indexer_types"
+    kinds = list(raw[key]) if isinstance(raw.get(key), str) else list_of(raw, key, str)
+    shared = [f"{key} has {shown(kind)}" for kind in kinds or () if kind not in ("full", "F")]
     if kinds is None and raw.get("index_topk_freq") not in (None, 1):  # the list takes precedence
         shared.append(f"index_topk_freq={shown(raw['index_topk_freq'])}")
     if shared:
@@ -250,9 +251,11 @@ def _interleaved(raw: Mapping[str, Any], kind: str) -> bool:
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of ``rope_scaling`` or ``rope_parameters``; a top-level ``rope_theta`` takes precedence."""
-    nested = mapping(raw, "rope_parameters")
+    scaling, nested = mapping(raw, "rope_scaling"), mapping(raw, "rope_parameters")
     out: dict[str, Any] = {}
-    if raw.get("rope_theta") is None and nested.get("rope_theta") is not None:
-        out["rope_theta"] = _KEYS.real(nested, "rope_theta")
-    yarn = _KEYS.yarn(mapping(raw, "rope_scaling") or nested)
+    for part in (raw, scaling, nested):
+        if part.get("rope_theta") is not None:
+            out["rope_theta"] = _KEYS.real(part, "rope_theta")
+            break
+    yarn = _KEYS.yarn(scaling or nested)
     return out if yarn is None else {**out, "yarn": yarn}

@@ -299,6 +299,8 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary settings of ``rope_parameters``; keys of the release form take precedence."""
     nested = mapping(raw, "rope_parameters")
     main, compress = mapping(nested, "main"), mapping(nested, "compress")
+    if not (main or compress):  # transformers takes them for those of compressed entries, and ignores a base in them
+        compress = {key: value for key, value in nested.items() if key != "rope_theta"}
     out: dict[str, Any] = {}
     for key, part in (("rope_theta", main), ("compress_rope_theta", compress)):
         if raw.get(key) is None and part.get("rope_theta") is not None:
