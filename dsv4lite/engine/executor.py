@@ -224,7 +224,7 @@ class MultiRankExecutor:
             ready = wait(list(waiting), max(0.0, until - time.monotonic()))
             if not ready:
                 late = ", ".join(map(str, sorted(waiting.values())))
-                complaint = f"ranks {late} were not ready within start_timeout_s={self._config.start_timeout_s:g}"
+                complaint = f"not ready within start_timeout_s={self._config.start_timeout_s:g}: rank {late}"
                 raise EngineDeadError(complaint, rank=min(waiting.values()), phase=self._phase)
             for connection in ready:
                 rank = waiting[connection]  # type: ignore[index]

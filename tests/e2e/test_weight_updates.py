@@ -653,7 +653,7 @@ async def test_load_that_has_ended_reads_its_source_no_further(models: tuple[Pat
                 go.set()
                 for thread in [thread for thread in threading.enumerate() if thread.name == "dsv4lite-weights"]:
                     await anyio.to_thread.run_sync(thread.join, 60)
-        assert len(yielded) == 2
+        assert len(yielded) <= 2
 
 
 def test_update_that_is_left_while_a_load_goes_on_rolls_back(llm: LLM, models: tuple[Path, Path], fresh: Any) -> None:
