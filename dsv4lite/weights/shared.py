@@ -200,8 +200,8 @@ class IPCSource:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor's numbers, of any strides, uint8 [..., bytes of a number]: a view, if it has no negative bit."""
-    return tensor.resolve_neg().unsqueeze(-1).view(torch.uint8)
+    """Return the bytes of a tensor's numbers, of any strides, uint8 [..., bytes of a number]: a view unless signs are lazy."""
+    return tensor.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8)
 
 
 def as_pairs(items: Any) -> Iterator[tuple[Any, Any]]:
@@ -235,7 +235,7 @@ def check_item(name: object, given: object, kinds: type | UnionType) -> None:
         problem = f"{shown(name)}: {shown(given)}, expected a name and a tensor"
     elif is_distributed(given):
         problem = f"{name}: a DTensor, expected a whole tensor; ModuleSource gathers those of a module, full_tensor() gathers one"
-    elif isinstance(given, Tensor) and (given.is_quantized or given.is_nested or given.is_complex()):
+    elif isinstance(given, Tensor) and (given.is_quantized or given.is_nested):  # whose bytes are not those of its numbers
         problem = f"{name}: {'nested' if given.is_nested else given.dtype}, expected a dense tensor of plain numbers"
     elif isinstance(given, Tensor) and (given.is_meta or given.layout is not torch.strided):
         problem = f"{name}: {given.layout} on {given.device}, expected a dense tensor with memory"

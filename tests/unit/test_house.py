@@ -104,7 +104,7 @@ CACHES = {
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
 MAX_PACKAGE_LINES = 47_338
-MAX_TEST_LINES = 45_980
+MAX_TEST_LINES = 45_975
 MAX_FUNCTION_LINES = 80
 
 # Debts. These may only shrink: public names that docs/api.md does not describe yet and ops without tests
