@@ -118,9 +118,9 @@ def test_kernels_agree_with_the_reference_for_many_tokens(tokens: int, fp4: bool
         *((700, 8, 7168, 2048, 4, fp4) for fp4 in (False, True)),
         *((4096, 64, 2048, 512, 6, fp4) for fp4 in (False, True)),
         (640, 16, 1024, 384, 4, False),
-        (640, 16, 384, 768, 4, True),
+        (640, 16, 768, 768, 4, True),
         *((tokens, 5, 256, 128, 2, False) for tokens in (200, 3)),
-        *((tokens, 5, 128, 256, 2, True) for tokens in (200, 3)),
+        *((tokens, 5, 256, 256, 2, True) for tokens in (200, 3)),
     ],
 )
 def test_blocks_on_hopper_have_the_bits_of_any_chip(
@@ -147,9 +147,9 @@ def test_other_sizes_formats_and_chips_take_the_kernels_for_any_chip(monkeypatch
         return bool(module.takes_blocks(given))
 
     for capability in (80, 89, 90, 100, 120):
-        sizes = [(256, 128), (384, 128), (256, 256)]
-        assert [taken(prefill_fp8_triton, *size, fp4=False) for size in sizes] == [capability == 90, False, capability == 90]
-        assert [taken(prefill_fp4_triton, *size, fp4=True) for size in sizes] == [False, False, capability == 90]
+        sizes = [(256, 128), (384, 128), (384, 256), (256, 256)]
+        assert [taken(prefill_fp8_triton, *size, fp4=False) for size in sizes] == [capability == 90, False, False, capability == 90]
+        assert [taken(prefill_fp4_triton, *size, fp4=True) for size in sizes] == [False, False, False, capability == 90]
         assert not taken(prefill_fp8_triton, 256, 256, fp4=True) and not taken(prefill_fp4_triton, 256, 256, fp4=False)
 
 

@@ -2,14 +2,15 @@
 
 The kernels are warp-specialized, and therefore written in Gluon. Four producer warps copy blocks of rows, which lie anywhere, and
 let the hardware copy tiles of weights, several chunks of 128 inputs ahead. Two groups of four consumer warps have the same rows and
-one tile of weights each: they widen it in registers, so that 128 rows share the instructions for its codes, multiply, and add up
-the product of a chunk by the scales of its rows. While one group widens, the other one's products keep the tensor cores busy.
+two tiles of weights each: they widen a tile in registers, so that 128 rows share the instructions for its codes, multiply, and add
+up the product of a chunk by the scales of its rows. While tensor cores multiply the first tile, the second one is widened.
 
 If weights come from registers, tensor cores need some 52 cycles for an instruction with 64 rows, and 64 cycles for one with 128. A
 block of at most 64 rows therefore has code of its own, but costs more than half of a full one.
 
-In the first product an item is one block x 256 columns of ``u``. A group has 128 columns, which share scales, in four turns of a
-tile each; between these they wait in shared memory. In the second product an item is one block x 128 columns of the result.
+An item is one block x 256 columns, of ``u`` or of the result. In the first product a group has 128 columns of ``u``, which share
+scales, in two turns of two tiles each; between these they wait in shared memory. What it does with them is written as loops, for
+programs wait for the instructions of long code.
 
 The bits are those of ``triton.py``. Producers and consumers each count chunks (``step``): the count says which buffer is next, and
 which phase of its barriers to wait for.
@@ -33,7 +34,8 @@ from dsv4lite.kernels.swiglu.triton import swiglu_of
 from dsv4lite.kernels.widen_triton import row_exponents, side_by_side, widen_words
 
 _ROWS = gl.constexpr(128)  # of a block
-_STAGES = gl.constexpr(6)
+_STAGES = gl.constexpr(4)
+_TILES = gl.constexpr(4)  # of a stage, two for each group of consumers
 _OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 8, rank=2))
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -84,16 +86,16 @@ def _load(inputs, taken, task, buffers, barriers, TOP_K: gl.constexpr, TURNS: gl
         used = gl.expand_dims(pair < pairs, 1)
         at = x + gl.expand_dims((pair // TOP_K).to(gl.int64) * (chunks * 128), 1) + column
         for turn in range(TURNS):
-            tile = (expert * per_block + place) * (2 * TURNS) + turn
+            tile = (expert * per_block + place) * (_TILES * TURNS) + 2 * turn
             of_tiles = scales + tile.to(gl.int64) * (chunks * 64) + gl.arange(0, 64, layout=_LINE)
             for chunk in range(chunks):
                 slot = step % _STAGES
                 mbarrier.wait(empty.index(slot), (step // _STAGES & 1) ^ 1)
-                mbarrier.expect(full.index(slot), 2 * 32 * 128)
-                for part in gl.static_range(2):
-                    further = part * TURNS * chunks + chunk
-                    copy_tile(w, [(tile * chunks + further) * 32, 0], full.index(slot), tiles.index(2 * slot + part))
-                    copy_by_threads(words.index(2 * slot + part), of_tiles + further * 64)
+                mbarrier.expect(full.index(slot), _TILES * 32 * 128)
+                for part in gl.static_range(_TILES):
+                    further = (part // 2 * 2 * TURNS + part % 2) * chunks + chunk
+                    copy_tile(w, [(tile * chunks + further) * 32, 0], full.index(slot), tiles.index(_TILES * slot + part))
+                    copy_by_threads(words.index(_TILES * slot + part), of_tiles + further * 64)
                 copy_by_threads(rows.index(slot), at + chunk * 128, mask=used)
                 copy_by_threads(units.index(slot), of_rows + chunk * _ROWS)
                 async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
@@ -109,7 +111,7 @@ def _by_rows(piece):
 
 
 @gluon.jit
-def _widened(codes, words, PIECE: gl.constexpr):
+def _half(codes, words, PIECE: gl.constexpr):
     """Return 64 columns of a tile as e5m2 [64, 64]."""
     piece = gl.reshape(codes.slice(16 * PIECE, 16).load(_PIECE), (4, 8, 4, 2, 2, 4))
     OF_WORDS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(5, piece.type.layout)))
@@ -120,36 +122,48 @@ def _widened(codes, words, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def _product(step, base, chunks, buffers, barriers, PART: gl.constexpr, LAYOUT: gl.constexpr, COUNT: gl.constexpr):
-    """Return the product of the next tile ``PART`` and ``COUNT`` rows, float32 [64, COUNT], and the step after it.
-
-    Args:
-        base: Words of any scales of the tile's rows, int32 [64].
-    """
-    rows, units, tiles, words = buffers
-    full, empty, _item_told = barriers
-    none = gl.zeros((64, COUNT), gl.float32, LAYOUT)
-    acc = none
-    for _chunk in range(chunks):
-        slot = step % _STAGES
-        mbarrier.wait(full.index(slot), step // _STAGES & 1)
-        codes, of_codes = tiles.index(2 * slot + PART), words.index(2 * slot + PART)
-        a = side_by_side(_widened(codes, of_codes, 0), _widened(codes, of_codes, 1))
-        a = gl.convert_layout(a, gl.DotOperandLayout(0, LAYOUT, 4), assert_trivial=True)
-        b = rows.index(slot).slice(0, COUNT).permute((1, 0))
-        part = warpgroup_mma(a, b, none, use_acc=False, is_async=True)
-        unit = units.index(slot).slice(0, COUNT).load(gl.SliceLayout(0, LAYOUT)).to(gl.float32, bitcast=True)
-        part = warpgroup_mma_wait(0, deps=(part,))
-        mbarrier.arrive(empty.index(slot), count=1)
-        acc += part * gl.expand_dims(unit, 0)
-        step += 1
-    return acc * gl.expand_dims(((row_exponents(base) + 14) << 23).to(gl.float32, bitcast=True), 1), step
+def _widened(codes, words, LAYOUT: gl.constexpr):
+    """Return a tile as the left operand of a product, e5m2 [64, 128]."""
+    a = side_by_side(_half(codes, words, 0), _half(codes, words, 1))
+    return gl.convert_layout(a, gl.DotOperandLayout(0, LAYOUT, 4), assert_trivial=True)
 
 
 @gluon.jit
-def _base_words(scales, tile, chunks, LAYOUT: gl.constexpr):
-    """Return the words of the first scales of a tile's rows, int32 [64]."""
-    return gl.load(scales + tile.to(gl.int64) * (chunks * 64) + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)))
+def _unit(units, LAYOUT: gl.constexpr, COUNT: gl.constexpr):
+    """Return the scales of ``COUNT`` rows, float32."""
+    return units.slice(0, COUNT).load(gl.SliceLayout(0, LAYOUT)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _products(step, tile, scales, chunks, buffers, barriers, PART: gl.constexpr, LAYOUT: gl.constexpr, COUNT: gl.constexpr):
+    """Return the products of ``tile`` and the next one with ``COUNT`` rows, float32 [64, COUNT] each, and the step after them."""
+    rows, units, tiles, words = buffers
+    full, empty, _item_told = barriers
+    none = gl.zeros((64, COUNT), gl.float32, LAYOUT)
+    first = none
+    second = none
+    for _chunk in range(chunks):
+        slot = step % _STAGES
+        mbarrier.wait(full.index(slot), step // _STAGES & 1)
+        own = _TILES * slot + 2 * PART
+        b = rows.index(slot).slice(0, COUNT).permute((1, 0))
+        part = warpgroup_mma(_widened(tiles.index(own), words.index(own), LAYOUT), b, none, use_acc=False, is_async=True)
+        a = _widened(tiles.index(own + 1), words.index(own + 1), LAYOUT)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        first += part * gl.expand_dims(_unit(units.index(slot), LAYOUT, COUNT), 0)
+        part = warpgroup_mma_wait(0, deps=(warpgroup_mma(a, b, none, use_acc=False, is_async=True),))
+        unit = _unit(units.index(slot), LAYOUT, COUNT)  # again: registers do not hold it meanwhile
+        mbarrier.arrive(empty.index(slot), count=1)
+        second += part * gl.expand_dims(unit, 0)
+        step += 1
+    return first * _base(scales, tile, chunks, LAYOUT), second * _base(scales, tile + 1, chunks, LAYOUT), step
+
+
+@gluon.jit
+def _base(scales, tile, chunks, LAYOUT: gl.constexpr):
+    """Return what the scales of a tile's rows are relative to, float32 [64, 1]."""
+    words = gl.load(scales + tile.to(gl.int64) * (chunks * 64) + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)))
+    return gl.expand_dims(((row_exponents(words) + 14) << 23).to(gl.float32, bitcast=True), 1)
 
 
 @gluon.jit
@@ -167,17 +181,15 @@ def _activated(product, mixes, limit, COUNT: gl.constexpr):
 @gluon.jit
 def _quantize(u, pair_of_row, u_codes, u_words, width, pairs, PART: gl.constexpr, FIRST: gl.constexpr):
     """Quantize 128 columns of ``u``, four times 32 in shared memory, in 64 rows from ``FIRST`` on."""
-    u0, u1 = u.index(4 * PART).slice(FIRST, 64, 1).load(_U), u.index(4 * PART + 1).slice(FIRST, 64, 1).load(_U)
-    u2, u3 = u.index(4 * PART + 2).slice(FIRST, 64, 1).load(_U), u.index(4 * PART + 3).slice(FIRST, 64, 1).load(_U)
-    first = gl.maximum(gl.abs(u0.to(gl.float32)), gl.abs(u1.to(gl.float32)))
-    second = gl.maximum(gl.abs(u2.to(gl.float32)), gl.abs(u3.to(gl.float32)))
+    largest = gl.zeros((32, 64), gl.float32, _U)
+    for turn in range(4):
+        largest = gl.maximum(largest, gl.abs(u.index(4 * PART + turn).slice(FIRST, 64, 1).load(_U).to(gl.float32)))
     # Reference: u = dequantize_fp8(*quantize_fp8(u, GROUP), GROUP)
-    bits = fp8_scale_bits_of(gl.max(gl.maximum(first, second), 0))
+    bits = fp8_scale_bits_of(gl.max(largest, 0))
     gl.store(u_words + FIRST + gl.arange(0, 64, layout=bits.type.layout), bits)
-    _store_codes(u0, bits, pair_of_row, u_codes, width, pairs, FIRST)
-    _store_codes(u1, bits, pair_of_row, u_codes + 32, width, pairs, FIRST)
-    _store_codes(u2, bits, pair_of_row, u_codes + 64, width, pairs, FIRST)
-    _store_codes(u3, bits, pair_of_row, u_codes + 96, width, pairs, FIRST)
+    for turn in range(4):
+        columns = u.index(4 * PART + turn).slice(FIRST, 64, 1).load(_U)
+        _store_codes(columns, bits, pair_of_row, u_codes + 32 * turn, width, pairs, FIRST)
 
 
 @gluon.jit
@@ -201,14 +213,15 @@ def _gate_up(place, step, task, results, buffers, barriers, PART: gl.constexpr, 
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 32])
     column = column * 2 + PART
     pair = gl.load(groups[0] + block * _ROWS + gl.arange(0, _ROWS, layout=_LINE))
-    for turn in range(4):
-        base = _base_words(scales, (expert * per_block * 2 + column) * 4 + turn, chunks, LAYOUT)
-        product, step = _product(step, base, chunks, buffers, barriers, PART, LAYOUT, COUNT)
+    for turn in range(2):
+        tile = (expert * per_block * 2 + column) * 4 + 2 * turn
+        first, second, step = _products(step, tile, scales, chunks, buffers, barriers, PART, LAYOUT, COUNT)
         if turn == 0:
             pair_of_row.index(PART).store(pair)
             mix_of_row.index(PART).store(gl.load(mixes + pair, mask=pair < pairs, other=0.0))
-        columns = _activated(product, mix_of_row.index(PART), limit, COUNT)
-        u.index(4 * PART + turn).slice(0, COUNT, 1).store(columns)
+        for i in range(2):
+            columns = _activated(gl.where(i == 0, first, second), mix_of_row.index(PART), limit, COUNT)
+            u.index(4 * PART + 2 * turn + i).slice(0, COUNT, 1).store(columns)
     u_words += (block * (per_block * 2) + column) * _ROWS
     for half in gl.static_range(COUNT // 64):
         _quantize(u, pair_of_row.index(PART), u_codes + column * 128, u_words, per_block * 256, pairs, PART, half * 64)
@@ -217,20 +230,21 @@ def _gate_up(place, step, task, results, buffers, barriers, PART: gl.constexpr, 
 
 @gluon.jit
 def _down(place, step, task, y, buffers, barriers, PART: gl.constexpr, COUNT: gl.constexpr):
-    """Compute 64 columns of the result for one block; return the next step."""
+    """Compute 128 columns of the result for one block; return the next step."""
     block, column, expert = place
     scales, groups, pairs, chunks, per_block = task
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 32])
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     column = column * 2 + PART
     pair = gl.load(groups[0] + block * _ROWS + gl.arange(0, COUNT, layout=gl.SliceLayout(1, STORED)))
-    base = _base_words(scales, expert * per_block * 2 + column, chunks, LAYOUT)
-    product, step = _product(step, base, chunks, buffers, barriers, PART, LAYOUT, COUNT)
-    # Reference: outputs[at] = y.bfloat16()
-    stored = gl.convert_layout(gl.permute(product.to(y.dtype.element_ty), (1, 0)), STORED)
-    at = gl.expand_dims(pair.to(gl.int64) * (per_block * 128) + column * 64, 1)
+    tile = (expert * per_block * 2 + column) * 2
+    first, second, step = _products(step, tile, scales, chunks, buffers, barriers, PART, LAYOUT, COUNT)
+    at = gl.expand_dims(pair.to(gl.int64) * (per_block * 256) + column * 128, 1)
     at += gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, STORED)), 0)
-    gl.store(y + at, stored, mask=gl.expand_dims(pair < pairs, 1))
+    # Reference: outputs[at] = y.bfloat16()
+    used = gl.expand_dims(pair < pairs, 1)
+    gl.store(y + at, gl.convert_layout(gl.permute(first.to(y.dtype.element_ty), (1, 0)), STORED), mask=used)
+    gl.store(y + at + 64, gl.convert_layout(gl.permute(second.to(y.dtype.element_ty), (1, 0)), STORED), mask=used)
     return step
 
 
@@ -263,8 +277,8 @@ def _buffers():
     """Allocate buffers of rows, of tiles, and of the scales of both."""
     rows = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES, _ROWS, 128], _OPERAND)
     units = gl.allocate_shared_memory(gl.int32, [_STAGES, _ROWS], _NUMBERS)
-    tiles = gl.allocate_shared_memory(gl.uint8, [2 * _STAGES, 32, 128], _OPERAND)
-    words = gl.allocate_shared_memory(gl.int32, [2 * _STAGES, 64], _NUMBERS)
+    tiles = gl.allocate_shared_memory(gl.uint8, [_TILES * _STAGES, 32, 128], _OPERAND)
+    words = gl.allocate_shared_memory(gl.int32, [_TILES * _STAGES, 64], _NUMBERS)
     return rows, units, tiles, words
 
 
@@ -284,10 +298,10 @@ def _gate_up_kernel(
         [
             (_consume, (task, results, buffers, barriers, True, 0)),
             (_consume, (task, results, buffers, barriers, True, 1)),
-            (_load, ((x, x_words, w), taken, task, buffers, barriers, TOP_K, 4)),
+            (_load, ((x, x_words, w), taken, task, buffers, barriers, TOP_K, 2)),
         ],
         [4, 4],  # warps and registers of the second and third function
-        [216, 72],
+        [232, 40],
     )
 
 
@@ -304,7 +318,7 @@ def _down_kernel(
             (_load, ((u_codes, u_words, w), taken, task, buffers, barriers, 1, 1)),
         ],
         [4, 4],
-        [216, 72],
+        [232, 40],
     )
 
 
@@ -312,7 +326,7 @@ def takes_blocks(given: ExpertInputs) -> bool:
     """Return whether these kernels support the chip, the format and the sizes."""
     w2, (_, hidden, width) = given.w2, given.sizes
     known = isinstance(w2, Tiles) and w2.fp4 and capability_of(given.x.device) == HOPPER
-    return known and hidden % (2 * TILE_ROWS) == width % (2 * TILE_COLUMNS) == 0
+    return known and hidden % (4 * TILE_ROWS) == width % (2 * TILE_COLUMNS) == 0
 
 
 def _operand(w: Tiles) -> TensorDescriptor:
@@ -324,7 +338,7 @@ def outputs_of_blocks(given: ExpertInputs) -> Tensor:
     """Return the outputs of all pairs, [T * K, D], for what ``takes_blocks``."""
     w13, w2, (_, hidden, width), device = given.w13, given.w2, given.sizes, given.x.device
     assert isinstance(w13, Tiles) and isinstance(w2, Tiles)
-    chunks, twos = width // TILE_COLUMNS, hidden // (2 * TILE_ROWS)
+    chunks, down_items = width // TILE_COLUMNS, hidden // (4 * TILE_ROWS)
     tables, x_words, u_codes, u_words = grouped(given, _ROWS.value)
     most, pairs, programs = len(tables[0]), len(u_codes), multiprocessors_of(device)
     _gate_up_kernel[(min(most * chunks // 2, programs),)](
@@ -332,7 +346,7 @@ def outputs_of_blocks(given: ExpertInputs) -> Tensor:
         hidden // TILE_COLUMNS, chunks // 2, TOP_K=given.slots_TK.shape[1], num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     y = torch.empty(pairs, hidden, dtype=given.dtype, device=device)
-    _down_kernel[(min(most * twos, programs),)](
-        u_codes, u_words, _operand(w2), w2.scales, *tables, y, pairs, chunks, twos, num_warps=4, enable_fp_fusion=True
+    _down_kernel[(min(most * down_items, programs),)](
+        u_codes, u_words, _operand(w2), w2.scales, *tables, y, pairs, chunks, down_items, num_warps=4, enable_fp_fusion=True
     )
     return y
