@@ -25,10 +25,12 @@ class AsyncStream:
         self._submit = submit
         self._signal = bridge.signal()
         self._ticket: Ticket | None = None
+        self._entered = False
 
     async def __aenter__(self) -> Self:
-        if self._ticket is not None:
+        if self._entered:
             raise RuntimeError("a stream can be entered only once")
+        self._entered = True  # another task may enter while this one waits
         self._ticket = await self._submit(self._signal)
         return self
 

@@ -42,6 +42,7 @@ from dsv4lite.models.family import Family
 from dsv4lite.parallel.experts import DispatcherFactory
 from dsv4lite.request import Delta, Phase, Request, RequestOutput, SamplingParams
 from dsv4lite.text.forms import FORMS
+from dsv4lite.text.tokenizer import LONG_TEXT
 from dsv4lite.weights.formats import QuantFormat
 from dsv4lite.weights.update import NamedTensors
 from tests.fakes import ENDLESS, MANY, POISON, REFUSED, FakeEngine, Lab, endless
@@ -372,6 +373,25 @@ async def test_stream_must_be_entered_once(lab: Lab) -> None:
         with pytest.raises(InvalidRequestError):
             async with llm.stream("", SamplingParams()):
                 pytest.fail("entered")
+
+
+async def test_stream_that_two_tasks_enter_is_submitted_once(lab: Lab) -> None:
+    """The second one entered while the first waited for its prompt to be encoded, and the first request was never ended."""
+    entered: list[str] = []
+
+    async def enter(stream: Any) -> None:
+        try:
+            async with stream:
+                entered.append("entered")
+        except RuntimeError as error:
+            entered.append(str(error))
+
+    async with AsyncLLM("m") as llm:
+        stream = llm.stream("x" * (LONG_TEXT + 1), SamplingParams())
+        async with anyio.create_task_group() as group:
+            group.start_soon(enter, stream)
+            group.start_soon(enter, stream)
+    assert sorted(entered) == ["a stream can be entered only once", "entered"] and len(lab.engine.submitted) <= 1
 
 
 async def test_stream_of_a_failed_request_yields_its_deltas_first(lab: Lab) -> None:
