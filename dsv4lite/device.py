@@ -482,6 +482,8 @@ def _versions() -> str:
 
 def forget_frames(error: BaseException | None) -> None:
     """Clear the local variables of an exception's frames, and of its causes: a caller that keeps it must not keep the model."""
-    while error is not None:
+    seen: set[int] = set()  # causes may form a ring: an exception that several threads share gets the context of each
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

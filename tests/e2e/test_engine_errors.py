@@ -377,6 +377,26 @@ def test_function_of_apply_cannot_wait_for_the_engine_that_runs_it(llm: LLM, cal
     assert len(llm.generate(SHORT, some()).token_ids) == 12
 
 
+def test_exception_whose_causes_form_a_ring_ends_its_call(llm: LLM) -> None:
+    """The engine's thread followed the causes for ever. A lost rank made such a ring of the error that two threads shared."""
+    error, cause, found = ValueError("first"), KeyError("second"), list[BaseException]()
+    error.__cause__, cause.__cause__ = cause, error
+
+    def call() -> None:
+        try:
+            llm.apply(raising(error))
+        except ValueError as raised:
+            found.append(raised)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(30)
+    in_time = list(found)
+    cause.__cause__ = None  # otherwise the engine could not be closed
+    thread.join()
+    assert in_time == [error]
+
+
 @pytest.mark.parametrize("end", ["close", "interrupt"])
 def test_start_that_is_closed_or_interrupted_ends_at_its_next_report(end: str) -> None:
     """Ctrl-C waited until the whole checkpoint was loaded."""
