@@ -128,6 +128,7 @@ class Engine:
         self._plans_ahead = False  # the next step may be planned before the results of the last one
         self._drafts_ahead = False  # even if both steps have draft tokens
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._ready: Future[None] = Future()  # of the start
         self._unwanted = False  # closed: a start ends at its next report of progress
         self._thread: threading.Thread | None = None
         self._at_exit: weakref.finalize[..., threading.Thread]
@@ -137,7 +138,7 @@ class Engine:
         self._deliver: Deliver = _ignore
         self._deliver_failure: DeliverFailure = _ignore
         self._dead: EngineDeadError | None = None
-        self._died = 0.0
+        self._died = float("inf")
         self._dying = threading.Lock()
         self._running_call: Future[Any] | None = None  # future of the call that the engine's thread runs
         self._closing = False
@@ -180,19 +181,18 @@ class Engine:
         """
         assert self._thread is None, "an engine starts once"
         self._deliver, self._deliver_failure = deliver, deliver_failure
-        ready: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(ready,), name="dsv4lite-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="dsv4lite-engine", daemon=True)
         # If the interpreter finalizes while this thread is inside torch, the process aborts. So the engine ends in an exit handler:
         # before finalization, and after the other non-daemon threads, which may use the engine until they end.
         self._at_exit = weakref.finalize(self._thread, self._leave_interpreter)
         self._thread.start()
         try:
-            ready.result()
+            self._ready.result()
         except DSV4LiteError:
-            self._thread.join()
+            self.close()
             raise
         except Exception as error:
-            self._thread.join()
+            self.close()
             raise EngineDeadError(f"the engine could not start: {described(error)}", phase="start") from error
 
     @property
@@ -320,8 +320,8 @@ class Engine:
         self._inbox.put(self._close)
         while wait and thread.is_alive():
             thread.join(_JOIN_POLL_S)
-            if thread.is_alive() and self._dead is not None and time.monotonic() - self._died > _LAST_STEP_S:
-                log.warning("the engine's thread does not return from its last step; it keeps running and keeps its memory")
+            if thread.is_alive() and time.monotonic() - self._died > _LAST_STEP_S:
+                log.warning("the engine's thread still waits for a lost rank; it keeps running and keeps its memory")
                 return
 
     def _leave_interpreter(self) -> None:
@@ -345,7 +345,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------- in the engine's thread
 
-    def _run(self, ready: Future[None]) -> None:
+    def _run(self) -> None:
         with ExitStack() as stack:
             stack.callback(self._at_exit.detach)
             try:
@@ -357,9 +357,9 @@ class Engine:
                     explained = start_error(error, plan=self._plan)
                 finally:  # ``str`` of an exception of the host may raise in ``start_error``
                     forget_frames(error)  # its frames hold what was loaded
-                    ready.set_exception(explained)
+                    _answer(self._ready, error=explained)
                 return
-            ready.set_result(None)
+            _answer(self._ready)
             try:
                 with torch.inference_mode():
                     if self._external is not None:
@@ -767,13 +767,19 @@ class Engine:
         if "weights" in wanted:
             self._ask("drop_copies", False)
 
-    def _lose(self, loss: EngineDeadError) -> None:
-        """Fail open requests and calls because a rank was lost. Runs in another thread: the engine's may never leave its step."""
+    def _lose(self, loss: DSV4LiteError) -> None:
+        """Fail open requests and calls because a rank was lost. Runs in another thread: the engine's may never leave its step.
+
+        While the engine starts, its thread may wait for the rank, too, so ``start`` raises the loss.
+        """
 
         def fail() -> None:
             raise loss
 
-        if self._info is not None:  # before that, ``start`` raises
+        if self._info is None:
+            self._died = time.monotonic()
+            _answer(self._ready, error=loss)
+        elif isinstance(loss, EngineDeadError):
             self._announce(loss)
             call = self._running_call
             if call is not None:

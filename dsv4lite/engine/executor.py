@@ -62,7 +62,7 @@ class InProcessExecutor:
 
 
 def make_executor(
-    config: EngineConfig, on_loss: Callable[[EngineDeadError], None]
+    config: EngineConfig, on_loss: Callable[[DSV4LiteError], None]
 ) -> tuple[EngineConfig, InProcessExecutor | MultiRankExecutor | ExternalWorker]:
     """Return the settings, with the sizes of a device mesh, and the executor that they name.
 
@@ -120,13 +120,14 @@ class MultiRankExecutor:
     Args:
         config: Settings; more than one rank, or ``executor="process"``.
         on_loss: Called in another thread when a rank is lost. It may be this rank, whose thread may never return from its step.
+            While the engine starts it gets the lost rank's own error if there is one.
         host: For ranks of the host: the rendezvous of this rank, which is rank 0, and the name of each rank's machine.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        on_loss: Callable[[EngineDeadError], None],
+        on_loss: Callable[[DSV4LiteError], None],
         host: tuple[Rendezvous, Mapping[int, str]] | None = None,
     ) -> None:
         self._host, self._config = host, config
@@ -390,7 +391,7 @@ class MultiRankExecutor:
         lost = EngineDeadError(f"rank {loss.rank} ({where}) {reason}; phase: {self._phase}", rank=loss.rank, phase=self._phase)
         lost.__cause__ = loss.error
         self._lost = lost
-        self._on_loss(lost)
+        self._on_loss(self._public(lost))
         for other in self._processes.values():
             other.kill(self._public(lost))
         if self._mesh is not None and self._probe is not None and self._probe.numerics.device.type == "cuda":

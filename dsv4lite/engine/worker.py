@@ -36,7 +36,7 @@ from dsv4lite.engine.rank import Probe, ProbeReport, device_of, grammar_compiler
 from dsv4lite.engine.resident import Ask, ResidentMethod
 from dsv4lite.engine.runner import InFlightStep, Runner
 from dsv4lite.engine.wire import PlanReader, Wire
-from dsv4lite.errors import DSV4LiteError, EngineDeadError, InvalidRequestError
+from dsv4lite.errors import DSV4LiteError, InvalidRequestError
 from dsv4lite.parallel.channel import Channel, Closed, encode, portable
 from dsv4lite.parallel.launch import Heartbeat, set_up_child
 from dsv4lite.parallel.mesh import Mesh, join_store
@@ -237,7 +237,7 @@ class ExternalWorker:
     ``on_loss`` is called in another thread when a rank is lost, or the leader is gone.
     """
 
-    def __init__(self, host: Rendezvous, on_loss: Callable[[EngineDeadError], None]) -> None:
+    def __init__(self, host: Rendezvous, on_loss: Callable[[DSV4LiteError], None]) -> None:
         self._host = host
         self._on_loss = on_loss
         self._lost: DSV4LiteError | None = None
@@ -289,8 +289,7 @@ class ExternalWorker:
         """Fail everything that waits for other ranks; called in the thread of the heartbeat."""
         self._lost = error
         self._knows.set()
-        if isinstance(error, EngineDeadError):  # otherwise nothing is loaded yet, and ``open`` raises the error
-            self._on_loss(error)
+        self._on_loss(error)
         self._work.shut_down()
         if self._worker is not None and self._worker.mesh is not None:
             self._worker.mesh.abort()

@@ -21,6 +21,8 @@ import pytest
 import torch
 
 from dsv4lite.config import EngineConfig
+from dsv4lite.engine import engine as engine_module
+from dsv4lite.engine import executor as executor_module
 from dsv4lite.engine import rank as rank_module
 from dsv4lite.engine.executor import MultiRankExecutor
 from dsv4lite.engine.rank import Probe, common_plan
@@ -367,6 +369,32 @@ def test_lost_rank_ends_every_request_with_its_name(model: Path, number: int, re
         while is_alive(pid):  # before the engine is closed
             assert time.monotonic() < until
             time.sleep(0.01)
+    assert held() <= before
+
+
+def test_rank_that_is_lost_while_the_leader_waits_for_it_ends_the_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch, zygote: Zygote
+) -> None:
+    """The leader connects to the ranks for up to five times ``start_timeout_s``, and the start did not end before that."""
+    before, over = held(), threading.Event()
+
+    def connect(*arguments: Any, **settings: Any) -> None:
+        (child,) = (name for name in held() - before if name.startswith("child "))
+        os.kill(int(child.split()[1]), signal.SIGKILL)
+        over.wait(ENOUGH_S)
+        raise RuntimeError("no such rank")
+
+    monkeypatch.setattr(executor_module.Mesh, "from_store", connect)
+    monkeypatch.setattr(engine_module, "_LAST_STEP_S", 0.1)
+    llm = LLM(str(model), **MODEST, tensor_parallel_size=2, executor="thread")
+    began = time.monotonic()
+    with forked(zygote), pytest.raises(EngineDeadError, match=r"rank 1 \(process \d+\) was killed by SIGKILL; phase: load"), llm:
+        pass
+    assert time.monotonic() - began < ENOUGH_S and llm.state == Phase.FAILED
+    over.set()
+    until = time.monotonic() + ENOUGH_S
+    while held() - before and time.monotonic() < until:
+        time.sleep(0.01)
     assert held() <= before
 
 
