@@ -641,8 +641,9 @@ class Session:
                 self._engine.ask("roll_back", update.serial)
         if not self._valid and self._hold is None:
             lost = WeightsNotLoadedError("an update of the weights failed", state=Phase.WEIGHTS_INVALID.value)
+            died = self._failure is not None  # before ``drain`` has noticed
             self._abort_in_engine(None)
-            self._end_all(self._visible.values(), "error", lost)
+            self._end_all(self._visible.values(), "error", self._death() if died else lost)
         self._update_hold()
         if update.pause is not None:
             self._drop_pause(update.pause)

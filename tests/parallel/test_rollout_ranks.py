@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,17 +23,24 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dsv4lite.config import MTP
 from dsv4lite.engine import resident
 from dsv4lite.engine.resident import Ask
-from dsv4lite.errors import CapacityError, EngineStateError, WeightsNotLoadedError, WeightUpdateError
+from dsv4lite.errors import (
+    CapacityError,
+    DSV4LiteError,
+    EngineDeadError,
+    EngineStateError,
+    WeightsNotLoadedError,
+    WeightUpdateError,
+)
 from dsv4lite.layout import Layout
 from dsv4lite.llm import LLM
 from dsv4lite.parallel.mesh import Mesh
-from dsv4lite.request import Phase
+from dsv4lite.request import Phase, SamplingParams
 from dsv4lite.weights import host_memory
 from dsv4lite.weights import update as update_file
 from dsv4lite.weights.delta import DeltaSource
 from dsv4lite.weights.quant import MatrixSlot
 from dsv4lite.weights.update import DiskSource, ModuleSource, NamedTensors, ProcessGroupSource, broadcast_weights
-from tests.e2e.engines import MODEST, prompts_of, same_outputs, write_model
+from tests.e2e.engines import MODEST, engine_of, prompts_of, same_outputs, write_model
 from tests.e2e.test_sleep import engine_of_any, failing
 from tests.e2e.updates import GREEDY, ask, load, read
 from tests.mla import write_random_model
@@ -160,6 +171,30 @@ def test_failed_sleep_and_wake_up_of_one_rank_leave_all_as_they_were(
         llm.wake_up()
         assert (llm.state, measure(), llm.weight_checksums()) == (Phase.READY, awake, fresh[0][1])
         same_outputs(llm.generate_batch(PROMPTS, GREEDY), fresh[0][0], tolerance=1e-4)
+
+
+def test_rank_that_is_lost_during_an_update_is_the_error_of_open_requests(models: tuple[Path, Path]) -> None:
+    """They got the failure of the update if it ended before the session had heard of the loss."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            llm.generate({"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=900, ignore_eos=True))
+        except DSV4LiteError as error:
+            errors.append(error)
+
+    with LLM(str(models[0]), **SETTINGS, executor="process") as llm:
+        thread = threading.Thread(target=run)
+        thread.start()
+        while not llm.stats().steps:
+            time.sleep(0.01)
+        with pytest.raises(EngineDeadError), llm.update_weights(1, staged=False) as update:
+            llm._session._bridge.post = lambda callback: True  # its thread comes too late
+            os.kill(engine_of(llm)._executor._processes[0].pid, signal.SIGKILL)
+            update.load(NamedTensors(read(models[1])))
+        thread.join(30)
+        assert not thread.is_alive()
+    assert isinstance(errors[0], EngineDeadError) and "was killed by SIGKILL" in str(errors[0])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
