@@ -86,6 +86,8 @@ class RankProcess:
         if status < 0:
             names = {number.value: number.name for number in signal.Signals}
             return f"was killed by {names.get(-status, f'signal {-status}')}"
+        if status == 0:  # also what ``subprocess`` says of a child that it could not wait for
+            return "ended, perhaps killed: its exit status is lost if this program ignores SIGCHLD or waits for all children"
         return f"ended with exit status {status}; its messages are on standard error"
 
     def kill(self, error: DSV4LiteError) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -123,6 +124,18 @@ def test_fate_of_a_rank_that_ends_early_is_its_status() -> None:
         process.end(kill=True)
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
+
+
+def test_fate_of_a_rank_whose_status_the_host_takes_is_not_made_up() -> None:
+    """A killed rank "ended with exit status 0" in a program that ignores SIGCHLD."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        process = RankProcess(3, "sys")
+        process.kill(EngineDeadError("the end"))
+        assert process.fate(ENOUGH_S).startswith("ended, perhaps killed: its exit status is lost if this program ignores SIGCHLD")
+        process.end(kill=True)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_program_that_is_no_interpreter_cannot_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
