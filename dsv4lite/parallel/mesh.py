@@ -219,7 +219,10 @@ class Mesh:
         # Every group of more than one rank, once, in an order that is the same on every rank.
         groups = sorted({ranks for name in (*AXES, "replica") for ranks in layout.groups(name) if len(ranks) > 1})
         time_limit = timedelta(seconds=timeout_s)
-        made = {ranks: _make_group(store, ranks, rank, device, host, time_limit) for ranks in groups if rank in ranks}
+        made = {}  # in a loop: a comprehension would keep the store in the frames of an error, where nothing can clear it
+        for ranks in groups:
+            if rank in ranks:
+                made[ranks] = _make_group(store, ranks, rank, device, host, time_limit)
         near, memory = layout.group(layout.exchanging, rank), None
         if device.type == "cuda" and len(near) in SIZES:
             memory = PeerMemory.open(_part_of(store, "memory", near), near.index(rank), len(near), device)

@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dsv4lite.device import forget_frames
 from dsv4lite.layout import Layout
-from dsv4lite.parallel.mesh import Axis, Mesh
+from dsv4lite.parallel.mesh import LOOPBACK, Axis, Mesh, open_store
+from tests.parallel.holdings import listening
 from tests.parallel.ranks import RankError, Ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
@@ -30,6 +32,17 @@ def reduced(mesh: Mesh) -> Any:
         rows = axis.reduce_scatter(values(axis.rank, 4 * axis.size, 3, dtype=dtype))
         found.append((whole, rows, axis.all_reduce(torch.zeros(0, 4, dtype=dtype))))
     return found
+
+
+def test_mesh_whose_ranks_do_not_come_leaves_no_port_with_its_error() -> None:
+    """The error kept the store, and so its port, although the engine clears the frames of an error that a caller may keep."""
+    before, store = listening(), open_store(LOOPBACK, LOOPBACK)
+    with pytest.raises(RuntimeError, match="timeout") as error:
+        Mesh.from_store(store, Layout(tp=2), 0, torch.device("cpu"), host=LOOPBACK, timeout_s=0.2)
+    assert listening() > before
+    del store
+    forget_frames(error.value)
+    assert listening() == before
 
 
 @pytest.mark.parametrize("size", [2, 4])
