@@ -371,10 +371,9 @@ class Sampler:
         best, needs, found, row = argmax_finite(logits), NOTHING, list[tuple[int, Tensor, int]](), 0
         for given, state in zip(spans, states, strict=True):
             needs |= state.needs
-            if state.host_rules:  # where a rule cannot follow the given tokens, nothing is forbidden
-                self._constrain(state, given.position, given.token_ids[:-1], row, found, {})
-                for token_id in given.token_ids:
-                    state.accept(token_id)
+            for place, token_id in enumerate(given.token_ids if state.host_rules else ()):
+                self._constrain(state, given.position + place, (), row + place, found, {})
+                state.accept(token_id)  # a grammar that cannot follow the given tokens forbids nothing after them
             if state.replay is not None:
                 replay, first = state.replay
                 kept = replay.kept(given.position - first, given.end - first, self._vocab_size)

@@ -15,7 +15,7 @@ from dsv4lite.errors import InvalidRequestError, UnsupportedError
 from dsv4lite.llm import LLM, AsyncLLM
 from dsv4lite.planning.workspace import SCORED_ROWS
 from dsv4lite.request import SamplingParams
-from tests.e2e.engines import FIRST_LETTER, MODEST, SMALL, opened, prompts_of, same_logprobs
+from tests.e2e.engines import END_THINK, FIRST_LETTER, MODEST, SMALL, THINK, opened, prompts_of, same_logprobs
 from tests.loops import both_loops
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -136,6 +136,15 @@ def test_token_that_could_not_be_sampled_has_no_probability(llm: LLM) -> None:
     params = SamplingParams(allowed_token_ids=LETTERS[:5], logprobs_mode="processed")
     scores = llm.score(PROMPT, [LETTERS[0], LETTERS[9], LETTERS[1]], params).sampled
     assert scores[1] == -torch.inf and scores[[0, 2]].isfinite().all()
+
+
+def test_rules_go_on_after_a_token_that_breaks_one(llm: LLM) -> None:
+    """The next tokens were scored without the rule, as many as are scored at a time. A spent budget forces the end."""
+    params = SamplingParams(thinking_budget=2, logprobs_mode="processed")
+    scores = llm.score([*PROMPT, THINK], [*LETTERS[:20], END_THINK, LETTERS[0], THINK], params)
+    assert scores.sampled[:2].isfinite().all()
+    assert scores.sampled[2:].isneginf().tolist() == [*[True] * 18, False, False, True]
+    assert scores.sampled[20] == 0.0  # the only token that was allowed
 
 
 def test_score_without_parameters_is_raw(llm: LLM) -> None:
