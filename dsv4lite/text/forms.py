@@ -92,12 +92,10 @@ def find_form(family: str | None, tokenizer: Tokenizer, *, shipped: bool) -> tup
     if template is None:
         return None, "this model has no chat format; render the conversation yourself and use generate()"
     try:
-        import jinja2
+        return _template_form(template, tokenizer), ""
     except ImportError:
         return None, "this model's chat format is the template that it ships, which needs jinja2: pip install 'dsv4lite[chat]'"
-    try:
-        return _template_form(template, tokenizer), ""
-    except jinja2.TemplateError as error:
+    except Exception as error:  # Jinja's own errors; a SyntaxError of the code that it makes, or a RecursionError
         return None, f"the chat template that this model ships cannot be read: {error}"
 
 
@@ -118,14 +116,12 @@ def release_of(family: str | None, tokenizer: Tokenizer) -> str | None:
 
 
 def _template_form(source: str, tokenizer: Tokenizer) -> ChatForm:
-    """Return the format of a template, which runs in Jinja's sandbox.
+    """Return the format of a template, which runs in Jinja's sandbox; a malformed one raises any exception."""
+    from jinja2 import sandbox
 
-    Raises:
-        jinja2.TemplateError: The template is malformed.
-    """
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
     template = environment.from_string(source)

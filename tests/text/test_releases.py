@@ -513,7 +513,8 @@ def test_what_is_missing_for_chat_is_said(monkeypatch: pytest.MonkeyPatch) -> No
         None,
         "this model has no chat format; render the conversation yourself and use generate()",
     )
-    for template in ("{% if %}", "{% generation %}a{% endgeneration %}"):
+    nested = f"{{{{ {'(' * 5000}1{')' * 5000} }}}}"  # Jinja raises RecursionError; the last one becomes code that Python refuses
+    for template in ("{% if %}", "{% generation %}a{% endgeneration %}", nested, "{% break %}"):
         form, problem = find_form(None, tokenizer(template=template), shipped=False)
         assert form is None and "cannot be read" in problem
     monkeypatch.setitem(sys.modules, "jinja2", None)
