@@ -65,6 +65,14 @@ def test_numbers_are_those_of_the_words(group: int, scale_dtype: torch.dtype, co
     assert torch.equal(stack.rows(4, 7).dequantize(), stack.dequantize().flatten(0, 1)[4:7])
 
 
+@pytest.mark.parametrize("group", [8, 16, 32, 128])
+def test_codes_may_lie_in_any_order_of_memory(group: int) -> None:
+    """AWQ packs along the rows, so its codes have the strides of a transpose: groups of fewer than 32 inputs did not load."""
+    w = four_bit(8, 384, group=group, scale_dtype=torch.float16)
+    transposed = w.codes.t().contiguous().t()
+    assert torch.equal(FourBit.of(transposed, w.scales, w.offsets).words, w.words)
+
+
 @pytest.mark.parametrize(("group", "scale_dtype"), FORMS)
 def test_rounding_keeps_what_is_near_and_restores_its_own_numbers(group: int, scale_dtype: torch.dtype) -> None:
     weight = random(6, 256, seed=3)

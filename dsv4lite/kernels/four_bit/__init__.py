@@ -76,7 +76,7 @@ class FourBit(NamedTuple):
         if block := _lane_block(codes.shape[-1], scales):
             v_s_h_q_j = codes.unflatten(-1, (-1, block // 32, 2, 2, 4, 2))
             codes = v_s_h_q_j.movedim((-2, -1), (-5, -3)).flatten(-6)  # q, v, j, s, h
-        return cls(pack_fp4(codes).view(torch.int32), scales, offsets)
+        return cls(pack_fp4(codes.contiguous()).view(torch.int32), scales, offsets)
 
     @classmethod
     def empty(cls, *shape: int, group: int, scale_dtype: torch.dtype, device: torch.device) -> FourBit:
