@@ -86,9 +86,11 @@ def find_form(family: str | None, tokenizer: Tokenizer, *, shipped: bool) -> tup
         shipped: Use the checkpoint's template, even if this package implements the format.
     """
     template = tokenizer.chat_template
-    name = None if shipped else release_of(family, tokenizer)
-    if name is not None:
+    name = release_of(family, tokenizer)
+    if name is not None and not shipped:
         return FORMS[name], ""
+    if template is None and name is not None:
+        return None, "chat_template='checkpoint': this checkpoint ships no chat template; use 'auto', the package's own format"
     if template is None:
         return None, "this model has no chat format; render the conversation yourself and use generate()"
     try:

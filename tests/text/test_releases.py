@@ -513,6 +513,8 @@ def test_what_is_missing_for_chat_is_said(monkeypatch: pytest.MonkeyPatch) -> No
         None,
         "this model has no chat format; render the conversation yourself and use generate()",
     )
+    form, problem = find_form("deepseek_v4", tokenizer(), shipped=True)  # it has a format: that it had none was said
+    assert form is None and "chat_template='checkpoint': this checkpoint ships no chat template; use 'auto'" in problem
     nested = f"{{{{ {'(' * 5000}1{')' * 5000} }}}}"  # Jinja raises RecursionError; the last one becomes code that Python refuses
     for template in ("{% if %}", "{% generation %}a{% endgeneration %}", nested, "{% break %}"):
         form, problem = find_form(None, tokenizer(template=template), shipped=False)
