@@ -331,6 +331,8 @@ def _shards(folder: Path) -> dict[str, list[str] | None]:
         if not os.path.lexists(folder / _SINGLE):
             others = sorted(path.name for path in folder.glob("*.safetensors"))
             seen = f"; it has {', '.join(others[:3])} …, whose use only an index gives" if others else ""
+            if not others and (pickled := sorted(path.name for path in folder.glob("*.bin"))):
+                seen = f"; it has {pickled[0]}: pickled weights are not read, convert them to safetensors"
             raise CheckpointError(f"{folder} has neither {_INDEX} nor {_SINGLE}{seen}")
         return {_SINGLE: None}
     weight_map = read_json(folder / _INDEX, TABLE_BYTES).get("weight_map")

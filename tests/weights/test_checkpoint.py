@@ -191,6 +191,8 @@ def test_index_without_weight_map_is_refused(two_shards: Path, text: str) -> Non
 def test_folder_without_weights_names_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert "neither model.safetensors.index.json nor model.safetensors" in problems(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")  # the advice was to fetch it again
+    assert "it has pytorch_model.bin: pickled weights are not read, convert them to safetensors" in problems(tmp_path)
     save_file({"a": torch.zeros(1)}, tmp_path / "adapter.safetensors")
     assert "it has adapter.safetensors" in problems(tmp_path)
 
