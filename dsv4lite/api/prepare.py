@@ -201,7 +201,8 @@ def _guarded(
     if params.structured_outputs is not None:
         raise UnsupportedError(f"{what} and structured_outputs both say what the answer looks like; leave one out")
     if form.calls is None:
-        raise UnsupportedError(f"{what}: the template of this model does not tell how it writes tool calls; use 'auto' or 'none'")
+        rule = "use 'auto' without strict tools, or 'none'"
+        raise UnsupportedError(f"{what}: the template of this model does not tell how it writes tool calls; {rule}")
     functions = [tool["function"] for tool in tools if not isinstance(choice, tuple) or tool["function"]["name"] in choice]
     several, must_call = not isinstance(choice, tuple), choice != "auto"
     grammar = call_grammar(form.calls, functions, tokenizer, must_call=must_call, several=several, may_think=may_think)

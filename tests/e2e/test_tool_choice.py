@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,3 +162,15 @@ def test_spelling_of_the_end_of_sequence_is_text(llm: LLM) -> None:
 def test_two_grammars_are_refused(llm: LLM) -> None:
     with pytest.raises(UnsupportedError, match="tool_choice='required' and structured_outputs"):
         llm.chat(MESSAGES, some(0, structured_outputs={"regex": "a"}), tools=TOOLS, tool_choice="required")
+
+
+def test_template_that_does_not_show_its_calls_takes_no_strict_tools(tmp_path: Path) -> None:
+    """The error for a strict tool under ``auto`` advised ``auto``."""
+    folder = write_model(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{{ tools | tojson }}")
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    with LLM(str(folder), chat_template="checkpoint", **MODEST) as llm:
+        for tools, choice in ((TOOLS, "required"), ([strict], "auto")):
+            with pytest.raises(UnsupportedError, match="use 'auto' without strict tools, or 'none'"):
+                llm.chat(MESSAGES, some(7), tools=tools, tool_choice=choice)
+        assert llm.chat(MESSAGES, some(7, max_tokens=2), tools=[strict], tool_choice="none").usage.completion_tokens == 2
