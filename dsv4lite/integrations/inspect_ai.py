@@ -155,7 +155,7 @@ def _params(config: GenerateConfig) -> SamplingParams:
 
     for name in _UNSUPPORTED:
         if getattr(config, name):
-            raise UnsupportedError(f"dsv4lite with Inspect: {name}={getattr(config, name)!r}")
+            raise UnsupportedError(f"dsv4lite with Inspect: {name}={getattr(config, name)!r}; leave it out")
     names = {**_NAMES, **{name: name for name in _SAME}}
     settings = {ours: getattr(config, name) for name, ours in names.items() if getattr(config, name) is not None}
     if config.logprobs or config.top_logprobs:

@@ -90,7 +90,7 @@ class Model(TemplateLM):
             UnsupportedError: The task also gives the beginning of the answer.
         """
         if not add_generation_prompt:
-            raise UnsupportedError("dsv4lite with lm-eval: the beginning of an answer (gen_prefix) with a chat template")
+            raise UnsupportedError("dsv4lite with lm-eval: gen_prefix with a chat template; leave --apply_chat_template out")
         return Conversation(json.dumps(chat_history))
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

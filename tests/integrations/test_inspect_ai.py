@@ -87,7 +87,7 @@ def test_conversations_logprobs_and_limits(model: Any) -> None:
     assert values == pytest.approx(wanted.logprobs.sampled.tolist())
     assert all(len(token.top_logprobs) == 2 for token in found.choices[0].logprobs.content)
     assert ask(model, "k" * 2000).stop_reason == "model_length"
-    with pytest.raises(UnsupportedError, match="best_of=2"):
+    with pytest.raises(UnsupportedError, match="best_of=2; leave it out"):
         ask(model, "abc", config={"best_of": 2})
     with pytest.raises(InvalidRequestError, match=r"part 0 of .* is not text"):
         ask(model, [ChatMessageUser(content=[ContentImage(image="data:image/png;base64,AAAA")])])
