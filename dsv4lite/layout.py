@@ -47,9 +47,11 @@ class Layout:
             raise ConfigError(f"{self} has {self.world} ranks; at most {MOST_RANKS} are possible")
         plane = self.tp * self.dp
         if plane % self.ep and self.ep % plane:
+            sizes = [size for size in range(1, plane + 1) if not (plane % size or (self.tp % size and size % self.tp))]
+            larger = "" if self.dp > 1 else f", or a multiple of {plane}"
+            remedy = f"choose one of {', '.join(map(str, sizes))}{larger}"
             raise ConfigError(
-                f"ep={self.ep} does not fit tp={self.tp} x dp={self.dp}: it must divide {plane} or be a multiple of it, "
-                "for the same ranks share the experts"
+                f"ep={self.ep} does not fit tp={self.tp} x dp={self.dp}, the {plane} ranks that share experts; {remedy}"
             )
 
     @property

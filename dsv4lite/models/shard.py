@@ -175,7 +175,7 @@ def check_layout(config: ModelConfig, tensors: Tensors, layout: Layout) -> None:
     if layout.copies > 1 and layout.dp > 1:
         raise ConfigError(f"{layout}: ep exceeds tp x dp, so replicas would have copies; raise dp to {layout.dp * layout.copies}")
     if layout.pp > max(1, config.num_hidden_layers):
-        raise ConfigError(f"pp={layout.pp} stages for {config.num_hidden_layers} layers; each needs at least one")
+        raise ConfigError(f"pp={layout.pp} stages for {config.num_hidden_layers} layers: each needs at least one; lower pp")
 
 
 def layouts_for(config: ModelConfig, tensors: Tensors, devices: int, block: tuple[int, int] | None = None) -> tuple[Layout, ...]:

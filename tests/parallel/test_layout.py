@@ -68,6 +68,7 @@ def test_layout_names_who_shares_requests_and_who_samples() -> None:
     [
         ({"tp": 2, "ep": 3}, ("ep=3", "tp=2")),
         ({"tp": 3, "dp": 2, "ep": 4}, ("ep=4", "dp=2")),
+        ({"tp": 4, "ep": 6}, ("tp=4 x dp=1", "choose one of 1, 2, 4, or a multiple of 4")),
         ({"tp": 0}, ("tp=0",)),
         ({"pp": -1}, ("pp=-1",)),
         ({"dp": 1.5}, ("dp=1.5",)),
@@ -78,6 +79,12 @@ def test_layout_that_does_not_divide_is_refused_naming_the_values(sizes: dict[st
     with pytest.raises(ConfigError) as caught:
         Layout(**sizes)
     assert all(value in str(caught.value) for value in named)
+
+
+def test_error_of_a_layout_with_replicas_offers_only_sizes_that_are_possible() -> None:
+    """It offered a multiple of 6, which is refused with replicas, and a divisor of 6 that tp=3 and ep=2 do not share."""
+    with pytest.raises(ConfigError, match=r"ep=8 does not fit tp=3 x dp=2, the 6 ranks .*; choose one of 1, 3, 6$"):
+        Layout(tp=3, dp=2, ep=8)
 
 
 def test_place_of_a_rank_out_of_range_is_refused() -> None:
