@@ -299,14 +299,14 @@ def plan_state(
     page = spec.grow_page_bytes
     pages = useful if page == 0 else max(0, min(useful, left // page))
     length = min(wanted, pages * PAGE_TOKENS)
-    advice = []
+    advice, held, sequences = [], in_gib(budget), f"max_num_seqs={config.max_num_seqs}"
+    more = "raise kv_cache_memory_bytes or, on a GPU, gpu_memory_utilization"
     if length < wanted and longest is not None:
-        needed = spec.bytes(fixed) + -(-longest // PAGE_TOKENS) * page
-        advice.append(f"max_model_len={longest} needs {in_gib(needed)} of state; there are {in_gib(budget)}")
-    if left < 0:
-        advice.append(
-            f"lower max_num_seqs: {config.max_num_seqs} sequences take {in_gib(spec.bytes(fixed))} before the first token"
-        )
+        needed = in_gib(spec.bytes(fixed) + -(-longest // PAGE_TOKENS) * page)
+        advice.append(f"max_model_len={longest} needs {needed} of state; there are {held}: lower it or {sequences}, or {more}")
+    if left < page:
+        needed = in_gib(spec.bytes(fixed) + page)
+        advice.append(f"{sequences} with one page of tokens needs {needed} of state; there are {held}: lower it, or {more}")
     return replace(fixed, grow_pages=pages), length, tuple(advice)
 
 
@@ -384,13 +384,11 @@ def make_plan(
     used = weights + workspace + graphs + spec.bytes(sizes)
     notes = list(advice)
     if room < 0:
-        notes = [_too_large_advice(weights, workspace + graphs, usable)]
+        notes = [_too_large_advice(config, weights, workspace + graphs, usable)]
     elif budget > room:
-        notes.append(f"kv_cache_memory_bytes={budget:,} exceeds the {in_gib(room)} that weights and workspace leave; lower it")
+        notes.append(f"kv_cache_memory_bytes={budget:,} exceeds the {room:,} that weights and workspace leave; lower it")
     elif used > available:
         notes.append(_taken_advice(config, used, available, total, least=used - sizes.grow_pages * spec.grow_page_bytes))
-    if room >= 0 and length < 1:
-        notes.append("no room for one page of state: raise kv_cache_memory_bytes or gpu_memory_utilization, or lower max_num_seqs")
     pages_each = -(-max(1, length) // PAGE_TOKENS)
     return MemoryPlan(
         model=config.model,
@@ -431,12 +429,12 @@ def _formats(numerics: Numerics) -> str:
     return f"{matrices} matrices, {experts} experts, {rows} KV rows"
 
 
-def _too_large_advice(weights: int, working: int, usable: int) -> str:
+def _too_large_advice(config: EngineConfig, weights: int, working: int, usable: int) -> str:
     """Return the advice for weights and workspace that leave no memory for state."""
     if weights > usable:
         remedy = "use a device with more memory, several that share the model (tensor_parallel_size), or a smaller model"
         return f"the weights ({in_gib(weights)}) do not fit in {in_gib(usable)}; {remedy}"
-    remedy = "lower max_num_batched_tokens or max_num_seqs"
+    remedy = f"lower max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}"
     return (
         f"the weights ({in_gib(weights)}) and the workspace of a step ({in_gib(working)}) do not fit in {in_gib(usable)}; {remedy}"
     )

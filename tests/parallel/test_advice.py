@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +134,23 @@ def test_what_does_not_fit_is_said_with_what_would_help(folder: str) -> None:
     assert "the weights (" in advice and "tensor_parallel_size" in advice
     (advice,) = plan_memory(folder, memory_bytes=budget.weights + 1, **SETTINGS).advice
     assert "the workspace of a step (" in advice and "max_num_batched_tokens" in advice
+
+
+@pytest.mark.parametrize(
+    ("state", "longest", "named"),
+    [
+        (4096, None, r"max_num_seqs=4 with one page of tokens needs \S+ KiB of state; there are 4.0 KiB: lower it, or raise kv_"),
+        (1 << 20, 10**6, r"max_model_len=1000000 needs .*; there are 0.001 GiB: lower it or max_num_seqs=4, or raise kv_cache_mem"),
+        (1 << 40, None, r"kv_cache_memory_bytes=1,099,511,627,776 exceeds the [\d,]+ that weights and workspace leave; lower it$"),
+    ],
+    ids=["page", "length", "room"],
+)
+def test_advice_on_state_names_setting_limit_and_remedy(folder: str, state: int, longest: int | None, named: str) -> None:
+    """Too little for the first page was said twice, without what there is; a length that does not fit, without a remedy; and the
+    most bytes of state in rounded GiB, which no setting takes."""
+    settings = {**SETTINGS, "kv_cache_memory_bytes": state, "max_model_len": longest}
+    (advice,) = plan_memory(folder, memory_bytes=1 << 30, **settings).advice
+    assert re.match(named, advice), advice
 
 
 def test_any_number_of_devices_can_be_replicas(folder: str) -> None:
