@@ -334,8 +334,8 @@ class Engine:
         if self._dead is not None:
             raise self._dead.copy()
         if self._thread is None or self._closing:
-            state = "closed" if self._closing else "new"
-            raise EngineStateError("the engine is not running", state=state, allowed=("ready", "paused"))
+            state, problem = "closed" if self._closing else "new", "the engine does not run here, or rank 0 has closed its engine"
+            raise EngineStateError(f"{problem}; open a new one", state=state, allowed=("ready", "paused"))
         if self._external is not None:
             raise EngineStateError("this rank runs the steps of rank 0; use the engine of rank 0", state="following")
         self._inbox.put(command)

@@ -62,6 +62,9 @@ def generate(model: Path, settings: Job, rank: int) -> list[RequestOutput] | str
             return all_kinds(llm)
         with pytest.raises(EngineStateError, match="engine of rank 0"):
             llm.generate("a")
+        thread_of(llm).join(120)
+        with pytest.raises(EngineStateError, match="rank 0 has closed its engine; open a new one"):
+            llm.generate("a")
     assert dist.group.WORLD is group and dist.is_initialized()  # the host's own
     return "followed"
 
