@@ -103,8 +103,8 @@ CACHES = {
     "kernels.warmup._load_launchers_one_by_one": "Triton has one loader for the whole process",
     "device._idle_streams": "PyTorch keeps memory for every stream that was ever used",
 }
-MAX_PACKAGE_LINES = 47_363
-MAX_TEST_LINES = 46_114
+MAX_PACKAGE_LINES = 47_368
+MAX_TEST_LINES = 46_167
 MAX_FUNCTION_LINES = 80
 
 # Debts. These may only shrink: public names that docs/api.md does not describe yet and ops without tests
