@@ -9,8 +9,8 @@ If weights come from registers, tensor cores need some 52 cycles for an instruct
 block of at most 64 rows therefore has code of its own, but costs more than half of a full one.
 
 An item is one block x 256 columns, of ``u`` or of the result. In the first product a group has 128 columns of ``u``, which share
-scales, in two turns of two tiles each; between these they wait in shared memory. What it does with them is written as loops, for
-programs wait for the instructions of long code.
+scales, in two turns of two tiles each; between these they wait in shared memory. What follows a product is written as loops: a
+program whose code is too long for the instruction cache waits for its instructions.
 
 The bits are those of ``triton.py``. Producers and consumers each count chunks (``step``): the count says which buffer is next, and
 which phase of its barriers to wait for.
